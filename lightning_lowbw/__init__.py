@@ -1,0 +1,24 @@
+"""Data-parallel training on slow networks, as PyTorch Lightning strategies.
+
+Importing this package makes the strategies known to Lightning by name: `Trainer(strategy="dgc")`.
+"""
+
+from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
+from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.methods.dgc import DGC
+from lightning_lowbw.strategies import DGCStrategy, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DGC",
+    "ConfigurationError",
+    "DGCStrategy",
+    "DisagreementError",
+    "NonFiniteGradientError",
+    "SparsityWarmup",
+    "TrafficMonitor",
+]
+
+register()

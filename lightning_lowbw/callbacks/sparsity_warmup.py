@@ -1,0 +1,95 @@
+"""The sparsity warm-up in epochs, for a strategy that was given by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_lowbw.core.schedule import SparsitySchedule
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.dgc import DGCStrategy
+
+
+class SparsityWarmup(Callback):
+    """Set when deep gradient compression begins, and over how long it becomes as sparse as wanted.
+
+    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit, which replaces
+    the strategy's own `rampup_begin_step`, `rampup_step` and `sparsity`. Give epochs or steps, not both.
+
+    Args:
+        begin_epoch: epochs of dense exchange before the first sparse step; may be a fraction. Default 2.
+        epochs: epochs over which the stairs are spread; may be a fraction. Default 3.
+        begin_step: the same in optimizer steps.
+        steps: the same in optimizer steps.
+        sparsity: the stairs.
+
+    Raises:
+        ConfigurationError: epochs and steps are mixed, a value is out of range, the strategy is not DGC, or the
+            number of steps in an epoch cannot be known.
+
+    Source: the defaults are those advised for ImageNet by PaddlePaddle Fleet.
+
+    Example:
+        >>> warmup = SparsityWarmup(begin_epoch=1, epochs=2, sparsity=[0.96, 0.999])
+        >>> warmup.schedule(steps_per_epoch=100)
+        SparsitySchedule(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999))
+    """
+
+    def __init__(
+        self,
+        *,
+        begin_epoch: float | None = None,
+        epochs: float | None = None,
+        begin_step: int | None = None,
+        steps: int | None = None,
+        sparsity: Sequence[float] = (0.984375, 0.996, 0.999),
+    ) -> None:
+        in_steps = begin_step is not None or steps is not None
+        if in_steps and (begin_epoch is not None or epochs is not None):
+            raise ConfigurationError(
+                f"SparsityWarmup(begin_epoch={begin_epoch}, epochs={epochs}, begin_step={begin_step}, steps={steps}): "
+                "give epochs or steps, not both."
+            )
+        self._in_steps = in_steps
+        self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
+        self._length: float = (1 if steps is None else steps) if in_steps else 3 if epochs is None else epochs
+        self._sparsity = SparsitySchedule(sparsity=sparsity).sparsity  # type: ignore[arg-type]  # checked now
+        if not (self._begin >= 0 and self._length >= 0):
+            raise ConfigurationError(
+                f"SparsityWarmup: begins at {self._begin}, lasts {self._length}; give numbers >= 0."
+            )
+
+    def schedule(self, steps_per_epoch: int) -> SparsitySchedule:
+        """Return the warm-up in optimizer steps."""
+        unit = 1 if self._in_steps else steps_per_epoch
+        return SparsitySchedule(round(self._begin * unit), max(1, round(self._length * unit)), self._sparsity)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, DGCStrategy):
+            raise ConfigurationError(
+                f"SparsityWarmup sets the sparsity of strategy='dgc'; the strategy is {type(strategy).__name__}."
+            )
+        schedule = self.schedule(0 if self._in_steps else _steps_per_epoch(trainer, pl_module))
+        strategy.reconfigure(dataclasses.replace(strategy.method, **dataclasses.asdict(schedule)))
+        rank_zero_info(
+            f"DGC: dense up to step {schedule.rampup_begin_step}, then sparsity {list(schedule.sparsity)} "
+            f"over {schedule.rampup_step} steps."
+        )
+
+
+def _steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
+    in_steps = "Give it in steps: SparsityWarmup(begin_step=..., steps=...)."
+    if not pl_module.automatic_optimization:
+        raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, as Lightning's own code reads it
+    if any(isinstance(each, GradientAccumulationScheduler) and len(each.scheduling) > 1 for each in callbacks):
+        raise ConfigurationError(f"With GradientAccumulationScheduler the steps per epoch change. {in_steps}")
+    if not math.isfinite(trainer.num_training_batches):
+        raise ConfigurationError(f"The training data has no length. {in_steps}")
+    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

@@ -1,0 +1,96 @@
+"""What the exchange of gradients costs, to the logger and the progress bar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.methods.dgc import DGCWorker
+from lightning_lowbw.strategies.base import LowBandwidthStrategy
+
+
+@dataclass
+class _Totals:
+    steps: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0
+    exposed_s: float = 0.0
+
+
+class TrafficMonitor(Callback):
+    """Log this rank's traffic of each training step; issues no collective and does not wait for a GPU.
+
+    Logged, under ``traffic/``, for the batches that step an optimizer:
+
+    - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
+    - ``compression_ratio``: bytes that DDP would have sent / bytes sent; above 1 is better
+    - ``density``: fraction of the elements of a sparse tensor that was sent
+    - ``exposed_s``: seconds in which the step waited for an exchange
+    - ``residual_norm``: 2-norm of the unsent gradient, every `Trainer(log_every_n_steps=...)` steps
+
+    With stock DDP the bytes are those of its gradient all-reduce, by formula, and the last three are left out.
+
+    Args:
+        prog_bar: whether the bytes sent and the compression ratio are shown in the progress bar.
+
+    Raises:
+        ConfigurationError: the strategy exchanges no gradients (a single device), or not as DDP does.
+    """
+
+    def __init__(self, *, prog_bar: bool = True) -> None:
+        self.prog_bar = prog_bar
+        self._last = _Totals()
+        self._residual_norm = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and not isinstance(trainer.strategy, DDPStrategy):
+            raise ConfigurationError(
+                f"TrafficMonitor reads the traffic of 'ddp' or of a strategy of this package; the strategy is "
+                f"{type(trainer.strategy).__name__}."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = _read(trainer)
+        self._residual_norm = 0.0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now, last = _read(trainer), self._last
+        if now.steps == last.steps:  # accumulating
+            return
+        self._last = now
+        sent, dense = now.sent_bytes - last.sent_bytes, now.dense_bytes - last.dense_bytes
+        shown = {"traffic/bytes_sent": float(sent)}
+        if sent:
+            shown["traffic/compression_ratio"] = dense / sent
+        silent = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
+        strategy = trainer.strategy
+        if isinstance(strategy, LowBandwidthStrategy):
+            silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
+            workers = [worker for worker in strategy.workers if isinstance(worker, DGCWorker)]
+            if workers:
+                silent["traffic/density"] = workers[0].last_density
+                every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+                if every and now.steps // every != last.steps // every:
+                    self._residual_norm = sum(worker.residual_norm() ** 2 for worker in workers) ** 0.5
+                silent["traffic/residual_norm"] = self._residual_norm
+        pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
+        pl_module.log_dict(silent, on_step=True, on_epoch=False)
+
+
+def _read(trainer: pl.Trainer) -> _Totals:
+    strategy = trainer.strategy
+    if isinstance(strategy, LowBandwidthStrategy):
+        strategy.ledger.settle()
+        return _Totals(**{name: getattr(strategy.ledger, name) for name in _Totals.__dataclass_fields__})
+    nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
+    total = trainer.global_step * all_reduce_bytes(nbytes, trainer.world_size)
+    return _Totals(trainer.global_step, total, total, total)

@@ -1,0 +1,55 @@
+"""The two collectives of a sparse step, blocking and accounted for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+
+
+@dataclass
+class Exchange:
+    """A process group with a ledger.
+
+    Args:
+        group: the process group; None is the world.
+        ledger: where the traffic is written down.
+    """
+
+    group: dist.ProcessGroup | None = None
+    ledger: TrafficLedger = field(default_factory=TrafficLedger)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks in the group; 1 where torch.distributed is not initialised."""
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return dist.get_rank(self.group) if dist.is_initialized() else 0
+
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place.
+
+        Collective: all ranks, blocking (on CUDA, for the stream).
+        """
+        with self.ledger.waiting(tensor.device):
+            dist.all_reduce(tensor, group=self.group)
+        self.ledger.record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
+
+    def all_gather(self, message: Tensor) -> Tensor:
+        """Return the messages of all ranks, in rank order: uint8, shape (ranks, nbytes).
+
+        Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
+        """
+        gathered = torch.empty((self.num_ranks, message.numel()), dtype=message.dtype, device=message.device)
+        with self.ledger.waiting(message.device):
+            dist.all_gather(list(gathered), message, group=self.group)
+        self.ledger.record(all_gather_bytes(message.nbytes, self.num_ranks))
+        return gathered

@@ -1,0 +1,15 @@
+"""The errors of this package. All of them are raised on every rank, or the job would hang."""
+
+from __future__ import annotations
+
+
+class ConfigurationError(ValueError):
+    """What the user asked for cannot run; the message says what was given, what is allowed and what to do."""
+
+
+class DisagreementError(ConfigurationError):
+    """The ranks were given different configurations, models or checkpoints."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A rank computed an infinite or NaN gradient; nothing of it was sent, nor kept in a residual."""

@@ -1,0 +1,544 @@
+"""Deep gradient compression: every step, the k largest elements of each tensor, between all ranks.
+
+Source: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+Training", arXiv 1712.01887; weight-decay correction after PaddlePaddle Fleet.
+
+One step of one rank, with G its own mean gradient as torch gives it (not divided by the number of ranks N):
+
+    clip      G to the norm  threshold * sqrt(N)                       (eq. 8, for undivided gradients)
+    decay     g = G + c w                                              (eq. 12)
+    correct   u = m u + g;  v = v + u                                  (eq. 7)
+    select    the k largest |v| of each tensor
+    mask      v = u = 0 there                                          (eq. 9)
+    average   the gradient is 1/N times the sum of what all ranks sent
+    step      plain SGD, for momentum and decay are done
+
+u is the optimizer's own `momentum_buffer`; v, the residual, is the only state that is added.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, SGD, Optimizer
+
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.codec import MAX_NUMEL, VALUE_DTYPES, IndexValueCodec
+from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
+from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
+from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.ops.reference import correct_, flat, scatter_mean_, take_
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC:
+    """Deep gradient compression, as a value.
+
+    Args:
+        rampup_begin_step: optimizer steps before the first sparse one; until then the exchange is that of DDP.
+        rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
+        sparsity: the fraction of elements kept back, one value per stair, each in [0, 1).
+        momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking).
+        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
+        exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
+        selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
+        value_dtype: "float32", "bfloat16" or "float16", for the values on the wire; what is rounded away is sent
+            later.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+
+    Example:
+        >>> DGC(sparsity=[0.75, 0.999], rampup_step=100).schedule.density(50)
+        0.0010000000000000009
+    """
+
+    rampup_begin_step: int = 0
+    rampup_step: int = 1
+    sparsity: Sequence[float] = (0.999,)
+    momentum_masking: bool = True
+    min_numel: int = 16384
+    exclude: Sequence[str] = ()
+    selection: str = "sampled"
+    value_dtype: str = "float32"
+    schedule: SparsitySchedule = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        schedule = SparsitySchedule(self.rampup_begin_step, self.rampup_step, self.sparsity)  # type: ignore[arg-type]
+        object.__setattr__(self, "schedule", schedule)
+        object.__setattr__(self, "sparsity", schedule.sparsity)
+        if isinstance(self.exclude, str) or not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name, allowed in (("selection", SELECTIONS), ("value_dtype", VALUE_DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
+            raise ConfigurationError(f"min_numel={self.min_numel!r}: give a number of elements, an integer >= 1.")
+        if not isinstance(self.momentum_masking, bool):
+            raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True or False.")
+
+    @property
+    def codec(self) -> IndexValueCodec:
+        """The wire format."""
+        return IndexValueCodec(self.value_dtype)
+
+    def describe(self) -> dict[str, object]:
+        """Return the configuration as plain values."""
+        values = asdict(self)
+        del values["schedule"]
+        return {"method": "dgc", **values}
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        exchange: Exchange | None = None,
+    ) -> DGCWorker:
+        """Return this rank's worker for an optimizer.
+
+        Args:
+            optimizer: any torch optimizer but LBFGS; `torch.optim.SGD` gets all corrections, others error feedback.
+            named_parameters: of the whole model; names key the state and select the excluded ones.
+            exchange: the process group; by default the world.
+
+        Raises:
+            ConfigurationError: the optimizer cannot be corrected (SGD with dampening, LBFGS).
+        """
+        return DGCWorker(self, optimizer, named_parameters, exchange or Exchange())
+
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
+
+        The update is 1/N sum v_k: mean over the old ranks, given to each of the new ones, leaves it as it was.
+        """
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, first in states[0]["tensors"].items():
+            tensors[name] = {
+                key: torch.stack([state["tensors"][name][key].float() for state in states]).mean(0).to(value.dtype)
+                for key, value in first.items()
+                if isinstance(value, Tensor)
+            }
+        return {"step": states[0]["step"], "tensors": tensors}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter in this step: its name, its param group, and k (None where it is sent dense)."""
+
+    name: str
+    parameter: Parameter
+    group: dict[str, Any]
+    k: int | None
+
+    @property
+    def sign(self) -> float:
+        """-1 where the optimizer climbs: torch negates the gradient before it adds the decay."""
+        return -1.0 if self.group.get("maximize") else 1.0
+
+
+class DGCWorker:
+    """One rank's side of deep gradient compression for one optimizer.
+
+    A step has four phases; the first and third are this rank's own, between them stand the two collectives. They are
+    `prepare_dense` - all-reduce (sum) - `finish_dense` - `prepare_sparse` - all-gather - `finish_sparse`, in that
+    order because the first also carries the ranks' word that their gradients are finite: nothing enters a residual
+    before. `exchange` connects them to a process group; a simulator may connect them to lists.
+
+    Attributes:
+        method: the configuration; may be replaced between steps, on all ranks alike.
+        step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
+        residuals: v of each parameter that has been sparse; float32, the parameter's shape.
+        last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
+    """
+
+    def __init__(
+        self,
+        method: DGC,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        exchange: Exchange,
+    ) -> None:
+        self.method = method
+        self.optimizer = optimizer
+        self.step = 0
+        self.last_density = 1.0
+        self.residuals: dict[Parameter, Tensor] = {}
+        self._exchange = exchange
+        self._names = {parameter: name for name, parameter in named_parameters}
+        self._selectors: dict[Parameter, Selector] = {}
+        self._slots: list[Slot] = []  # of the step in progress
+        self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        # A subclass of SGD has a step of its own, which need not be the one corrected here.
+        self._is_sgd = type(optimizer) is SGD
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
+            )
+        self._check_groups()
+        if not self._is_sgd and exchange.num_ranks > 1 and exchange.rank == 0:
+            warnings.warn(
+                f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
+                "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers; a "
+                "dense phase (rampup_begin_step > 0) helps. torch.optim.SGD gets all corrections of DGC.",
+                stacklevel=3,
+            )
+
+    # What the strategies ask ------------------------------------------------------------------------------------
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the coming step is a sparse one."""
+        return self._exchange.num_ranks > 1 and not self.method.schedule.is_dense(self.step)
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
+        return not self.is_sparse
+
+    @property
+    def clip_factor(self) -> float:
+        """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8)."""
+        return math.sqrt(self._exchange.num_ranks) if self.is_sparse else 1.0
+
+    @property
+    def density(self) -> float:
+        """The fraction of elements that the coming step sends of a sparse tensor; 1.0 in the dense phase."""
+        return self.method.schedule.density(self.step) if self.is_sparse else 1.0
+
+    def residual_norm(self) -> float:
+        """Return the 2-norm of what this rank has not sent yet; reads all residuals."""
+        return math.sqrt(sum(float(residual.norm()) ** 2 for residual in self.residuals.values()))
+
+    # One step ---------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        *,
+        clip: Callable[[], None] | None = None,
+        reduced: Collection[Parameter] = (),
+        skip_nonfinite: bool = False,
+    ) -> bool:
+        """Replace this rank's gradients by those the optimizer is to step with.
+
+        In the dense phase: the mean over ranks, for parameters not in `reduced`. In the sparse phase: the method.
+
+        In place:
+            `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
+            and weight decay of SGD's param groups are 0 until `stepping` ends.
+
+        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it; blocking.
+
+        Wire:
+            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and one per rank.
+            Sparse: `IndexValueCodec.nbytes`.
+
+        Args:
+            clip: clips `.grad` in place; called before anything is sent.
+            reduced: parameters whose `.grad` is the mean over ranks already (by DDP); regarded in the dense phase.
+            skip_nonfinite: return False where a gradient is not finite, instead of raising.
+
+        Returns:
+            Whether the step is to be taken; False on all ranks or on none. Nothing was committed then.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter.
+            ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
+        """
+        if self._exchange.num_ranks == 1:
+            return True
+        self._begin(reduced)
+        if not self._slots:
+            return True
+        dense_bytes = sum(slot.parameter.nbytes for slot in self._slots)
+        self._exchange.ledger.dense_bytes += all_reduce_bytes(dense_bytes, self._exchange.num_ranks)
+        message = self.prepare_dense(clip)
+        self._exchange.all_reduce_(message)
+        if not self.finish_dense(message, skip_nonfinite=skip_nonfinite):
+            return False
+        if any(slot.k is not None for slot in self._slots):
+            self.finish_sparse(list(self._exchange.all_gather(self.prepare_sparse())))
+        return True
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Enclose `exchange` and the optimizer's own step: counts it, and gives the user's values back after it."""
+        try:
+            yield
+        finally:
+            for group, values in self._user_values:
+                group.update(values)
+            self._user_values.clear()
+            self._slots = []
+        self.last_density = self.density
+        self.step += 1
+        self._exchange.ledger.steps += 1
+
+    def prepare_dense(self, clip: Callable[[], None] | None = None) -> Tensor:
+        """Return what is summed over the ranks: 1/N times [dense gradients | used, per parameter | fault, per rank].
+
+        "used" counts the ranks on which a parameter has a gradient: one that nobody used is left alone, as in DDP.
+        "fault" is 1 + the number of the first parameter whose gradient is not finite, else 0.
+
+        Returns:
+            float32 (or wider, if a dense tensor is); shape (dense elements + parameters + ranks,).
+        """
+        # Before clipping: a NaN in one tensor makes the total norm NaN, and then every tensor.
+        fault = self._first_nonfinite()
+        if clip is not None:
+            clip()
+        dtype, parts = torch.float32, []
+        for slot in self._slots:
+            if slot.k is None:
+                gradient = slot.parameter.grad
+                parts.append(flat(_as_real(torch.zeros_like(slot.parameter) if gradient is None else gradient)))
+                dtype = torch.promote_types(dtype, parts[-1].dtype)
+        used = [float(slot.parameter.grad is not None) for slot in self._slots]
+        tail = torch.tensor(used + [0.0] * self._exchange.num_ranks, dtype=dtype, device=fault.device)
+        tail[len(used) + self._exchange.rank] = fault
+        return torch.cat([*(part.to(dtype) for part in parts), tail]).mul_(1.0 / self._exchange.num_ranks)
+
+    def finish_dense(self, mean: Tensor, *, skip_nonfinite: bool = False) -> bool:
+        """Take in the sum of all ranks' `prepare_dense`; see `exchange` for what is returned and raised."""
+        num_ranks, num_slots = self._exchange.num_ranks, len(self._slots)
+        tail = (mean[-(num_slots + num_ranks) :] * num_ranks).round().tolist()  # the step's one wait for a GPU
+        used, faults = tail[:num_slots], tail[num_slots:]
+        for rank, fault in enumerate(faults):
+            if fault:
+                if skip_nonfinite:
+                    return False
+                raise NonFiniteGradientError(
+                    f"Step {self.step}: the gradient of {self._slots[int(fault) - 1].name!r} on rank {rank} is not "
+                    "finite. Nothing was exchanged. Lower the learning rate, clip the gradient, or look at that "
+                    "rank's data; with precision='16-mixed' such steps are skipped."
+                )
+        offset, kept = 0, []
+        for slot, num_users in zip(self._slots, used, strict=True):
+            numel = _as_real(slot.parameter).numel() if slot.k is None else 0
+            if num_users:
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = torch.zeros_like(slot.parameter)
+                if slot.k is None:
+                    target = _as_real(slot.parameter.grad)
+                    target.copy_(mean[offset : offset + numel].view(target.shape))
+                kept.append(slot)
+            offset += numel
+        self._slots = kept
+        if self.is_sparse and self._is_sgd:
+            self._make_plain()
+            for slot in kept:
+                if slot.k is None:
+                    self._correct_dense(slot)
+        return True
+
+    def prepare_sparse(self) -> Tensor:
+        """Correct, select and mask the sparse tensors; return this rank's message: uint8, the same size on all."""
+        parts = []
+        for slot in self._slots:
+            if slot.k is None:
+                continue
+            residual, momentum_buffer = self._residual(slot.parameter), None
+            gradient = self._decayed(slot)
+            if self._is_sgd and self._user_value(slot.group, "momentum") != 0:
+                momentum_buffer = self._momentum_buffer(slot.parameter)
+            correct_(
+                residual,
+                momentum_buffer,
+                gradient,
+                momentum=self._user_value(slot.group, "momentum", 0.0),
+                nesterov=self._user_value(slot.group, "nesterov", False),
+            )
+            indices = self._selector(slot.parameter)(residual.view(-1), slot.k)
+            values = take_(
+                residual,
+                momentum_buffer,
+                indices,
+                value_dtype=self.method.codec.torch_dtype,
+                masking=self.method.momentum_masking,
+            )
+            parts.append((indices, values))
+        return self.method.codec.encode(parts)
+
+    def finish_sparse(self, messages: Sequence[Tensor]) -> None:
+        """Average the messages of all ranks, in rank order, into the gradients of the sparse tensors."""
+        slots = [slot for slot in self._slots if slot.k is not None]
+        counts = [slot.k for slot in slots if slot.k is not None]
+        decoded = [self.method.codec.decode(message, counts) for message in messages]
+        for number, slot in enumerate(slots):
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            writes_directly = gradient.dtype == torch.float32 and gradient.is_contiguous()
+            out = gradient.view(-1) if writes_directly else torch.empty(gradient.numel(), device=gradient.device)
+            scatter_mean_(out, [parts[number] for parts in decoded])
+            if not writes_directly:
+                gradient.copy_(out.view(gradient.shape))
+            if self._is_sgd and slot.sign < 0:
+                gradient.neg_()
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what differs from rank to rank, keyed by parameter name, and the step; copies on the CPU."""
+        tensors: dict[str, dict[str, Any]] = {}
+        for parameter, residual in self.residuals.items():
+            entry: dict[str, Any] = {
+                "residual": residual.cpu().clone(),
+                "threshold": self._selector(parameter).threshold,
+            }
+            momentum_buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if self._is_sgd and momentum_buffer is not None:
+                entry["momentum_buffer"] = momentum_buffer.detach().cpu().clone()
+            tensors[self._name(parameter)] = entry
+        return {"step": self.step, "tensors": tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`; the optimizer's own state must have been loaded before.
+
+        Raises:
+            ConfigurationError: it has tensors this optimizer does not have, or of another shape.
+        """
+        parameters = {self._name(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        self.step = state["step"]
+        self.residuals.clear()
+        self._selectors.clear()
+        for name, entry in state["tensors"].items():
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != entry["residual"].shape:
+                has = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+                raise ConfigurationError(
+                    f"The checkpoint keeps a residual of shape {tuple(entry['residual'].shape)} for {name!r}; the "
+                    f"optimizer has {has}. Resume with the model that was saved, or load its weights alone."
+                )
+            self._residual(parameter).copy_(entry["residual"])
+            self._selector(parameter).threshold = entry.get("threshold", 0.0)
+            if "momentum_buffer" in entry:
+                self._momentum_buffer(parameter).copy_(entry["momentum_buffer"])
+
+    # Details ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, reduced: Collection[Parameter]) -> None:
+        """List the parameters of this step; the same on all ranks, whatever gradients they happen to have."""
+        self._check_groups()
+        is_sparse, density = self.is_sparse, self.density
+        if self.residuals and not is_sparse:
+            raise ConfigurationError(
+                f"Step {self.step} would be dense (rampup_begin_step={self.method.rampup_begin_step}), but unsent "
+                "gradients of earlier sparse steps are kept. Resume with the schedule that was saved."
+            )
+        self._slots = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad or (not is_sparse and parameter in reduced):
+                    continue
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise ConfigurationError(
+                        f"{self._name(parameter)!r} has a gradient of layout {parameter.grad.layout}: only dense "
+                        "ones are exchanged. Build the layer with sparse=False."
+                    )
+                compresses = is_sparse and self._compresses(parameter)
+                k = num_selected(parameter.numel(), density) if compresses else None
+                self._slots.append(Slot(self._name(parameter), parameter, group, k))
+
+    def _compresses(self, parameter: Parameter) -> bool:
+        if not parameter.is_floating_point() or parameter.numel() < self.method.min_numel:
+            return False
+        name = self._name(parameter)
+        if parameter.numel() > MAX_NUMEL:
+            raise ConfigurationError(
+                f"{name!r} has {parameter.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+            )
+        return not any(fnmatchcase(name, pattern) for pattern in self.method.exclude)
+
+    def _check_groups(self) -> None:
+        for group in self.optimizer.param_groups:
+            if self._is_sgd and group["momentum"] != 0 and group["dampening"] != 0:
+                raise ConfigurationError(
+                    f"SGD with dampening={group['dampening']} has no momentum correction. Set dampening=0 and lower "
+                    "the learning rate instead."
+                )
+
+    def _first_nonfinite(self) -> Tensor:
+        """Return 1 + the number of the first parameter whose gradient is not finite, else 0; a scalar."""
+        infinity = float("inf")
+        largest = []
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if gradient is None or gradient.numel() == 0:
+                largest.append(torch.zeros((), device=slot.parameter.device))
+            else:  # the largest magnitude: unlike the 2-norm it does not overflow, and a NaN goes through
+                largest.append(torch.linalg.vector_norm(gradient, infinity).float())
+        is_bad = ~torch.stack(largest).isfinite()
+        return torch.where(is_bad.any(), is_bad.float().argmax() + 1, 0).float()
+
+    def _make_plain(self) -> None:
+        """Let SGD step without momentum and decay, which the exchange has applied already."""
+        if self._user_values:  # a closure that ran twice
+            return
+        for group in self.optimizer.param_groups:
+            self._user_values.append((group, {key: group[key] for key in ("momentum", "weight_decay")}))
+            group.update(momentum=0.0, weight_decay=0.0)
+
+    def _user_value(self, group: dict[str, Any], key: str, default: Any = None) -> Any:
+        for changed, values in self._user_values:
+            if changed is group and key in values:
+                return values[key]
+        return group.get(key, default) if self._is_sgd else default
+
+    def _decayed(self, slot: Slot) -> Tensor:
+        """Return g = G + c w in the sign that torch's SGD gives it; new memory unless there is nothing to do."""
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        if not self._is_sgd:
+            return gradient
+        weight_decay = self._user_value(slot.group, "weight_decay")
+        gradient = gradient.neg() if slot.sign < 0 else gradient
+        return gradient.add(slot.parameter.detach(), alpha=weight_decay) if weight_decay != 0 else gradient
+
+    @torch.no_grad()
+    def _correct_dense(self, slot: Slot) -> None:
+        """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
+        momentum = self._user_value(slot.group, "momentum")
+        gradient = self._decayed(slot)
+        if momentum != 0:
+            momentum_buffer = self._momentum_buffer(slot.parameter)
+            momentum_buffer.mul_(momentum).add_(gradient)
+            nesterov = self._user_value(slot.group, "nesterov")
+            gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
+        assert slot.parameter.grad is not None
+        slot.parameter.grad.copy_(gradient if slot.sign > 0 else gradient.neg())
+
+    def _residual(self, parameter: Parameter) -> Tensor:
+        if parameter not in self.residuals:
+            self.residuals[parameter] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        return self.residuals[parameter]
+
+    def _momentum_buffer(self, parameter: Parameter) -> Tensor:
+        """Return the optimizer's own velocity; the hand-over from the dense phase is that nothing is to be done."""
+        state = self.optimizer.state[parameter]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
+
+    def _selector(self, parameter: Parameter) -> Selector:
+        return self._selectors.setdefault(parameter, make_selector(self.method.selection))
+
+    def _name(self, parameter: Parameter) -> str:
+        if parameter not in self._names:  # not in the module: a loss's own parameter, say
+            everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self._names[parameter] = f"optimizer.{next(i for i, p in enumerate(everything) if p is parameter)}"
+        return self._names[parameter]
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

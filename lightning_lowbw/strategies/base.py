@@ -1,0 +1,486 @@
+"""The frame of all strategies: `DDPStrategy` with three seams into a Lightning step.
+
+1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through;
+2. the end of the wrapped closure: the method exchanges the gradients of the optimizer that steps;
+3. after the step: the method's counters, and the user's values back in the param groups.
+
+Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these.
+"""
+# No `from __future__ import annotations` here: DDP checks the hook's annotations, which must be real objects.
+
+import contextlib
+import difflib
+import inspect
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowbw.comm.agreement import agree, failing_together
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.methods.protocol import Method, Worker
+from lightning_lowbw.strategies import shards
+
+# The hook is this package's; and what DDP would do beside the hook, unseen by it.
+OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
+UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
+PLAIN = (bool, int, float, str, tuple, type(None))  # what can be compared between ranks
+SET_BY_LIGHTNING = frozenset({"self", "module", "device_ids", "output_device", "dim", "kwargs"})
+
+
+class LowBandwidthStrategy(DDPStrategy):
+    """DDP whose gradient exchange is a method's.
+
+    Args:
+        method: the configuration; a plain value.
+        **kwargs: keyword arguments of `DDPStrategy` and `DistributedDataParallel`, checked against their signatures.
+            `broadcast_buffers` left out: as DDP in the dense phase; in the sparse phase the buffers of rank 0 are
+            sent when somebody looks (validation, end of fit). True: in every forward pass. False: never.
+
+    Raises:
+        ConfigurationError: a keyword is unknown, or cannot be combined with a communication hook.
+    """
+
+    strategy_name: str
+
+    def __init__(self, method: Method, **kwargs: Any) -> None:
+        _check_keywords(type(self), kwargs)
+        super().__init__(**kwargs)
+        self.method = method
+        self.ledger = TrafficLedger()
+        self._workers: dict[int, Worker] = {}  # by id of the optimizer
+        self._broadcast_buffers = kwargs.get("broadcast_buffers")
+        self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
+        self._own_buffers: dict[str, Tensor] = {}  # while those of rank 0 are shown
+        self._num_backwards = 0
+        self._num_backwards_exchanged: dict[int, int] = {}
+        self._last_launch_s: float | None = None  # when the last bucket of a dense backward was sent
+        self._clip_gradients: Callable[..., None] | None = None  # the precision plugin's own
+        self._resume_path: _PATH | None = None
+        self._rng_state: Mapping[str, Any] | None = None
+        self._run_id = ""
+        self._num_saves = 0
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            name = cls.strategy_name + suffix
+            if name not in strategy_registry.available_strategies():
+                description = f"{cls.__name__} with `start_method` '{start_method}'"
+                strategy_registry.register(name, cls, description=description, start_method=start_method)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The method's workers, in the order of the optimizers; empty outside of a fit."""
+        return list(self._workers.values())
+
+    def reconfigure(self, method: Method) -> None:
+        """Replace the method's configuration, for the steps to come.
+
+        Collective: all ranks.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
+        agree(f"configuration of strategy {self.strategy_name!r}", method.describe())
+        self.method = method
+        for worker in self.workers:
+            worker.method = method
+
+    # Setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self._forget_last_fit()
+        super().setup(trainer)
+        if not is_fitting:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        exchange = Exchange(self.model.process_group, self.ledger)
+        named_parameters = list(self.lightning_module.named_parameters())
+        with failing_together():
+            for optimizer in self.optimizers:
+                self._workers[id(optimizer)] = self.method.attach(optimizer, named_parameters, exchange)
+        agree("optimizers", _facts_about_optimizers(self.optimizers, dict(named_parameters)))
+        self._run_id = self.broadcast(uuid.uuid4().hex)
+        self._move_clipping()
+        if exchange.num_ranks == 1:
+            rank_zero_warn(
+                f"strategy={self.strategy_name!r} with one rank: there is nobody to exchange gradients with, so this "
+                "trains as without it. Set Trainer(devices=..., num_nodes=...) for more."
+            )
+
+    def _forget_last_fit(self) -> None:
+        self.ledger = TrafficLedger()
+        self._workers.clear()
+        self._num_backwards_exchanged.clear()
+        self._own_buffers.clear()
+        self._rng_state = None
+
+    @override
+    def configure_ddp(self) -> None:
+        # Before the wrap: DDP's own complaint about models that differ does not say where.
+        assert self.lightning_module is not None
+        with failing_together():
+            _refuse_sparse_gradients(self.lightning_module)
+        ddp = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, PLAIN)}
+        agree(
+            f"configuration of strategy {self.strategy_name!r}",
+            {"class": type(self).__name__, **self.method.describe(), **ddp},
+        )
+        agree("model", _facts_about_model(self.lightning_module))
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        will_sync_buffers = self.model.will_sync_module_buffers
+        self.model.will_sync_module_buffers = (  # type: ignore[method-assign]
+            lambda: will_sync_buffers() and (self._broadcast_buffers is True or not self._owns_buffers())
+        )
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Stock Lightning registers hooks on CUDA only, and says nothing elsewhere.
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(state=None, hook=self._gradient_hook)
+
+    @override
+    def teardown(self) -> None:
+        self._restore_clipping()
+        super().teardown()
+
+    # Seam 1: the gradient hook ----------------------------------------------------------------------------------
+
+    def _gradient_hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """All-reduce a bucket as DDP does, or pass it through; by parameter, where optimizers are in two phases."""
+        buffer = bucket.buffer()
+        passing = [worker for worker in self.workers if not worker.reduces_in_backward]
+        if not passing:
+            return self._all_reduce(buffer)
+        if len(passing) < len(self.workers):
+            passed = {p for worker in passing for group in worker.optimizer.param_groups for p in group["params"]}
+            views = [
+                view
+                for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+                if parameter not in passed
+            ]
+            if views:
+                return self._all_reduce_views(buffer, views)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+        assert isinstance(self.model, DistributedDataParallel)
+        group = self.model.process_group
+        num_ranks = dist.get_world_size(group)
+        nbytes = all_reduce_bytes(buffer.nbytes, num_ranks)
+        self.ledger.record(nbytes)
+        self.ledger.dense_bytes += nbytes
+        buffer.mul_(1.0 / num_ranks)  # the reducer multiplies; a division has other bits unless N is a power of two
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        self._last_launch_s = time.perf_counter()
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _all_reduce_views(self, buffer: Tensor, views: list[Tensor]) -> torch.futures.Future[torch.Tensor]:
+        def copy_back(future: torch.futures.Future[torch.Tensor]) -> Tensor:
+            sizes = [view.numel() for view in views]
+            for view, mean in zip(views, future.value().split(sizes), strict=True):
+                view.copy_(mean.view(view.shape))
+            return buffer
+
+        return self._all_reduce(torch.cat([view.reshape(-1) for view in views])).then(copy_back)
+
+    # Seams 2 and 3: the end of the closure, and after the step --------------------------------------------------
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._num_backwards += 1
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        worker = self._workers[id(optimizer)]
+
+        def exchanging_closure() -> Any:
+            result = closure()
+            self._exchange(worker)
+            return result
+
+        with worker.stepping():
+            return super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+
+    @torch.no_grad()
+    def _exchange(self, worker: Worker) -> None:
+        """Exchange the gradients of the optimizer that steps: unscale, clip, communicate, scale."""
+        optimizer, module = worker.optimizer, self.lightning_module
+        assert module is not None
+        if self._last_launch_s is not None:
+            if self.root_device.type == "cpu":
+                self.ledger.exposed_s += time.perf_counter() - self._last_launch_s
+            self._last_launch_s = None
+        if module.automatic_optimization:
+            if self._num_backwards_exchanged.get(id(optimizer)) == self._num_backwards:
+                # A step without a backward (the batch norm epoch of StochasticWeightAveraging): the gradients are
+                # those of the last exchange. Sent again they would count twice.
+                if not worker.reduces_in_backward:
+                    optimizer.zero_grad(set_to_none=True)
+                return
+            self._num_backwards_exchanged[id(optimizer)] = self._num_backwards
+
+        def clip() -> None:
+            if not worker.reduces_in_backward and module.automatic_optimization:
+                assert self._clip_gradients is not None
+                trainer = module.trainer
+                self._clip_gradients(
+                    module,
+                    optimizer,
+                    trainer.gradient_clip_val,
+                    gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                )
+
+        reduced = self._reduced_by_ddp
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None or not scaler.is_enabled():
+            worker.exchange(clip=clip, reduced=reduced)
+            return
+        # A residual outlives the scale of its step, so gradients are exchanged unscaled; the plugin unscales them
+        # once more. The scale is a power of two by default, which makes the round trip exact.
+        scale = scaler.get_scale()
+        _scale_gradients(optimizer, 1.0 / scale)
+        if worker.exchange(clip=clip, reduced=reduced, skip_nonfinite=True):
+            _scale_gradients(optimizer, scale)
+        else:  # on all ranks: let the scaler of each find it, skip the step and back off
+            parameter = next(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            parameter.grad = torch.full_like(parameter, float("inf"))
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
+        self._reduced_by_ddp = frozenset(p for p in model.parameters() if p.requires_grad)
+        return super()._setup_model(model)
+
+    # Clipping ---------------------------------------------------------------------------------------------------
+
+    def _move_clipping(self) -> None:
+        """Let gradient clipping act before the exchange in the sparse phase, on this rank's own gradient.
+
+        Clipping the result would crush elements that carry the gradients of hundreds of steps. The module's
+        `configure_gradient_clipping` is called as ever, once per step; norms are multiplied by the method's factor.
+        """
+        plugin = self.precision_plugin
+        clip_gradients, original = plugin.clip_gradients, plugin._clip_gradients
+
+        def clip_by_the_methods_factor(
+            optimizer: Any,
+            clip_val: int | float = 0.0,
+            gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+        ) -> None:
+            worker = self._workers[id(getattr(optimizer, "optimizer", optimizer))]
+            if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+                clip_val = clip_val * worker.clip_factor
+            clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+        def clip_unless_done(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if self._workers[id(optimizer)].reduces_in_backward:
+                original(model, optimizer, *args, **kwargs)
+
+        self._clip_gradients = original
+        plugin.clip_gradients = clip_by_the_methods_factor  # type: ignore[method-assign]
+        plugin._clip_gradients = clip_unless_done  # type: ignore[method-assign]
+
+    def _restore_clipping(self) -> None:
+        if self._clip_gradients is not None:
+            del self.precision_plugin.clip_gradients, self.precision_plugin._clip_gradients
+            self._clip_gradients = None
+
+    # Buffers ----------------------------------------------------------------------------------------------------
+
+    def _owns_buffers(self) -> bool:
+        """Whether each rank keeps its own buffers in the coming step, because broadcasting them would cost more
+        than the sparse gradients (batch norm of ResNet-50: 213 KB per forward)."""
+        return self._broadcast_buffers is not False and any(not worker.reduces_in_backward for worker in self.workers)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._owns_buffers():
+            self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+            self._show_buffers_of_rank_zero()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        for name, buffer in self._buffers().items():
+            if name in self._own_buffers:
+                buffer.copy_(self._own_buffers[name])
+        self._own_buffers = {}
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._owns_buffers():
+            self._show_buffers_of_rank_zero()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        assert self.lightning_module is not None
+        return dict(self.lightning_module.named_buffers())
+
+    def _show_buffers_of_rank_zero(self) -> None:
+        for buffer in self._buffers().values():
+            dist.broadcast(buffer, src=0)
+            self.ledger.record(buffer.nbytes)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self._workers and "optimizer_states" in checkpoint:  # not one of weights only
+            self._num_saves += 1  # in step on all ranks: Lightning saves on all of them
+            folder = shards.folder_of(filepath)
+            metadata = {
+                "num_ranks": self.world_size,
+                "folder": folder.replace("\\", "/").rsplit("/", 1)[-1],
+                "save_id": f"{self._run_id}-{self._num_saves}",
+            }
+            shard = {
+                "save_id": metadata["save_id"],
+                "workers": [worker.state_dict() for worker in self.workers],
+                "rng": shards.rng_state(self.root_device),
+                "buffers": {
+                    name: self._own_buffers.get(name, buffer).cpu().clone() for name, buffer in self._buffers().items()
+                },
+            }
+            # First the shards: where the checkpoint is, this node's shards are too.
+            self.checkpoint_io.save_checkpoint(shard, shards.shard_path(folder, self.global_rank, self.world_size))
+            checkpoint = {**checkpoint, shards.METADATA_KEY: metadata}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        if self.local_rank == 0:  # of each node: disks need not be shared
+            with contextlib.suppress(FileNotFoundError):  # another node was faster
+                self.checkpoint_io.remove_checkpoint(shards.folder_of(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resume_path = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        metadata = checkpoint.get(shards.METADATA_KEY)
+        if metadata is None:
+            for worker in self.workers:
+                worker.step = checkpoint["global_step"] // max(1, len(self.workers))
+            rank_zero_info(
+                f"The checkpoint was not written by this package: strategy {self.strategy_name!r} starts at its "
+                "step, with nothing unsent."
+            )
+            return
+        assert self._resume_path is not None
+        same_ranks = metadata["num_ranks"] == self.world_size
+        ranks = [self.global_rank] if same_ranks else range(metadata["num_ranks"])
+        with failing_together():
+            loaded = [shards.load(self.checkpoint_io, self._resume_path, metadata, rank) for rank in ranks]
+            for number, worker in enumerate(self.workers):
+                states = [shard["workers"][number] for shard in loaded]
+                worker.load_state_dict(states[0] if same_ranks else self.method.merge_states(states))
+        if same_ranks:
+            self._rng_state = loaded[0]["rng"]
+            for name, buffer in self._buffers().items():
+                if name in loaded[0]["buffers"]:
+                    buffer.copy_(loaded[0]["buffers"][name])
+        else:
+            rank_zero_info(
+                f"The checkpoint was written by {metadata['num_ranks']} ranks, {self.world_size} go on: each starts "
+                "with the mean of what they had not sent."
+            )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._rng_state is not None:  # only now: what Lightning does before the first batch draws numbers too
+            shards.set_rng_state(self._rng_state, self.root_device)
+            self._rng_state = None
+
+
+def _check_keywords(strategy: type, kwargs: Mapping[str, Any]) -> None:
+    classes = (strategy, DDPStrategy, DistributedDataParallel)
+    known = {name for cls in classes for name in inspect.signature(cls).parameters}
+    allowed = known - OWNED - UNSUPPORTED - SET_BY_LIGHTNING
+    for name in kwargs:
+        if name in OWNED | UNSUPPORTED:
+            raise ConfigurationError(
+                f"{strategy.__name__}({name}=...): this strategy has a communication hook of its own, with which "
+                f"{name} does not go together. Leave it out, or use strategy='ddp'."
+            )
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigurationError(
+                f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(sorted(allowed))}."
+            )
+
+
+def _refuse_sparse_gradients(module: torch.nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+            raise ConfigurationError(
+                f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
+                "Build it with sparse=False: what is sent is sparse all the same."
+            )
+
+
+def _facts_about_model(module: torch.nn.Module) -> dict[str, object]:
+    return {
+        f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
+        for name, p in module.named_parameters()
+    }
+
+
+def _facts_about_optimizers(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, object]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    facts: dict[str, object] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            prefix = f"optimizer {number}, param group {index}"
+            facts[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in group["params"]]
+            for key, value in group.items():
+                if isinstance(value, PLAIN):
+                    facts[f"{prefix}, {key}"] = value
+    return facts
+
+
+def _scale_gradients(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
