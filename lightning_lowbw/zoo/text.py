@@ -21,11 +21,27 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_lowbw.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
 
 NUM_BYTES = 256  # the vocabulary
-DEFAULT_CONTEXT = 64
 INIT_STD = 0.02  # GPT-2
+ROTARY_BASE = 10_000  # RoFormer
 SPLIT_EVERY = 10  # of ten consecutive files one is for validation and one for the test
 # Not library text: third-party packages, and test suites, whose long tables of literals are no language.
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+def rotary_angles(length: int, head_width: int, device: torch.device) -> Tensor:
+    """Return the angle of each position and pair of channels, shape (length, head_width // 2), in radians.
+
+    Source: RoFormer, arXiv 2104.09864, section 3.2.2. Computed and not stored: DDP would broadcast a buffer at every step.
+    """
+    pairs = torch.arange(0, head_width, 2, device=device) / head_width
+    return torch.outer(torch.arange(length, device=device), ROTARY_BASE**-pairs)
+
+
+def rotate(heads: Tensor, angles: Tensor) -> Tensor:
+    """Turn queries or keys (..., length, head_width) by their positions, so that their products depend on distance alone."""
+    left, right = heads.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(heads.dtype)
 
 
 class Block(nn.Module):
@@ -40,18 +56,18 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attention_norm = nn.LayerNorm(d_model)
-        self.query_key_value = nn.Linear(d_model, 3 * d_model)
-        self.attention_out = nn.Linear(d_model, d_model)
+        self.query_key_value = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.attention_out = nn.Linear(d_model, d_model, bias=False)
         self.perceptron_norm = nn.LayerNorm(d_model)
-        self.perceptron_in = nn.Linear(d_model, 4 * d_model)
-        self.perceptron_out = nn.Linear(4 * d_model, d_model)
+        self.perceptron_in = nn.Linear(d_model, 4 * d_model, bias=False)
+        self.perceptron_out = nn.Linear(4 * d_model, d_model, bias=False)
 
-    def forward(self, stream: Tensor) -> Tensor:
-        """Map the residual stream (batch, length, d_model) to its next state."""
+    def forward(self, stream: Tensor, angles: Tensor) -> Tensor:
+        """Map the residual stream (batch, length, d_model) to its next state; angles as from `rotary_angles`."""
         batch, length, d_model = stream.shape
         heads = self.query_key_value(self.attention_norm(stream)).view(batch, length, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(rotate(query, angles), rotate(key, angles), value, is_causal=True)
         stream = stream + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, d_model))
         update: Tensor = self.perceptron_out(F.gelu(self.perceptron_in(self.perceptron_norm(stream))))
         return stream + update
@@ -66,8 +82,7 @@ class ByteLanguageModel(LightningModule):
     Args:
         d_model: Width of the residual stream.
         num_layers: Number of blocks.
-        num_heads: Attention heads per block; divides d_model.
-        context: Longest sequence the model can read, in bytes.
+        num_heads: Attention heads per block; 2 * num_heads divides d_model.
         optimizer: "sgd" or "adamw".
         lr: Learning rate (peak, for "one_cycle").
         momentum: Momentum of "sgd".
@@ -76,7 +91,7 @@ class ByteLanguageModel(LightningModule):
         schedule: "constant", "cosine" or "one_cycle".
 
     Raises:
-        ValueError: If num_heads does not divide d_model, or a choice is unknown.
+        ValueError: If 2 * num_heads does not divide d_model, or a choice is unknown.
     """
 
     def __init__(
@@ -84,7 +99,6 @@ class ByteLanguageModel(LightningModule):
         d_model: int = 128,
         num_layers: int = 3,
         num_heads: int = 4,
-        context: int = DEFAULT_CONTEXT,
         *,
         optimizer: OptimizerName = "sgd",
         lr: float = 0.1,
@@ -96,14 +110,14 @@ class ByteLanguageModel(LightningModule):
         super().__init__()
         check_choice("optimizer", optimizer, OptimizerName)
         check_choice("schedule", schedule, ScheduleName)
-        if d_model % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide d_model={d_model}")
+        if d_model % (2 * num_heads):
+            raise ValueError(f"2 * num_heads={2 * num_heads} does not divide d_model={d_model}: a head turns pairs of channels")
         self.save_hyperparameters()
+        self.head_width = d_model // num_heads
         self.byte_embedding = nn.Embedding(NUM_BYTES, d_model)
-        self.position_embedding = nn.Embedding(context, d_model)
-        self.blocks = nn.Sequential(*(Block(d_model, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.ModuleList(Block(d_model, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(d_model)
-        self.head = nn.Linear(d_model, NUM_BYTES)
+        self.head = nn.Linear(d_model, NUM_BYTES, bias=False)
         self.val_loss = MeanMetric()
         self.val_acc = MulticlassAccuracy(NUM_BYTES, average="micro")
         self.test_acc = MulticlassAccuracy(NUM_BYTES, average="micro")
@@ -115,13 +129,13 @@ class ByteLanguageModel(LightningModule):
             if parameter.ndim == 2:
                 is_added = name.endswith("_out.weight")
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if is_added else INIT_STD)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
 
     def forward(self, text: Tensor) -> Tensor:
         """Map bytes (batch, length) to logits of the byte after each (batch, length, 256)."""
-        positions = torch.arange(text.shape[1], device=text.device)
-        stream = self.blocks(self.byte_embedding(text) + self.position_embedding(positions))
+        angles = rotary_angles(text.shape[1], self.head_width, text.device)
+        stream = self.byte_embedding(text)
+        for block in self.blocks:
+            stream = block(stream, angles)
         logits: Tensor = self.head(self.norm(stream))
         return logits
 
@@ -193,7 +207,7 @@ class StdlibText(LightningDataModule):
 
     Args:
         batch_size: Crops per batch and rank.
-        context: Length of a crop in bytes; at most the model's.
+        context: Length of a crop in bytes.
         limit_bytes: How much text to read, all splits together.
         num_train: Training crops per epoch.
         num_eval: Validation and test crops, at most.
@@ -204,11 +218,11 @@ class StdlibText(LightningDataModule):
 
     def __init__(
         self,
-        batch_size: int = 32,
-        context: int = DEFAULT_CONTEXT,
+        batch_size: int = 16,
+        context: int = 64,
         *,
         limit_bytes: int = 2_000_000,
-        num_train: int = 16_384,
+        num_train: int = 16_000,
         num_eval: int = 512,
         root: str | None = None,
         num_workers: int = 0,

@@ -1,0 +1,267 @@
+"""Rank-local state: resume to the bit, looking changes nothing, shards live and die with their checkpoint."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_lowbw import ConfigurationError
+from lightning_lowbw.comm.agreement import digest
+from tests.ranks import run_ranks
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
+
+STEPS = 10
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": sgd,
+    "nesterov": partial(sgd, nesterov=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+class Watcher(pl.Callback):
+    """Save at the end of given batches, and keep what the ranks hold then."""
+
+    def __init__(self, path: str, steps: tuple[int, ...] = ()) -> None:
+        self.path, self.steps = path, steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.path.format(trainer.global_step))
+
+
+def state_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return digests of all that a step depends on, on this rank."""
+    module = trainer.lightning_module
+    (worker,) = trainer.strategy.workers
+    optimizer_state = [
+        value.float() for state in worker.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    ]
+    return {
+        "weights": weights_of(module),
+        "buffers": digest(module.buffers()),
+        "residuals": digest(worker.residuals.values()),
+        "optimizer": digest(optimizer_state),
+        "step": worker.step,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in worker.optimizer.param_groups],
+    }
+
+
+def fit(
+    optimizer: str,
+    path: str = "",
+    save_at: tuple[int, ...] = (),
+    resume: str | None = None,
+    amp: bool = False,
+    looks: bool = False,
+    dropout: float = 0.3,
+) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    model = Tiny(OPTIMIZERS[optimizer], dropout=dropout, data_by_step=True)
+    torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
+    options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if amp else {}
+    options |= {"max_steps": STEPS, "max_epochs": -1}
+    if looks:
+        options |= {"val_check_interval": 2, "num_sanity_val_steps": 1}
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, callbacks=[Watcher(path, save_at)], **options)
+    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 2) if looks else None, ckpt_path=resume)
+    assert model.looks > 0 or not looks
+    return state_of(trainer)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("amp", [False, True])
+def test_resume_continues_to_the_bit(tmp_path: Path, optimizer: str, amp: bool) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    whole = run_ranks(fit, 2, optimizer, path, (1, 4, 7), None, amp)
+    assert whole[0]["weights"] == whole[1]["weights"]
+    assert whole[0]["residuals"] != whole[1]["residuals"]
+    for step in (1, 4, 7):  # dense phase, in the warm-up, after it
+        assert run_ranks(fit, 2, optimizer, path, (), path.format(step), amp) == whole, step
+
+
+def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    # Without dropout: making a validation loader draws a random number, with stock Lightning too.
+    blind = run_ranks(fit, 2, "sgd", "", (), None, False, False, 0.0)
+    assert run_ranks(fit, 2, "sgd", path, tuple(range(STEPS)), None, False, True, 0.0) == blind
+
+
+def test_checkpoint_is_a_plain_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(fit, 2, "sgd", path, (7,))
+    checkpoint = torch.load(path.format(7), weights_only=True)
+    Tiny().load_state_dict(checkpoint["state_dict"])
+    metadata = checkpoint["lightning_lowbw"]
+    assert metadata["num_ranks"] == 2
+    assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == ["rank-0-of-2.pt", "rank-1-of-2.pt"]
+    shard = torch.load(tmp_path / "step7.ckpt.ranks" / "rank-1-of-2.pt", weights_only=True)
+    assert shard["save_id"] == metadata["save_id"]
+
+
+def mean_update(path: str, resume: str) -> dict[str, Tensor]:
+    """Resume and return this rank's residuals as they are before the first step."""
+    num_ranks = dist.get_world_size()
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, max_steps=7, max_epochs=-1)
+    trainer.fit(Tiny(OPTIMIZERS["sgd"]), make_data(num_ranks, STEPS), ckpt_path=resume)
+    (worker,) = trainer.strategy.workers
+    names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
+    buffers = {f"u {names[p]}": worker.optimizer.state[p]["momentum_buffer"] for p in worker.residuals}
+    return {**{f"v {names[p]}": v for p, v in worker.residuals.items()}, **buffers}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path, num_ranks: int) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(fit, 5 - num_ranks, "sgd", path, (7,))
+    shards = [
+        torch.load(tmp_path / "step7.ckpt.ranks" / f"rank-{rank}-of-{5 - num_ranks}.pt", weights_only=True)
+        for rank in range(5 - num_ranks)
+    ]
+    for residuals in run_ranks(mean_update, num_ranks, path, path.format(7)):
+        assert residuals
+        for name, value in residuals.items():
+            key = {"v": "residual", "u": "momentum_buffer"}[name[0]]
+            expected = torch.stack([shard["workers"][0]["tensors"][name[2:]][key] for shard in shards]).mean(0)
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
+            assert float(value.abs().max()) > 0
+
+
+def expect_error(resume: str, remove: str | None) -> str:
+    if remove is not None and dist.get_rank() == 0:
+        os.remove(remove)
+    dist.barrier()
+    with pytest.raises(ConfigurationError) as caught:
+        fit("sgd", resume=resume)
+    return str(caught.value)
+
+
+def test_a_missing_shard_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(fit, 2, "sgd", path, (7,))
+    shard = str(tmp_path / "step7.ckpt.ranks" / "rank-1-of-2.pt")
+    for message in run_ranks(expect_error, 2, path.format(7), shard):
+        assert "rank-1-of-2.pt" in message
+        assert "missing" in message
+
+
+def test_a_shard_of_another_save_is_an_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(fit, 2, "sgd", path, (5, 7))
+    (tmp_path / "step5.ckpt.ranks" / "rank-0-of-2.pt").replace(tmp_path / "step7.ckpt.ranks" / "rank-0-of-2.pt")
+    for message in run_ranks(expect_error, 2, path.format(7), None):
+        assert "another save" in message
+
+
+def test_a_checkpoint_may_be_moved_with_its_shards(tmp_path: Path) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    whole = run_ranks(fit, 2, "sgd", path, (7,))
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (tmp_path / "step7.ckpt").rename(moved / "renamed.ckpt")
+    (tmp_path / "step7.ckpt.ranks").rename(moved / "renamed.ckpt.ranks")
+    assert run_ranks(fit, 2, "sgd", "", (), str(moved / "renamed.ckpt")) == whole
+
+
+def fit_with_model_checkpoint(folder: str, **options: Any) -> list[str]:
+    num_ranks = dist.get_world_size()
+    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, monitor="val_loss", **options)
+    trainer = make_trainer(
+        make_strategy("dgc"), num_ranks, callbacks=[keep], enable_checkpointing=True, val_check_interval=2
+    )
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS), make_data(num_ranks, 2))
+    dist.barrier()
+    return sorted(os.listdir(folder))
+
+
+def fit_keeping_one(folder: str) -> list[str]:
+    return fit_with_model_checkpoint(folder, save_top_k=1)
+
+
+def fit_linking_the_last(folder: str) -> list[str]:
+    return fit_with_model_checkpoint(folder, save_top_k=-1, save_last="link")
+
+
+def fit_weights_only(folder: str) -> list[str]:
+    return fit_with_model_checkpoint(folder, save_top_k=1, save_weights_only=True)
+
+
+def test_deleting_a_checkpoint_deletes_its_shards(tmp_path: Path) -> None:
+    names = run_ranks(fit_keeping_one, 2, str(tmp_path))[0]
+    assert len(names) == 2
+    assert names[1] == names[0] + ".ranks"
+
+
+def test_a_linked_last_checkpoint_resumes(tmp_path: Path) -> None:
+    names = run_ranks(fit_linking_the_last, 2, str(tmp_path))[0]
+    assert "last.ckpt" in names
+    assert "last.ckpt.ranks" not in names
+    assert (tmp_path / "last.ckpt").is_symlink()
+    states = run_ranks(fit, 2, "sgd", "", (), str(tmp_path / "last.ckpt"))
+    assert [state["step"] for state in states] == [STEPS, STEPS]
+
+
+def test_a_checkpoint_of_weights_has_no_shards(tmp_path: Path) -> None:
+    assert not any(name.endswith(".ranks") for name in run_ranks(fit_weights_only, 2, str(tmp_path))[0])
+
+
+def fit_in_memory() -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
+    """Each rank has a file system of its own, as nodes without a shared disk do."""
+    path = "memory://deep/step{}.ckpt"
+    if dist.get_rank() != 0:  # a file of rank 0, copied to each node
+        whole = fit("sgd", path, (7,))
+        checkpoint: list[Any] = [None]
+    else:
+        whole = fit("sgd", path, (7,))
+        checkpoint = [fsspec.filesystem("memory").cat("/deep/step7.ckpt")]
+    dist.broadcast_object_list(checkpoint, src=0)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/deep/step7.ckpt", checkpoint[0])
+    before = sorted(memory.find("/deep"))
+    resumed = fit("sgd", resume=path.format(7))
+    strategy = make_strategy("dgc")
+    strategy.remove_checkpoint(path.format(7))
+    return whole, resumed, before, sorted(memory.find("/deep"))
+
+
+def test_remote_file_systems() -> None:
+    for rank, (whole, resumed, before, after) in enumerate(run_ranks(fit_in_memory, 2)):
+        assert resumed == whole
+        assert before == ["/deep/step7.ckpt", f"/deep/step7.ckpt.ranks/rank-{rank}-of-2.pt"]
+        assert after == []
+
+
+def resume_from_ddp(path: str) -> tuple[int, str]:
+    num_ranks = dist.get_world_size()
+    options = {"max_steps": STEPS, "max_epochs": -1}
+    stock = make_trainer(make_strategy("ddp"), num_ranks, callbacks=[Watcher(path, (4,))], **options)
+    stock.fit(Tiny(), make_data(num_ranks, STEPS))
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, **options)
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
+    return trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)
+
+
+def resume_in_ddp(path: str) -> str:
+    num_ranks = dist.get_world_size()
+    trainer = make_trainer(make_strategy("ddp"), num_ranks, max_steps=STEPS, max_epochs=-1)
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
+    assert trainer.global_step == STEPS
+    return weights_of(trainer.lightning_module)
+
+
+def test_a_run_can_change_to_dgc_and_back(tmp_path: Path) -> None:
+    results = run_ranks(resume_from_ddp, 2, str(tmp_path / "ddp.ckpt"))
+    assert results[0] == results[1]
+    assert results[0][0] == STEPS
+    run_ranks(fit, 2, "sgd", str(tmp_path / "step{}.ckpt"), (7,))
+    back = run_ranks(resume_in_ddp, 2, str(tmp_path / "step7.ckpt"))
+    assert back[0] == back[1]

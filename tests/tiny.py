@@ -1,0 +1,119 @@
+"""A small LightningModule with everything that gets in the way of an exchange, and how the tests train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowbw import DGCStrategy
+from lightning_lowbw.comm.agreement import digest
+
+BATCH = 4
+MIN_NUMEL = 100  # so that the tiny layers are sparse
+
+
+def sgd(parameters: Iterable[Tensor], **changes: Any) -> Optimizer:
+    return SGD(parameters, **{"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **changes})
+
+
+def make_data(num_ranks: int, steps: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    size = BATCH * num_ranks * steps
+    x = torch.randn(size, 16, generator=generator)
+    y = torch.randint(0, 5, (size,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=False)
+
+
+class Tiny(pl.LightningModule):
+    """Two wide layers, batch norm, biases, a frozen layer and, on request, one that no or one rank uses."""
+
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd,
+        *,
+        unused: bool = False,
+        dropout: float = 0.0,
+        data_by_step: bool = False,
+        poison: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.make_optimizer = optimizer
+        self.poison = poison
+        self.data_by_step = data_by_step  # a loader that resumes in the middle of an epoch, which Lightning's do not
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.wide = nn.Linear(16, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.wider = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 5)
+        self.dropout = nn.Dropout(dropout)
+        self.never = nn.Linear(16, 32) if unused else None
+        self.rank_zero_only = nn.Linear(16, 64) if unused else None
+        self.step_losses: list[float] = []
+        self.looks = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.wide(x + self.frozen(x)))
+        if self.rank_zero_only is not None and self.global_rank == 0:
+            hidden = hidden + self.rank_zero_only(x)
+        return self.head(self.dropout(torch.relu(self.wider(torch.relu(hidden)))))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.data_by_step:
+            generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.global_rank)
+            x, y = torch.randn(x.shape, generator=generator), torch.randint(0, 5, y.shape, generator=generator)
+        loss = nn.functional.cross_entropy(self(x), y)
+        if self.poison == (self.global_rank, batch_idx):
+            loss = loss * float("inf")
+        self.step_losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.looks += 1
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+def make_strategy(name: str, **kwargs: Any) -> DDPStrategy:
+    """Stock DDP, DGC that stays dense, or DGC with a short warm-up."""
+    if name == "ddp":
+        return DDPStrategy(**kwargs)
+    if name == "dense":
+        return DGCStrategy(rampup_begin_step=10**6, **kwargs)
+    defaults = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.95), "min_numel": MIN_NUMEL}
+    return DGCStrategy(**{**defaults, "selection": "exact", **kwargs})
+
+
+def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=num_ranks, **{**quiet, **kwargs})
+
+
+def amp_with_scaler(init_scale: float = 2.0**10) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=init_scale))
+
+
+def weights_of(module: nn.Module) -> str:
+    return digest(module.parameters())
