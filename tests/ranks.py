@@ -87,7 +87,7 @@ def _run(
         torch.save(function(*args), buffer)
         dist.barrier()
         sender.send((True, buffer.getvalue()))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
         sender.send((False, traceback.format_exc()))
     finally:
         sender.close()

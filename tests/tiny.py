@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -25,11 +26,13 @@ def sgd(parameters: Iterable[Tensor], **changes: Any) -> Optimizer:
 
 
 def make_data(num_ranks: int, steps: int) -> DataLoader:
+    """Return this rank's share; Lightning's own sampler would shuffle."""
     generator = torch.Generator().manual_seed(1)
     size = BATCH * num_ranks * steps
     x = torch.randn(size, 16, generator=generator)
     y = torch.randint(0, 5, (size,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=False)
+    mine = slice(dist.get_rank(), None, num_ranks)
+    return DataLoader(TensorDataset(x[mine], y[mine]), batch_size=BATCH, shuffle=False)
 
 
 class Tiny(pl.LightningModule):
@@ -107,6 +110,7 @@ def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Tra
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "max_epochs": 1,
+        "use_distributed_sampler": False,
     }
     return pl.Trainer(strategy=strategy, accelerator="cpu", devices=num_ranks, **{**quiet, **kwargs})
 

@@ -1,0 +1,97 @@
+"""Guards: a test that changes what the next one finds fails, and the next one finds it as it was."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
+NOT_OURS = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TZ"})
+GRACE_S = 2.0  # for a thread or process that is about to end
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    leaked = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - NOT_OURS
+    for name in leaked:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    if leaked:
+        pytest.fail(f"The test left environment variables changed: {', '.join(sorted(leaked))}. Use monkeypatch.")
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_process_group() -> Iterator[None]:
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("The test left a process group initialised. Use tests.ranks.run_ranks.")
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_threads_or_processes() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    new = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in new:
+        thread.join(GRACE_S)
+    names = [thread.name for thread in new if thread.is_alive()]
+    for process in multiprocessing.active_children():
+        process.join(GRACE_S)
+        if process.is_alive():
+            names.append(process.name)
+            process.kill()
+            process.join()
+    if names:
+        pytest.fail(f"The test left threads or processes running: {', '.join(names)}.")
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_torch_settings() -> Iterator[None]:
+    before = _torch_settings()
+    yield
+    after = _torch_settings()
+    torch.set_default_dtype(before["default dtype"])  # type: ignore[arg-type]
+    torch.use_deterministic_algorithms(bool(before["deterministic algorithms"]))
+    torch.set_num_threads(before["threads"])  # type: ignore[arg-type]
+    torch.set_grad_enabled(bool(before["gradients"]))
+    changed = [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+    if changed:
+        pytest.fail(f"The test left torch changed: {'; '.join(changed)}.")
+
+
+def _torch_settings() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _own_random_numbers() -> Iterator[None]:
+    """Start every test from the same seed and give the generators back: seeding inside of a test is no leak then."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
+    random.seed(0)
+    yield
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)

@@ -1,0 +1,283 @@
+"""The arithmetic on one tensor, against the equations and to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.ops.reference import correct_, flat, scatter_mean_, take_
+
+WIRE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CHANNELS_LAST = (3, 4, 5, 2)
+
+
+def equal_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors have the same bits; unlike `torch.equal` this tells -0 from 0 and NaN from NaN."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    return actual.contiguous().view(-1).view(torch.uint8).equal(expected.contiguous().view(-1).view(torch.uint8))
+
+
+def hard_values() -> Tensor:
+    """Values of all magnitudes, around every edge of float16: its maximum, its subnormals, what rounds to nothing."""
+    spread = torch.randn(500) * 10.0 ** torch.empty(500).uniform_(-45, 7)
+    edges = [65504.0, 65519.0, 65520.0, 70000.0, 1e8, 2.0**-14, 6e-5, 1e-7, 2.0**-24, 2.0**-25, 2.0**-26, 1.1 * 2.0**-25]
+    subnormal = [1e-40, 3e-42, 1.4e-45]  # of float32 and bfloat16
+    rounding = [1 + 2.0**-8, 1 + 2.0**-9, 1 + 2.0**-11, 1 + 2.0**-12, 1 + 2.0**-23, 0.1]
+    positive = torch.tensor([*edges, *subnormal, *rounding])
+    return torch.cat([spread, positive, -positive, torch.tensor([0.0, -0.0])])
+
+
+# correct_ -------------------------------------------------------------------------------------------------------------
+
+
+def test_correct_is_equation_7() -> None:
+    momentum_buffer, residual, gradient = torch.randn(3, 7, 11).unbind(0)
+    u, v = momentum_buffer.clone(), residual.clone()
+    before = gradient.clone()
+    correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
+    assert equal_bits(momentum_buffer, 0.9 * u + before)
+    assert equal_bits(residual, v + (0.9 * u + before))
+    assert equal_bits(gradient, before)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
+def test_correct_nesterov_is_the_papers_form(momentum: float) -> None:
+    """u = m (u + g); v = v + u + g, where the paper's u is m times torch's buffer; over several steps."""
+    momentum_buffer, residual = torch.randn(2, 40, dtype=torch.float64).unbind(0)
+    u, v = momentum * momentum_buffer, residual.clone()
+    for _ in range(5):
+        gradient = torch.randn(40, dtype=torch.float64)
+        correct_(residual, momentum_buffer, gradient, momentum=momentum, nesterov=True)
+        u = momentum * (u + gradient)
+        v = v + u + gradient
+        torch.testing.assert_close(momentum * momentum_buffer, u, rtol=0, atol=1e-13)
+        torch.testing.assert_close(residual, v, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_correct_accumulates_what_torch_would_step_with(nesterov: bool) -> None:
+    """With nothing ever sent, v is the sum of the updates of torch's own SGD."""
+    weight = torch.nn.Parameter(torch.zeros(30, dtype=torch.float64))
+    sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=nesterov)
+    residual, momentum_buffer = torch.zeros(2, 30, dtype=torch.float64).unbind(0)
+    for _ in range(4):
+        weight.grad = torch.randn(30, dtype=torch.float64)
+        correct_(residual, momentum_buffer, weight.grad, momentum=0.9, nesterov=nesterov)
+        sgd.step()
+    torch.testing.assert_close(residual, -weight.detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(momentum_buffer, sgd.state[weight]["momentum_buffer"], rtol=0, atol=1e-13)
+
+
+def test_correct_without_a_buffer_is_error_feedback() -> None:
+    residual, gradient = torch.randn(2, 50).unbind(0)
+    expected = residual + gradient
+    correct_(residual, None, gradient, momentum=0.0, nesterov=False)
+    assert equal_bits(residual, expected)
+
+
+def test_correct_with_narrow_and_permuted_memory() -> None:
+    """A bfloat16 channels_last parameter: the residual is float32 and contiguous, positions are logical ones."""
+    momentum_buffer = torch.randn(CHANNELS_LAST).bfloat16().contiguous(memory_format=torch.channels_last)
+    gradient = torch.randn(CHANNELS_LAST).bfloat16()
+    residual = torch.randn(CHANNELS_LAST)
+    u, v = momentum_buffer.clone(memory_format=torch.contiguous_format), residual.clone()
+    correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
+    u = u * 0.9 + gradient
+    assert equal_bits(momentum_buffer, u)
+    assert momentum_buffer.is_contiguous(memory_format=torch.channels_last)
+    assert residual.dtype == torch.float32
+    assert equal_bits(residual, v + u.float())  # nothing of the buffer is rounded away on the way into v
+
+
+# take_ ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("momentum", [False, True])
+def test_take_loses_nothing(value_dtype: torch.dtype, momentum: bool) -> None:
+    """Sent + residual is what was there, in real numbers: the sum in double precision is exact."""
+    residual = hard_values()
+    corrected = residual.clone()
+    momentum_buffer = torch.randn_like(residual) if momentum else None
+    indices = torch.randperm(residual.numel())[: residual.numel() * 3 // 4].sort().values
+    values = take_(residual, momentum_buffer, indices, value_dtype=value_dtype, masking=True)
+    assert values.dtype == value_dtype
+    assert values.isfinite().all()
+    sent = torch.zeros_like(corrected, dtype=torch.float64)
+    sent[indices] = values.double()
+    assert (sent + residual.double()).equal(corrected.double())
+    others = torch.ones(residual.numel(), dtype=torch.bool)
+    others[indices] = False
+    assert equal_bits(residual[others], corrected[others])
+    rounds = value_dtype != torch.float32
+    assert bool((residual[indices] != 0).any()) == rounds
+
+
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16])
+def test_take_at_the_end_of_float32(value_dtype: torch.dtype) -> None:
+    """float32's largest values round up to infinity in bfloat16."""
+    largest = torch.finfo(torch.float32).max
+    residual = torch.tensor([largest, -largest, 3.395e38])
+    corrected = residual.double()
+    values = take_(residual, None, torch.arange(3), value_dtype=value_dtype, masking=True)
+    assert values.isfinite().all()
+    assert (values.double() + residual.double()).equal(corrected)
+
+
+def test_take_sends_a_late_burst_in_pieces_that_float16_holds() -> None:
+    residual = torch.tensor([200_000.0, -100_000.0, 1.0])
+    total = torch.zeros(3)
+    for _ in range(4):
+        values = take_(residual, None, torch.arange(3), value_dtype=torch.float16, masking=True)
+        assert values.abs().max() <= 65504
+        total += values
+    assert residual.count_nonzero() == 0
+    assert total.tolist() == [200_000.0, -100_000.0, 1.0]
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_masking_clears_the_velocity_of_what_was_sent(masking: bool) -> None:
+    residual, momentum_buffer = torch.randn(2, 4, 6).unbind(0)
+    residual = residual.contiguous()
+    before = momentum_buffer.clone()
+    indices = torch.tensor([0, 5, 23])
+    take_(residual, momentum_buffer, indices, value_dtype=torch.float32, masking=masking)
+    assert residual.view(-1)[indices].tolist() == [0.0, 0.0, 0.0]
+    assert residual.count_nonzero() == residual.numel() - 3
+    expected = before.clone()
+    if masking:
+        expected.view(-1)[indices] = 0
+    assert equal_bits(momentum_buffer, expected)
+
+
+@pytest.mark.parametrize(
+    ("value_dtype", "tiny"), [(torch.float32, 0.0), (torch.bfloat16, -0.0), (torch.float16, 1e-9), (torch.float16, -1e-9)]
+)
+def test_what_goes_out_as_zero_masks_nothing(value_dtype: torch.dtype, tiny: float) -> None:
+    """Padding of a dead tensor, or a value that the wire format rounds to nothing: its velocity goes on."""
+    residual = torch.tensor([tiny, 3.0, tiny, 2.0])
+    momentum_buffer = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    values = take_(residual, momentum_buffer, torch.arange(4), value_dtype=value_dtype, masking=True)
+    assert values.tolist() == [0.0, 3.0, 0.0, 2.0]
+    assert momentum_buffer.tolist() == [1.0, 0.0, 3.0, 0.0]
+    assert equal_bits(residual[[0, 2]].abs(), torch.tensor([tiny, tiny]).abs())
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_masking_finds_the_logical_positions(memory_format: torch.memory_format) -> None:
+    momentum_buffer = torch.randn(CHANNELS_LAST).contiguous(memory_format=memory_format)
+    before = momentum_buffer.clone()
+    residual = torch.randn(CHANNELS_LAST)
+    indices = torch.tensor([0, 1, 17, 60, 119])
+    take_(residual, momentum_buffer, indices, value_dtype=torch.float32, masking=True)
+    sent = torch.zeros(before.numel(), dtype=torch.bool)
+    sent[indices] = True
+    assert momentum_buffer.is_contiguous(memory_format=memory_format)
+    assert (momentum_buffer == 0).reshape(-1).equal(sent)
+    assert (residual == 0).reshape(-1).equal(sent)
+    assert equal_bits(momentum_buffer.reshape(-1)[~sent], before.reshape(-1)[~sent])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_take_of_a_single_element(shape: tuple[int, ...]) -> None:
+    residual, momentum_buffer = torch.full(shape, 3.0), torch.full(shape, 2.0)
+    values = take_(residual, momentum_buffer, torch.tensor([0]), value_dtype=torch.float32, masking=True)
+    assert values.tolist() == [3.0]
+    assert float(residual) == float(momentum_buffer) == 0.0
+
+
+# scatter_mean_ --------------------------------------------------------------------------------------------------------
+
+
+def part(**values: float) -> tuple[Tensor, Tensor]:
+    """A sparse vector from `i3=1.5`: 1.5 at position 3."""
+    return torch.tensor([int(name[1:]) for name in values], dtype=torch.int64), torch.tensor(list(values.values()))
+
+
+def test_equal_positions_add_up_and_n_counts_the_silent() -> None:
+    out = torch.full((5,), float("nan"))  # overwritten, whatever was there
+    scatter_mean_(out, [part(i0=4.0, i3=1.0), part(i0=8.0, i4=-2.0), part(), part(i3=3.0)])
+    assert out.tolist() == [3.0, 0.0, 0.0, 1.0, -0.5]
+
+
+def test_padding_at_position_zero_leaves_the_value_of_another_rank() -> None:
+    out = torch.empty(3)
+    scatter_mean_(out, [part(i0=6.0), part(i0=0.0)])
+    assert out.tolist() == [3.0, 0.0, 0.0]
+
+
+def test_the_sum_runs_in_rank_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.randn(7, 1000, generator=generator) * 10.0 ** torch.randint(-4, 4, (7, 1000), generator=generator)
+    parts = [(torch.arange(1000), column) for column in columns]
+    out, again, backwards = torch.empty(3, 1000).unbind(0)
+    scatter_mean_(out, parts)
+    scatter_mean_(again, parts)
+    scatter_mean_(backwards, parts[::-1])
+    expected = torch.zeros(1000)
+    for column in columns:
+        expected = expected + column * (1.0 / 7)
+    assert equal_bits(out, expected)
+    assert equal_bits(again, out)
+    assert not equal_bits(backwards, out)  # else the order would not have been tested
+
+
+def test_one_sender_keeps_its_bits() -> None:
+    values = hard_values()
+    out = torch.empty_like(values)
+    scatter_mean_(out, [(torch.arange(values.numel()), values)])
+    assert out.equal(values)
+
+
+def test_no_overflow_on_the_way_to_the_mean() -> None:
+    out = torch.empty(2)
+    scatter_mean_(out, [part(i1=3e38), part(i1=3e38)])
+    assert out.tolist() == [0.0, torch.tensor(3e38).item()]
+
+
+@pytest.mark.parametrize("value_dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_are_averaged_in_full_precision(value_dtype: torch.dtype) -> None:
+    values = torch.randn(3, 20).to(value_dtype)
+    out = torch.empty(20)
+    scatter_mean_(out, [(torch.arange(20), row) for row in values])
+    torch.testing.assert_close(out, values.float().mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_nobody_sent_anything() -> None:
+    out = torch.ones(4)
+    scatter_mean_(out, [part(), part()])
+    assert out.tolist() == [0.0, 0.0, 0.0, 0.0]
+    empty = torch.empty(0)
+    scatter_mean_(empty, [part()])
+    assert empty.numel() == 0
+
+
+# flat -----------------------------------------------------------------------------------------------------------------
+
+
+def test_flat_is_a_view_in_logical_order() -> None:
+    contiguous = torch.arange(24.0).view(2, 3, 2, 2)
+    assert flat(contiguous).data_ptr() == contiguous.data_ptr()
+    assert flat(contiguous.contiguous(memory_format=torch.channels_last)).equal(torch.arange(24.0))
+    assert flat(torch.tensor(5.0)).tolist() == [5.0]
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
+def test_a_gpu_computes_the_same_bits(value_dtype: torch.dtype) -> None:
+    residual, momentum_buffer, gradient = torch.randn(3, 1000).unbind(0)
+    indices = torch.randperm(1000)[:100].sort().values
+    results = []
+    for device in ("cpu", "cuda"):
+        v, u, g, i = (tensor.to(device, copy=True) for tensor in (residual, momentum_buffer, gradient, indices))
+        correct_(v, u, g, momentum=0.5, nesterov=False)  # 0.5: a fused multiply-add rounds the same
+        values = take_(v, u, i, value_dtype=value_dtype, masking=True)
+        out = torch.empty(1000, device=device)
+        scatter_mean_(out, [(i, values), (i, values)])
+        results.append([tensor.cpu() for tensor in (v, u, values, out)])
+    assert all(equal_bits(on_gpu, on_cpu) for on_cpu, on_gpu in zip(*results, strict=True))
