@@ -1,0 +1,165 @@
+"""The warm-up in epochs, and what the traffic monitor reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_lowbw import ConfigurationError, DisagreementError, SparsityWarmup, TrafficMonitor
+from lightning_lowbw.core.codec import IndexValueCodec
+from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from tests.ranks import run_ranks
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer
+
+
+def test_epochs_become_steps() -> None:
+    assert SparsityWarmup().schedule(1252) == SparsitySchedule(2504, 3756, (0.984375, 0.996, 0.999))
+    assert SparsityWarmup(begin_epoch=0.5, epochs=0).schedule(10) == SparsitySchedule(5, 1, (0.984375, 0.996, 0.999))
+    in_steps = SparsityWarmup(begin_step=7, steps=9, sparsity=[0.9])
+    assert in_steps.schedule(1252) == SparsitySchedule(7, 9, (0.9,))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"begin_epoch": 1, "steps": 5}, {"begin_step": -1}, {"epochs": -1}, {"sparsity": [2.0]}, {"sparsity": []}],
+)
+def test_bad_warmups(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        SparsityWarmup(**options)
+
+
+class Densities(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(round(trainer.strategy.workers[0].last_density, 6))
+
+
+def warm_up(options: dict[str, Any], trainer_options: dict[str, Any], per_rank: int = 0) -> Any:
+    densities = Densities()
+    callbacks = [SparsityWarmup(**options), densities, *trainer_options.pop("callbacks", [])]
+    trainer = make_trainer("dgc", dist.get_world_size(), callbacks=callbacks, **trainer_options)  # type: ignore[arg-type]
+    try:
+        trainer.fit(Tiny(), make_data(2, 4 + per_rank * dist.get_rank()))
+    except ConfigurationError as error:
+        return type(error).__name__, str(error)
+    return densities.seen
+
+
+def test_warmup_by_name() -> None:
+    stairs = {"begin_epoch": 1, "epochs": 2, "sparsity": [0.5, 0.9]}
+    expected = [1.0] * 4 + [0.5] * 4 + [0.1] * 8
+    assert run_ranks(warm_up, 2, stairs, {"max_epochs": 4}) == [expected, expected]
+    halved = [1.0] * 5 + [0.5] * 4 + [0.1] * 7  # every other batch steps: two steps per epoch now
+    assert run_ranks(warm_up, 2, stairs, {"max_epochs": 4, "accumulate_grad_batches": 2})[0] == halved
+
+
+def test_warmups_that_cannot_be_known() -> None:
+    changing = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
+    for name, message in run_ranks(warm_up, 2, {}, changing):
+        assert name == "ConfigurationError"
+        assert "GradientAccumulationScheduler" in message
+    for name, message in run_ranks(warm_up, 2, {"begin_epoch": 1}, {}, 1):  # a batch more on rank 1
+        assert name == DisagreementError.__name__
+        assert "rampup_begin_step" in message
+
+
+def wrong_strategy() -> list[str]:
+    messages = []
+    for callback, name in ((SparsityWarmup(), "ddp"), (TrafficMonitor(), "auto")):
+        options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(strategy=name, devices=1, callbacks=[callback], **options)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError) as caught:
+            trainer.fit(Tiny(), make_data(1, 2))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_callbacks_need_their_strategy() -> None:
+    warmup, monitor = run_ranks(wrong_strategy, 1)[0]
+    assert "strategy='dgc'" in warmup
+    assert "SingleDeviceStrategy" in monitor
+
+
+class Logged(pl.Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rows.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("traffic/")})
+
+
+def monitor(name: str) -> tuple[list[dict[str, float]], list[int], list[int]]:
+    logged = Logged()
+    model = Tiny()
+    trainer = make_trainer(
+        make_strategy(name), dist.get_world_size(), callbacks=[TrafficMonitor(), logged], log_every_n_steps=2
+    )
+    trainer.fit(model, make_data(2, 8))
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    return logged.rows, [n for n in trained if n >= MIN_NUMEL], [n for n in trained if n < MIN_NUMEL]
+
+
+@pytest.mark.parametrize("name", ["ddp", "dense", "dgc"])
+def test_bytes_are_those_of_the_formula(name: str) -> None:
+    for rows, sparse, dense in run_ranks(monitor, 2, name):
+        everything = all_reduce_bytes(4 * (sum(sparse) + sum(dense)), 2)
+        assert len(rows) == 8
+        for step, row in enumerate(rows):
+            if name == "dgc" and step >= 2:
+                density = SparsitySchedule(2, 4, (0.5, 0.95)).density(step)
+                counts = [num_selected(numel, density) for numel in sparse]
+                small = 4 * (sum(dense) + len(sparse) + len(dense) + 2)
+                sent = all_reduce_bytes(small, 2) + all_gather_bytes(IndexValueCodec().nbytes(counts), 2)
+                assert row["traffic/density"] == pytest.approx(density)
+                assert row["traffic/exposed_s"] > 0
+            else:
+                sent = everything
+            assert row["traffic/bytes_sent"] == row["traffic/bytes_received"] == sent
+            assert row["traffic/compression_ratio"] == pytest.approx(everything / sent)
+        if name == "dgc":
+            assert rows[1]["traffic/residual_norm"] == 0
+            assert rows[-1]["traffic/residual_norm"] > 0
+            assert math.isfinite(rows[-1]["traffic/residual_norm"])
+
+
+def count_collectives() -> int:
+    """Count collectives of a training with the monitor, and of one without."""
+    counts = []
+    for callbacks in ([], [TrafficMonitor()]):
+        calls = 0
+        original = {
+            name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast", "all_gather_object")
+        }
+
+        def counting(function: Any) -> Any:
+            def count(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                return function(*args, **kwargs)
+
+            return count
+
+        for name, function in original.items():
+            setattr(dist, name, counting(function))
+        try:
+            trainer = make_trainer(make_strategy("dgc"), 2, callbacks=callbacks, log_every_n_steps=1)
+            trainer.fit(Tiny(), make_data(2, 8))
+        finally:
+            for name, function in original.items():
+                setattr(dist, name, function)
+        counts.append(calls)
+    assert counts[0] > 8
+    return counts[1] - counts[0]
+
+
+def test_the_monitor_issues_no_collective() -> None:
+    assert run_ranks(count_collectives, 2) == [0, 0]
