@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,8 +47,11 @@ class Exchange:
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
         """
-        gathered = torch.empty((self.num_ranks, message.numel()), dtype=message.dtype, device=message.device)
         with self.ledger.waiting(message.device):
-            dist.all_gather(list(gathered), message, group=self.group)
+            # gloo reduces CUDA tensors, but gathers only those of the CPU
+            staged = message.cpu() if dist.get_backend(self.group) == "gloo" else message
+            gathered = staged.new_empty((self.num_ranks, message.numel()))
+            dist.all_gather(list(gathered), staged, group=self.group)
+            gathered = gathered.to(message.device)
         self.ledger.record(all_gather_bytes(message.nbytes, self.num_ranks))
         return gathered

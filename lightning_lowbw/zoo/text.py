@@ -101,10 +101,10 @@ class ByteLanguageModel(LightningModule):
         num_heads: int = 4,
         *,
         optimizer: OptimizerName = "sgd",
-        lr: float = 0.1,
+        lr: float = 0.3,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        nesterov: bool = False,
+        nesterov: bool = True,
         schedule: ScheduleName = "constant",
     ) -> None:
         super().__init__()

@@ -85,4 +85,4 @@ def test_a_message_of_the_wrong_size_is_refused(change: int) -> None:
 def test_codecs_are_values() -> None:
     assert IndexValueCodec() == IndexValueCodec("float32")
     assert IndexValueCodec() != IndexValueCodec("float16")
-    assert [IndexValueCodec(name).torch_dtype for name in VALUE_DTYPES] == [torch.float32, torch.bfloat16, torch.float16]
+    assert all(str(IndexValueCodec(name).torch_dtype) == f"torch.{name}" for name in VALUE_DTYPES)

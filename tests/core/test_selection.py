@@ -14,8 +14,6 @@ from lightning_lowbw.core.selection import SELECTIONS, ExactSelector, SampledSel
 NUMEL = 360 * 360  # above SampledSelector.SMALL
 K = 130  # one in a thousand
 
-uniform = torch.rand
-
 
 def laplace(numel: int) -> Tensor:
     return torch.empty(numel).exponential_() * torch.randn(numel).sign()
@@ -59,7 +57,8 @@ def subnormal(numel: int) -> Tensor:
     return torch.randn(numel) * 1e-40
 
 
-DISTINCT = [torch.randn, laplace, cauchy, row_scaled, column_scaled, ascending, largest_at_the_end, mostly_zero, one_huge]
+SPREAD = [torch.randn, laplace, cauchy, row_scaled, column_scaled, ascending, one_huge]
+DISTINCT = [*SPREAD, largest_at_the_end, mostly_zero]
 
 
 def constant(numel: int) -> Tensor:
@@ -89,7 +88,7 @@ def is_top_k(values: Tensor, k: int, positions: Tensor) -> bool:
     assert positions.dtype == torch.int64
     assert positions.shape == (k,)
     assert bool((positions[1:] > positions[:-1]).all())
-    assert 0 <= int(positions[0])
+    assert int(positions[0]) >= 0
     assert int(positions[-1]) < values.numel()
     left = torch.ones(values.numel(), dtype=torch.bool)
     left[positions] = False
@@ -215,22 +214,18 @@ def test_the_threshold_follows_a_drifting_residual(
         if counted.num_estimates:
             candidates.append(int((residual.abs() >= counted.selector.threshold).sum()))
         residual[positions] = 0
-    print(counted.num_estimates, counted.num_sorts, candidates)
     assert counted.num_sorts == 0
     assert counted.num_estimates <= 5
     assert all(K <= count <= 8 * K for count in candidates[10:])
 
 
-@pytest.mark.parametrize("make", [torch.randn, laplace, cauchy, row_scaled, column_scaled, ascending, one_huge])
-def test_sorting_everything_is_the_exception(
-    make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("make", SPREAD)
+def test_sorting_everything_is_the_exception(make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     for _ in range(10):
         counted.selector(make(NUMEL), K)
-    print(counted.num_estimates, counted.num_sorts)
     assert counted.num_sorts <= 1
-    assert counted.num_estimates <= 5
+    assert counted.num_estimates <= 3
 
 
 def test_the_specification_sorts() -> None:

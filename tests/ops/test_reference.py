@@ -153,7 +153,8 @@ def test_masking_clears_the_velocity_of_what_was_sent(masking: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value_dtype", "tiny"), [(torch.float32, 0.0), (torch.bfloat16, -0.0), (torch.float16, 1e-9), (torch.float16, -1e-9)]
+    ("value_dtype", "tiny"),
+    [(torch.float32, 0.0), (torch.bfloat16, -0.0), (torch.float16, 1e-9), (torch.float16, -1e-9)],
 )
 def test_what_goes_out_as_zero_masks_nothing(value_dtype: torch.dtype, tiny: float) -> None:
     """Padding of a dead tensor, or a value that the wire format rounds to nothing: its velocity goes on."""

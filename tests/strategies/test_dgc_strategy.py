@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_lowbw import DGC, DGCStrategy, NonFiniteGradientError
@@ -433,6 +434,47 @@ def test_buffers_are_those_of_rank_zero_wherever_somebody_looks() -> None:
     assert train_0[-1] != train_1[-1]  # not sent in every step
     assert validation_0 == validation_1 == train_0[-1]
     assert end_0 == end_1
+
+
+class HasLearningRate(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.05
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def find_learning_rate(num_training: int) -> tuple[str, int]:
+    """The tuner trains on the live strategy, then puts everything back."""
+    model = HasLearningRate()
+    trainer = make_trainer(make_strategy("dgc"), dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    if num_training:
+        Tuner(trainer).lr_find(model, make_data(2, 30), num_training=num_training, update_attr=False)
+    trainer.fit(model, make_data(2, STEPS))
+    return weights_of(model), trainer.strategy.workers[0].step
+
+
+def test_the_tuner_leaves_no_trace() -> None:
+    blind = run_ranks(find_learning_rate, 2, 0)
+    assert run_ranks(find_learning_rate, 2, 12) == blind
+    assert blind[0] == blind[1]
+
+
+def with_precision(precision: str) -> tuple[str, set[torch.dtype], set[torch.dtype]]:
+    model = Tiny()
+    trainer = fit(model, precision=precision)
+    residuals = {residual.dtype for residual in trainer.strategy.workers[0].residuals.values()}
+    return weights_of(model), {p.dtype for p in model.parameters()}, residuals
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+)
+def test_precisions(precision: str, dtype: torch.dtype) -> None:
+    results = run_ranks(with_precision, 2, precision)
+    assert results[0] == results[1]
+    assert results[0][1:] == ({dtype}, {torch.float32})
 
 
 # Names ------------------------------------------------------------------------------------------------------------

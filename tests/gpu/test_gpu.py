@@ -1,0 +1,80 @@
+"""On a GPU: NCCL with one rank per device, and several ranks on one device through gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_lowbw import DGC, DGCStrategy
+from lightning_lowbw.comm.agreement import digest
+from tests.ranks import run_ranks
+from tests.tiny import sgd
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def train(device: str, value_dtype: str) -> tuple[list[torch.Tensor], str]:
+    """Train in a plain loop, all ranks on one device, gloo between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4)).to(device)
+    optimizer = sgd(model.parameters())
+    method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.99), value_dtype=value_dtype)
+    worker = method.attach(optimizer, model.named_parameters())
+    for step in range(10):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(16, 32, generator=generator).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()], digest(model.parameters())
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
+def test_cuda_tensors_through_gloo(value_dtype: str) -> None:
+    on_gpu, on_cpu = run_ranks(train, 2, "cuda", value_dtype), run_ranks(train, 2, "cpu", value_dtype)
+    assert on_gpu[0][1] == on_gpu[1][1]
+    for a, b in zip(on_gpu[0][0], on_cpu[0][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 4))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.parameters())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_all_gpus_through_nccl(precision: str) -> None:
+    """With a single GPU the exchange is idle, but hook, scaler and clipping are those of CUDA."""
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(256, 32)), batch_size=16)
+    trainer = pl.Trainer(
+        strategy=DGCStrategy(rampup_begin_step=2, sparsity=[0.99], start_method="spawn"),
+        accelerator="gpu",
+        devices=torch.cuda.device_count(),
+        precision=precision,  # type: ignore[arg-type]
+        gradient_clip_val=1.0,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    model = Module()
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer.fit(model, data)
+    assert any((a != b.cpu()).any() for a, b in zip(before, model.parameters(), strict=True))
