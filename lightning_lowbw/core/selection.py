@@ -11,6 +11,8 @@ from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
+from lightning_lowbw.ops import cpu, reference
+
 Selection = Literal["sampled", "exact"]
 SELECTIONS: tuple[str, ...] = get_args(Selection)
 
@@ -70,26 +72,26 @@ class SampledSelector:
         numel = values.numel()
         if numel <= self.SMALL or self.SURPLUS * k >= numel / 4:
             return exact_top_k(values, k)
-        magnitudes = values.abs()
+        reach = cpu.reach if values.device.type == "cpu" else reference.reach
         for estimate in (False, True):
-            threshold = self._estimate(magnitudes, k) if estimate else self.threshold
+            threshold = self._estimate(values, k) if estimate else self.threshold
             if threshold <= 0.0:  # no estimate yet, or a dead tensor: everything would be a candidate
                 continue
-            candidates = (magnitudes >= threshold).nonzero().squeeze(1)
+            candidates = reach(values, threshold)
             count = candidates.numel()
             self.threshold = threshold * (max(count, 1) / (self.SURPLUS * k)) ** self.GAIN
             # Far too many: the distribution has moved; it costs less to estimate again than to sort them.
             if k <= count <= 8 * self.SURPLUS * k:
-                largest = magnitudes[candidates].topk(k, sorted=False).indices
+                largest = values[candidates].abs().topk(k, sorted=False).indices
                 return candidates[largest].sort().values
         self.threshold = 0.0
         return exact_top_k(values, k)
 
-    def _estimate(self, magnitudes: Tensor, k: int) -> float:
+    def _estimate(self, values: Tensor, k: int) -> float:
         """Return the magnitude that about SURPLUS * k elements reach, from a strided sample."""
         # An odd stride does not fall into step with rows whose length is a power of two.
-        sample = magnitudes[:: max(1, magnitudes.numel() // self.SAMPLE) | 1]
-        rank = max(1, round(self.SURPLUS * k * sample.numel() / magnitudes.numel()))
+        sample = values[:: max(1, values.numel() // self.SAMPLE) | 1].abs()
+        rank = max(1, round(self.SURPLUS * k * sample.numel() / values.numel()))
         return float(sample.topk(rank, sorted=False).values.min())
 
 

@@ -469,15 +469,15 @@ class DGCWorker:
 
     def _first_nonfinite(self) -> Tensor:
         """Return 1 + the number of the first parameter whose gradient is not finite, else 0; a scalar."""
-        infinity = float("inf")
-        largest = []
+        is_finite = []
         for slot in self._slots:
             gradient = slot.parameter.grad
             if gradient is None or gradient.numel() == 0:
-                largest.append(torch.zeros((), device=slot.parameter.device))
-            else:  # the largest magnitude: unlike the 2-norm it does not overflow, and a NaN goes through
-                largest.append(torch.linalg.vector_norm(gradient, infinity).float())
-        is_bad = ~torch.stack(largest).isfinite()
+                is_finite.append(torch.ones((), dtype=torch.bool, device=slot.parameter.device))
+            else:  # the extremes: unlike a norm they do not overflow, and a NaN is both
+                least, largest = torch.aminmax(_as_real(gradient))
+                is_finite.append(least.isfinite() & largest.isfinite())
+        is_bad = ~torch.stack(is_finite)
         return torch.where(is_bad.any(), is_bad.float().argmax() + 1, 0).float()
 
     def _make_plain(self) -> None:
@@ -495,14 +495,16 @@ class DGCWorker:
         return group.get(key, default) if self._is_sgd else default
 
     def _decayed(self, slot: Slot) -> Tensor:
-        """Return g = G + c w in the sign that torch's SGD gives it; new memory unless there is nothing to do."""
+        """Make g = G + c w out of the gradient, in the sign that torch's SGD gives it; in place, for the result of
+        the exchange overwrites it anyway."""
         gradient = slot.parameter.grad
         assert gradient is not None
         if not self._is_sgd:
             return gradient
         weight_decay = self._user_value(slot.group, "weight_decay")
-        gradient = gradient.neg() if slot.sign < 0 else gradient
-        return gradient.add(slot.parameter.detach(), alpha=weight_decay) if weight_decay != 0 else gradient
+        if slot.sign < 0:
+            gradient.neg_()
+        return gradient.add_(slot.parameter.detach(), alpha=weight_decay) if weight_decay != 0 else gradient
 
     @torch.no_grad()
     def _correct_dense(self, slot: Slot) -> None:
@@ -515,7 +517,9 @@ class DGCWorker:
             nesterov = self._user_value(slot.group, "nesterov")
             gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
         assert slot.parameter.grad is not None
-        slot.parameter.grad.copy_(gradient if slot.sign > 0 else gradient.neg())
+        slot.parameter.grad.copy_(gradient)
+        if slot.sign < 0:
+            slot.parameter.grad.neg_()
 
     def _residual(self, parameter: Parameter) -> Tensor:
         if parameter not in self.residuals:

@@ -51,6 +51,16 @@ def correct_(
         residual.add_(momentum_buffer)
 
 
+def reach(values: Tensor, threshold: float) -> Tensor:
+    """Return the positions of the elements whose magnitude reaches a threshold: int64, ascending.
+
+    Args:
+        values: flat.
+        threshold: above 0.
+    """
+    return (values.abs() >= threshold).nonzero().squeeze(1)
+
+
 def take_(
     residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, *, value_dtype: torch.dtype, masking: bool
 ) -> Tensor:
