@@ -1,8 +1,11 @@
 """The Hydra entry point `lowbw-train`: compose a configuration, build what it names, train.
 
-No logic lives here, only composition. What depends on the machine and on the launcher (accelerator, devices, start method, output
-folder) is given to the configuration files as resolvers, so that every choice is visible with `lowbw-train --cfg job --resolve`.
+No logic lives here, only composition. What depends on the machine and on the launcher (accelerator, devices, start
+method, output folder) is given to the configuration files as resolvers, so that every choice is visible with
+`lowbw-train --cfg job --resolve`.
 """
+
+from __future__ import annotations
 
 import os
 import sys
@@ -43,8 +46,8 @@ def is_launched_externally() -> bool:
 def resolve_start_method() -> str:
     """Choose how ranks are started.
 
-    A launcher's processes are used as they are ("popen" starts none then). Otherwise "spawn": children of "popen" would run this
-    program again, with its output folder, and under --multirun with its whole sweep.
+    A launcher's processes are used as they are ("popen" starts none then). Otherwise "spawn": children of "popen"
+    would run this program again, with its output folder, and under --multirun with its whole sweep.
     """
     return "popen" if is_launched_externally() else "spawn"
 
@@ -55,7 +58,7 @@ def resolve_accelerator() -> str:
 
 
 def resolve_devices(accelerator: str) -> int | str:
-    """Choose as many devices as the launcher started processes per node; without a launcher all GPUs, or two CPU processes."""
+    """Choose as many devices per node as a launcher started processes; without one all GPUs, or two CPU processes."""
     default = "2" if accelerator == "cpu" else "auto"
     devices = _from_launcher("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") or default
     return int(devices) if devices.isdecimal() else devices
@@ -73,14 +76,15 @@ def _from_launcher(*names: str) -> str | None:
 
 
 @cache
-def _temporary_dir() -> "tempfile.TemporaryDirectory[str]":
+def _temporary_dir() -> tempfile.TemporaryDirectory[str]:
     """Make a folder that goes away with this process."""
     return tempfile.TemporaryDirectory(prefix="lowbw-train-")
 
 
 def resolve_rank_zero_dir(path: str) -> str:
     """Return the path on rank zero, and a temporary folder in the other processes that a launcher started."""
-    is_rank_zero = rank_zero_only.rank == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
+    rank: int = rank_zero_only.rank  # type: ignore[attr-defined]  # set on import, from the launcher's environment
+    is_rank_zero = rank == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
     return path if is_rank_zero else _temporary_dir().name
 
 

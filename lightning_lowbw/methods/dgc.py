@@ -77,7 +77,8 @@ class DGC:
         schedule = SparsitySchedule(self.rampup_begin_step, self.rampup_step, self.sparsity)  # type: ignore[arg-type]
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "sparsity", schedule.sparsity)
-        if isinstance(self.exclude, str) or not all(isinstance(pattern, str) for pattern in self.exclude):
+        is_list = isinstance(self.exclude, Sequence) and not isinstance(self.exclude, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name, allowed in (("selection", SELECTIONS), ("value_dtype", VALUE_DTYPES)):
@@ -176,7 +177,7 @@ class DGCWorker:
         self.residuals: dict[Parameter, Tensor] = {}
         self._exchange = exchange
         self._names = {parameter: name for name, parameter in named_parameters}
-        self._selectors: dict[Parameter, Selector] = {}
+        self._selectors: dict[tuple[Parameter, str], Selector] = {}
         self._slots: list[Slot] = []  # of the step in progress
         self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # A subclass of SGD has a step of its own, which need not be the one corrected here.
@@ -222,6 +223,7 @@ class DGCWorker:
 
     # One step ---------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def exchange(
         self,
         *,
@@ -256,7 +258,7 @@ class DGCWorker:
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
         if self._exchange.num_ranks == 1:
-            return True
+            return not self.residuals or self._apply_residuals(skip_nonfinite)
         self._begin(reduced)
         if not self._slots:
             return True
@@ -284,30 +286,35 @@ class DGCWorker:
         self.step += 1
         self._exchange.ledger.steps += 1
 
+    @torch.no_grad()
     def prepare_dense(self, clip: Callable[[], None] | None = None) -> Tensor:
         """Return what is summed over the ranks: 1/N times [dense gradients | used, per parameter | fault, per rank].
 
         "used" counts the ranks on which a parameter has a gradient: one that nobody used is left alone, as in DDP.
-        "fault" is 1 + the number of the first parameter whose gradient is not finite, else 0.
+        "fault" is 1 + the number of the first parameter whose gradient is not finite, negative for one that is not
+        dense, else 0.
 
         Returns:
             float32 (or wider, if a dense tensor is); shape (dense elements + parameters + ranks,).
         """
         # Before clipping: a NaN in one tensor makes the total norm NaN, and then every tensor.
-        fault = self._first_nonfinite()
-        if clip is not None:
+        fault = self._first_fault()
+        if clip is not None and not any(_is_sparse_layout(slot.parameter.grad) for slot in self._slots):
             clip()
         dtype, parts = torch.float32, []
         for slot in self._slots:
             if slot.k is None:
                 gradient = slot.parameter.grad
-                parts.append(flat(_as_real(torch.zeros_like(slot.parameter) if gradient is None else gradient)))
+                if gradient is None or _is_sparse_layout(gradient):
+                    gradient = torch.zeros_like(slot.parameter)
+                parts.append(flat(_as_real(gradient)))
                 dtype = torch.promote_types(dtype, parts[-1].dtype)
         used = [float(slot.parameter.grad is not None) for slot in self._slots]
         tail = torch.tensor(used + [0.0] * self._exchange.num_ranks, dtype=dtype, device=fault.device)
         tail[len(used) + self._exchange.rank] = fault
         return torch.cat([*(part.to(dtype) for part in parts), tail]).mul_(1.0 / self._exchange.num_ranks)
 
+    @torch.no_grad()
     def finish_dense(self, mean: Tensor, *, skip_nonfinite: bool = False) -> bool:
         """Take in the sum of all ranks' `prepare_dense`; see `exchange` for what is returned and raised."""
         num_ranks, num_slots = self._exchange.num_ranks, len(self._slots)
@@ -315,13 +322,8 @@ class DGCWorker:
         used, faults = tail[:num_slots], tail[num_slots:]
         for rank, fault in enumerate(faults):
             if fault:
-                if skip_nonfinite:
-                    return False
-                raise NonFiniteGradientError(
-                    f"Step {self.step}: the gradient of {self._slots[int(fault) - 1].name!r} on rank {rank} is not "
-                    "finite. Nothing was exchanged. Lower the learning rate, clip the gradient, or look at that "
-                    "rank's data; with precision='16-mixed' such steps are skipped."
-                )
+                self._refuse(int(fault), rank, skip_nonfinite)
+                return False
         offset, kept = 0, []
         for slot, num_users in zip(self._slots, used, strict=True):
             numel = _as_real(slot.parameter).numel() if slot.k is None else 0
@@ -341,23 +343,14 @@ class DGCWorker:
                     self._correct_dense(slot)
         return True
 
+    @torch.no_grad()
     def prepare_sparse(self) -> Tensor:
         """Correct, select and mask the sparse tensors; return this rank's message: uint8, the same size on all."""
         parts = []
         for slot in self._slots:
             if slot.k is None:
                 continue
-            residual, momentum_buffer = self._residual(slot.parameter), None
-            gradient = self._decayed(slot)
-            if self._is_sgd and self._user_value(slot.group, "momentum") != 0:
-                momentum_buffer = self._momentum_buffer(slot.parameter)
-            correct_(
-                residual,
-                momentum_buffer,
-                gradient,
-                momentum=self._user_value(slot.group, "momentum", 0.0),
-                nesterov=self._user_value(slot.group, "nesterov", False),
-            )
+            residual, momentum_buffer = self._correct_sparse(slot)
             indices = self._selector(slot.parameter)(residual.view(-1), slot.k)
             values = take_(
                 residual,
@@ -369,6 +362,7 @@ class DGCWorker:
             parts.append((indices, values))
         return self.method.codec.encode(parts)
 
+    @torch.no_grad()
     def finish_sparse(self, messages: Sequence[Tensor]) -> None:
         """Average the messages of all ranks, in rank order, into the gradients of the sparse tensors."""
         slots = [slot for slot in self._slots if slot.k is not None]
@@ -430,22 +424,22 @@ class DGCWorker:
         """List the parameters of this step; the same on all ranks, whatever gradients they happen to have."""
         self._check_groups()
         is_sparse, density = self.is_sparse, self.density
-        if self.residuals and not is_sparse:
-            raise ConfigurationError(
-                f"Step {self.step} would be dense (rampup_begin_step={self.method.rampup_begin_step}), but unsent "
-                "gradients of earlier sparse steps are kept. Resume with the schedule that was saved."
-            )
+        skipped = frozenset() if is_sparse else frozenset(reduced)
         self._slots = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad or (not is_sparse and parameter in reduced):
+                if parameter in skipped:
                     continue
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    raise ConfigurationError(
-                        f"{self._name(parameter)!r} has a gradient of layout {parameter.grad.layout}: only dense "
-                        "ones are exchanged. Build the layer with sparse=False."
-                    )
+                if not parameter.requires_grad:
+                    parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
+                    continue
                 compresses = is_sparse and self._compresses(parameter)
+                if parameter in self.residuals and not compresses:
+                    raise ConfigurationError(
+                        f"Step {self.step} would send {self._name(parameter)!r} dense, but gradients that earlier "
+                        "sparse steps did not send are kept for it. Go on with the schedule, min_numel and exclude "
+                        "that it was trained with."
+                    )
                 k = num_selected(parameter.numel(), density) if compresses else None
                 self._slots.append(Slot(self._name(parameter), parameter, group, k))
 
@@ -467,18 +461,38 @@ class DGCWorker:
                     "the learning rate instead."
                 )
 
-    def _first_nonfinite(self) -> Tensor:
-        """Return 1 + the number of the first parameter whose gradient is not finite, else 0; a scalar."""
+    def _first_fault(self) -> Tensor:
+        """Return 1 + the number of the first parameter whose gradient is not finite, else 0; a scalar.
+
+        Negative for a gradient that is not dense: that is known on the host, and only on the rank that has it.
+        """
         is_finite = []
-        for slot in self._slots:
-            gradient = slot.parameter.grad
+        for number, slot in enumerate(self._slots):
+            gradient, device = slot.parameter.grad, slot.parameter.device
             if gradient is None or gradient.numel() == 0:
-                is_finite.append(torch.ones((), dtype=torch.bool, device=slot.parameter.device))
+                is_finite.append(torch.ones((), dtype=torch.bool, device=device))
+            elif _is_sparse_layout(gradient):
+                return torch.tensor(-1.0 - number, device=device)
             else:  # the extremes: unlike a norm they do not overflow, and a NaN is both
                 least, largest = torch.aminmax(_as_real(gradient))
                 is_finite.append(least.isfinite() & largest.isfinite())
         is_bad = ~torch.stack(is_finite)
         return torch.where(is_bad.any(), is_bad.float().argmax() + 1, 0).float()
+
+    def _refuse(self, fault: int, rank: int, skip_nonfinite: bool) -> None:
+        """Raise for a fault; return where it is one that only skips the step."""
+        name = self._slots[abs(fault) - 1].name
+        if fault < 0:
+            raise ConfigurationError(
+                f"The gradient of {name!r} on rank {rank} is sparse; only dense ones are exchanged. Build the layer "
+                "with sparse=False."
+            )
+        if not skip_nonfinite:
+            raise NonFiniteGradientError(
+                f"Step {self.step}: the gradient of {name!r} on rank {rank} is not finite. Nothing was exchanged. "
+                "Lower the learning rate, clip the gradient, or look at that rank's data; with precision='16-mixed' "
+                "such steps are skipped."
+            )
 
     def _make_plain(self) -> None:
         """Let SGD step without momentum and decay, which the exchange has applied already."""
@@ -506,7 +520,42 @@ class DGCWorker:
             gradient.neg_()
         return gradient.add_(slot.parameter.detach(), alpha=weight_decay) if weight_decay != 0 else gradient
 
-    @torch.no_grad()
+    def _correct_sparse(self, slot: Slot) -> tuple[Tensor, Tensor | None]:
+        """Add this rank's gradient to its residual; return the residual, and the velocity where there is momentum."""
+        residual, momentum_buffer = self._residual(slot.parameter), None
+        momentum = self._user_value(slot.group, "momentum", 0.0)
+        if momentum != 0:
+            momentum_buffer = self._momentum_buffer(slot.parameter)
+        nesterov = self._user_value(slot.group, "nesterov", False)
+        correct_(residual, momentum_buffer, self._decayed(slot), momentum=momentum, nesterov=nesterov)
+        return residual, momentum_buffer
+
+    def _apply_residuals(self, skip_nonfinite: bool) -> bool:
+        """Step with all that is unsent: a run of several ranks goes on with one, which has nobody to send it to."""
+        self._slots = [
+            Slot(self._name(parameter), parameter, group, None)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if not self._slots:
+            return True
+        fault = int(self._first_fault())
+        if fault:
+            self._refuse(fault, self._exchange.rank, skip_nonfinite)
+            return False
+        if self._is_sgd:
+            self._make_plain()
+        for slot in self._slots:
+            if slot.parameter in self.residuals:
+                residual, _ = self._correct_sparse(slot)
+                assert slot.parameter.grad is not None
+                slot.parameter.grad.copy_(residual * slot.sign if self._is_sgd else residual)
+                del self.residuals[slot.parameter]
+            elif self._is_sgd:
+                self._correct_dense(slot)
+        return True
+
     def _correct_dense(self, slot: Slot) -> None:
         """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
         momentum = self._user_value(slot.group, "momentum")
@@ -535,7 +584,10 @@ class DGCWorker:
         return buffer
 
     def _selector(self, parameter: Parameter) -> Selector:
-        return self._selectors.setdefault(parameter, make_selector(self.method.selection))
+        key = (parameter, self.method.selection)
+        if key not in self._selectors:
+            self._selectors[key] = make_selector(self.method.selection)
+        return self._selectors[key]
 
     def _name(self, parameter: Parameter) -> str:
         if parameter not in self._names:  # not in the module: a loss's own parameter, say
@@ -546,3 +598,7 @@ class DGCWorker:
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_sparse_layout(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout != torch.strided

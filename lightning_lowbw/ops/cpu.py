@@ -1,4 +1,4 @@
-"""Twins of `reference` that are fast on a CPU: the same results to the bit, without temporaries of the tensor's size."""
+"""Twins of `reference` that are fast on a CPU: same results, no temporaries of the tensor's size."""
 
 from __future__ import annotations
 

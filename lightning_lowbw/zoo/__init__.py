@@ -1,7 +1,7 @@
 """Small real tasks that every machine can train: no download, seconds per epoch on two CPU cores.
 
-They serve the demo, the examples, the benchmarks and the default of `lowbw-train`. Nothing here knows about the strategies of this
-package: the modules are ordinary Lightning code, which is the point.
+They serve the demo, the examples, the benchmarks and the default of `lowbw-train`. Nothing here knows about the
+strategies of this package: the modules are ordinary Lightning code, which is the point.
 """
 
 from lightning_lowbw.zoo.digits import DigitsClassifier, DigitsData

@@ -1,7 +1,10 @@
 """Handwritten digits: a small convolutional classifier and the 8x8 images that come with scikit-learn.
 
-1797 images, 10 classes, held in memory. Small enough for a test, hard enough that a broken exchange shows in the accuracy.
+1797 images, 10 classes, held in memory. Small enough for a test, hard enough that a broken exchange shows in the
+accuracy.
 """
+
+from __future__ import annotations
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -22,8 +25,8 @@ NUM_VAL, NUM_TEST = 180, 360  # of 1797; even, so that two ranks evaluate no ima
 class DigitsClassifier(LightningModule):
     """Classify 8x8 digits with two convolutions and two linear layers.
 
-    With the default width 0.55 million parameters, 98.9 % of them in two tensors of more than 16384 elements: what a large network
-    looks like to a compressor. Reaches about 98 % test accuracy within 15 epochs.
+    With the default width 0.55 million parameters, 98.9 % of them in two tensors of more than 16384 elements: what a
+    large network looks like to a compressor. Reaches about 98 % test accuracy within 15 epochs.
 
     Args:
         hidden: Width of the linear layer that holds most of the parameters (1024 * hidden).
@@ -92,21 +95,14 @@ class DigitsClassifier(LightningModule):
         self.log("test_acc", self.test_acc)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return configure_optimizer(
-            self,
-            optimizer=self.hparams["optimizer"],
-            lr=self.hparams["lr"],
-            momentum=self.hparams["momentum"],
-            weight_decay=self.hparams["weight_decay"],
-            nesterov=self.hparams["nesterov"],
-            schedule=self.hparams["schedule"],
-        )
+        return configure_optimizer(self)
 
 
 class DigitsData(LightningDataModule):
     """Serve the digits of scikit-learn in a fixed train / validation / test split (1257 / 180 / 360).
 
-    The split is the same in every run and on every rank; only the order of the training images depends on the global seed.
+    The split is the same in every run and on every rank; only the order of the training images depends on the global
+    seed.
 
     Args:
         batch_size: Images per batch and rank.

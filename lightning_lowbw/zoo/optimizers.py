@@ -3,6 +3,8 @@
 Kept out of the modules so that both tasks offer the same knobs with the same meaning.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Literal, get_args
 
@@ -30,45 +32,38 @@ def check_choice(knob: str, value: str, choices: object) -> None:
         raise ValueError(f"{knob}={value!r}; choose one of {', '.join(map(repr, get_args(choices)))}")
 
 
-def configure_optimizer(
-    module: LightningModule,
-    *,
-    optimizer: OptimizerName,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    schedule: ScheduleName,
-) -> OptimizerLRScheduler:
-    """Build what `configure_optimizers` of a zoo module returns.
+def configure_optimizer(module: LightningModule) -> OptimizerLRScheduler:
+    """Build what `configure_optimizers` of a zoo module returns, from the knobs in its hyperparameters.
 
     Args:
-        module: The module to train, attached to a Trainer (the schedules need the number of steps).
-        optimizer: "sgd" (momentum, nesterov) or "adamw" (which ignores neither: both belong to "sgd" only).
-        lr: Learning rate; the peak for "one_cycle", the start for "cosine".
-        momentum: Momentum of SGD.
-        weight_decay: L2 term of SGD, decoupled decay of AdamW.
-        nesterov: Whether SGD looks ahead.
-        schedule: "constant", "cosine" (to zero) or "one_cycle", stepped after every optimizer step.
+        module: The module to train, attached to a Trainer (the schedules need the number of steps). Its hyperparameters
+            are `optimizer` ("sgd", or "adamw", which has no use for the next two), `momentum`, `nesterov`, `lr`,
+            `weight_decay` and `schedule` ("constant", "cosine" to zero, or "one_cycle"; one value per step).
 
     Returns:
         The dictionary form that Lightning takes.
+
+    Raises:
+        ValueError: If there is a schedule but no end of the training.
     """
-    chosen: Optimizer
-    if optimizer == "sgd":
-        chosen = SGD(module.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+    knobs = module.hparams
+    common = {"lr": knobs["lr"], "weight_decay": knobs["weight_decay"]}
+    optimizer: Optimizer
+    if knobs["optimizer"] == "sgd":
+        optimizer = SGD(module.parameters(), momentum=knobs["momentum"], nesterov=knobs["nesterov"], **common)
     else:
-        chosen = AdamW(module.parameters(), lr=lr, weight_decay=weight_decay)
+        optimizer = AdamW(module.parameters(), **common)
+    schedule: ScheduleName = knobs["schedule"]
     if schedule == "constant":
-        return {"optimizer": chosen}
+        return {"optimizer": optimizer}
 
     num_steps = module.trainer.estimated_stepping_batches
     if not math.isfinite(num_steps):
         raise ValueError(f"schedule={schedule!r} needs an end: give the Trainer max_epochs or max_steps")
     scheduler: LRScheduler
     if schedule == "cosine":
-        scheduler = CosineAnnealingLR(chosen, T_max=int(num_steps))
+        scheduler = CosineAnnealingLR(optimizer, T_max=int(num_steps))
     else:
         # The momentum stays put: cycling it as well would make two schedules out of one knob.
-        scheduler = OneCycleLR(chosen, max_lr=lr, total_steps=int(num_steps), cycle_momentum=False)
-    return {"optimizer": chosen, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = OneCycleLR(optimizer, max_lr=knobs["lr"], total_steps=int(num_steps), cycle_momentum=False)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,8 +1,11 @@
 """Byte-level language modelling of the Python standard library's own source code.
 
-Every machine that runs this package has that text on its disk, so the task needs no download and no tokenizer. The model is a plain
-pre-norm transformer decoder; its sizes are knobs, from 0.6 million parameters (the default) to tens of millions for benchmarks.
+Every machine that runs this package has that text on its disk, so the task needs no download and no tokenizer. The
+model is a plain pre-norm transformer decoder; its sizes are knobs, from 0.6 million parameters (the default) to tens
+of millions for benchmarks.
 """
+
+from __future__ import annotations
 
 import math
 import sysconfig
@@ -31,14 +34,15 @@ EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 def rotary_angles(length: int, head_width: int, device: torch.device) -> Tensor:
     """Return the angle of each position and pair of channels, shape (length, head_width // 2), in radians.
 
-    Source: RoFormer, arXiv 2104.09864, section 3.2.2. Computed and not stored: DDP would broadcast a buffer at every step.
+    Source: RoFormer, arXiv 2104.09864, section 3.2.2. Computed and not stored: DDP would broadcast a buffer at every
+    step.
     """
     pairs = torch.arange(0, head_width, 2, device=device) / head_width
     return torch.outer(torch.arange(length, device=device), ROTARY_BASE**-pairs)
 
 
 def rotate(heads: Tensor, angles: Tensor) -> Tensor:
-    """Turn queries or keys (..., length, head_width) by their positions, so that their products depend on distance alone."""
+    """Turn queries or keys (..., length, head_width) by their positions: products then depend on distance alone."""
     left, right = heads.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(heads.dtype)
@@ -111,7 +115,7 @@ class ByteLanguageModel(LightningModule):
         check_choice("optimizer", optimizer, OptimizerName)
         check_choice("schedule", schedule, ScheduleName)
         if d_model % (2 * num_heads):
-            raise ValueError(f"2 * num_heads={2 * num_heads} does not divide d_model={d_model}: a head turns pairs of channels")
+            raise ValueError(f"num_heads={num_heads} does not split d_model={d_model} into heads of even width")
         self.save_hyperparameters()
         self.head_width = d_model // num_heads
         self.byte_embedding = nn.Embedding(NUM_BYTES, d_model)
@@ -164,15 +168,7 @@ class ByteLanguageModel(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), following.flatten()), logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return configure_optimizer(
-            self,
-            optimizer=self.hparams["optimizer"],
-            lr=self.hparams["lr"],
-            momentum=self.hparams["momentum"],
-            weight_decay=self.hparams["weight_decay"],
-            nesterov=self.hparams["nesterov"],
-            schedule=self.hparams["schedule"],
-        )
+        return configure_optimizer(self)
 
 
 class TextCrops(Dataset[tuple[Tensor, Tensor]]):
@@ -201,9 +197,10 @@ class TextCrops(Dataset[tuple[Tensor, Tensor]]):
 class StdlibText(LightningDataModule):
     """Serve crops of the Python standard library's source, or of the Python files of any other folder.
 
-    Files are taken in the order of their paths until limit_bytes is reached. Of ten consecutive files the ninth goes to validation and
-    the tenth to the test, so no file is in two splits. Training crops begin at random places, fixed by the seed; validation and test
-    crops follow each other without overlap. The text differs a little between Python versions, and so do the numbers trained on it.
+    Files are taken in the order of their paths until limit_bytes is reached. Of ten consecutive files the ninth goes
+    to validation and the tenth to the test, so no file is in two splits. Training crops begin at random places, fixed
+    by the seed; validation and test crops follow each other without overlap. The text differs a little between Python
+    versions, and so do the numbers trained on it.
 
     Args:
         batch_size: Crops per batch and rank.
@@ -241,8 +238,8 @@ class StdlibText(LightningDataModule):
         shortest = min(texts, key=lambda name: len(texts[name]))
         if len(texts[shortest]) <= context:
             raise ValueError(
-                f"{root} has {len(texts[shortest])} bytes of Python source for the {shortest} split, fewer than one crop of"
-                f" context={context}: raise limit_bytes, or name a folder with at least ten files as root"
+                f"{root} has {len(texts[shortest])} bytes of Python source for the {shortest} split, less than one crop"
+                f" of context={context}: raise limit_bytes, or name a folder of at least {SPLIT_EVERY} files as root"
             )
         generator = torch.Generator().manual_seed(self.hparams["seed"])
         offsets = torch.randint(len(texts["train"]) - context, (num_train,), generator=generator)
@@ -270,7 +267,7 @@ class StdlibText(LightningDataModule):
 
 
 def find_sources(root: Path) -> Iterator[Path]:
-    """Yield the Python files under a folder in the order of their relative paths, without tests and third-party packages."""
+    """Yield the Python files under a folder in the order of their paths, without tests and third-party packages."""
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]):
             yield path

@@ -7,13 +7,14 @@ its gradient is c + w.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.methods.dgc import DGCWorker
+from lightning_lowbw.methods.dgc import DGC, DGCWorker
 from tests.oracle import OracleDGC
 
 Shape = tuple[int, ...]
@@ -31,6 +32,11 @@ AWKWARD: dict[str, Shape] = {
     "matrix": (30, 20),
     "transposed": (20, 30),  # strides of its transpose
 }
+
+
+DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, selection="exact")
+DENSITIES = {step: DENSE_THEN_SPARSE.schedule.density(step) for step in range(8)}
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
 
 
 def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,6 +58,10 @@ def _generator(name: str, rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(sum(map(ord, name)) * 1_000_003 + rank * 1009 + step)
 
 
+def weights_of(parameters: Parameters) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
 def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0) -> None:
     """Compute this rank's own gradients; those of `unused` stay None."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -61,7 +71,7 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
             c = coefficients(name, parameter, rank, step)
             loss = loss + ((parameter * c).sum() + 0.5 * (parameter * parameter).sum()).float()
     if loss.requires_grad:
-        (sign * loss).backward()  # type: ignore[no-untyped-call]
+        (sign * loss).backward()
 
 
 def take_step(

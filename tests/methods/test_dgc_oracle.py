@@ -37,9 +37,7 @@ def clip_(model: nn.Module, clip: dict[str, float], factor: float) -> None:
         nn.utils.clip_grad_value_(model.parameters(), clip["value"])
 
 
-def train_on_ranks(
-    optimizer: SGD, clip: dict[str, float], selection: str, masking: bool
-) -> tuple[list[Tensor], str]:
+def train_on_ranks(optimizer: SGD, clip: dict[str, float], selection: str, masking: bool) -> tuple[list[Tensor], str]:
     model = make_model()
     sgd = torch.optim.SGD(model.parameters(), **optimizer)  # type: ignore[arg-type]
     method = DGC(

@@ -1,0 +1,42 @@
+# make demo          train on two ranks with DDP and with DGC, and compare; make help lists the rest
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+OLDEST := torch==2.4.0 lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-oldest lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
+
+venv: $(STAMP)  ## create the virtual environment with the pinned dependencies
+
+# torch comes first and alone: it is what takes long, and a later failure then does not repeat it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt torch
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[demo,dev]"
+	touch $@
+
+demo: $(STAMP)  ## train with DDP and with DGC on two ranks; table, and a plot in demo_results
+	$(RUN) examples/demo.py
+
+test: $(STAMP)  ## run the tests
+	$(RUN) -m pytest
+
+# Warnings of old releases about each other are not errors of ours.
+test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
+	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default
+
+lint: $(STAMP)  ## check style, format and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:  ## remove the virtual environment and everything that was generated
+	rm -rf $(VENV) $(VENV)-oldest demo_results outputs multirun lightning_logs build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+"""What a user with a slow network would pick: this package's strategies, torch's communication hooks, and the limit.
+
+Stock Lightning registers communication hooks on CUDA only. `HookStrategy` registers them everywhere, which is all it
+does; so the peers run here as they would on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_lowbw import DGCStrategy
+
+ONE_BUCKET_MB = 4096
+LOCAL_STEPS = 8
+WARMUP_STEPS = 2  # PowerSGD's and local SGD's least; DDP rebuilds its buckets in the second
+
+# All replicas start from one seed, so DDP's broadcast of the model is left out: at 100 Mb/s it takes longer than the
+# steps that are measured. Buffers are left out for all alike; DGC does not broadcast them while it is sparse.
+COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False}
+
+
+class HookStrategy(DDPStrategy):
+    """DDP with a communication hook, on CPU too."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+
+def power_sgd(rank: int) -> DDPStrategy:
+    """Make PowerSGD in one bucket: with several, its two all-reduces per bucket race on gloo."""
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=WARMUP_STEPS, min_compression_rate=1
+    )
+    hook = powerSGD_hook.powerSGD_hook
+    return HookStrategy(ddp_comm_state=state, ddp_comm_hook=hook, bucket_cap_mb=ONE_BUCKET_MB, **COMMON)
+
+
+def post_local_sgd() -> DDPStrategy:
+    """Make torch's post-local SGD: gradients stay, parameters are averaged every few steps."""
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None, subgroup=None, start_localSGD_iter=WARMUP_STEPS, post_local_gradient_allreduce=False
+    )
+    hook = post_localSGD_hook.post_localSGD_hook
+    return HookStrategy(ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=LOCAL_STEPS, **COMMON)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A method under its name in the tables.
+
+    Attributes:
+        make: returns the strategy; to be called once per fit.
+        period: steps after which its communication repeats; a measurement takes a multiple.
+        dense_share: its bytes as a fraction of DDP's, roughly: decides how many steps can be waited for.
+    """
+
+    name: str
+    make: Callable[[], DDPStrategy]
+    period: int = 1
+    dense_share: float = 1.0
+
+
+NO_COMMUNICATION = Contestant("no communication", lambda: HookStrategy(ddp_comm_hook=noop_hook, **COMMON), 1, 0.0)
+DDP = Contestant("ddp", lambda: DDPStrategy(**COMMON))
+FP16 = Contestant("ddp + fp16", lambda: HookStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, **COMMON), 1, 0.5)
+POWER_SGD = [Contestant(f"PowerSGD rank {rank}", lambda rank=rank: power_sgd(rank), 1, 0.01) for rank in (1, 2, 4)]
+POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, LOCAL_STEPS, 1 / LOCAL_STEPS)
+DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], selection="exact", **COMMON), 1, 0.01)
+DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
+
+ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC]
+SHORT = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], DGC]
+BY_NAME = {contestant.name: contestant for contestant in ALL}

@@ -1,0 +1,117 @@
+"""The models that are timed: sizes of real ones, random data, so that nothing but the step is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_lowbw.zoo.text import ByteLanguageModel
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions with batch norm beside a shortcut (He et al., arXiv 1512.03385, figure 2)."""
+
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(num_out)
+        self.second = nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(num_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or num_in != num_out:
+            self.shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.second_norm(self.second(hidden)) + self.shortcut(x))
+
+
+def mlp_25m() -> nn.Module:
+    """25.1 million parameters in three layers."""
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 for images of 32 x 32: 11.2 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    num_in = 64
+    for num_out, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [Residual(num_in, num_out, stride), Residual(num_out, num_out, 1)]
+        num_in = num_out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def transformer_10m() -> nn.Module:
+    """A byte-level decoder of 10.1 million parameters."""
+    return ByteLanguageModel(d_model=384, num_layers=6, num_heads=6)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with inputs for one rank.
+
+    Attributes:
+        batch: samples per rank and step; chosen so that on one CPU core a step takes a few tenths of a second.
+    """
+
+    name: str
+    make: object
+    batch: int
+    input_shape: tuple[int, ...]
+    num_classes: int
+    is_text: bool = False
+
+
+class Timed(pl.LightningModule):
+    """A workload as a LightningModule, trained by SGD with momentum and weight decay."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same replica everywhere
+        self.workload = workload
+        self.network = workload.make()  # type: ignore[operator]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        logits = self.network(inputs)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
+
+
+class Repeated(Dataset[tuple[Tensor, Tensor]]):
+    """The same random batch again and again."""
+
+    def __init__(self, workload: Workload, num_batches: int) -> None:
+        self.num_batches = num_batches
+        shape = (workload.batch, *workload.input_shape)
+        self.inputs = torch.randint(0, workload.num_classes, shape) if workload.is_text else torch.randn(shape)
+        labels = shape if workload.is_text else shape[:1]
+        self.targets = torch.randint(0, workload.num_classes, labels)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs, self.targets
+
+
+def loader(workload: Workload, num_batches: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return a loader of ready batches."""
+    return DataLoader(Repeated(workload, num_batches), batch_size=None)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp-25M", mlp_25m, 32, (1024,), 1000),
+        Workload("resnet18-11M", resnet18, 8, (3, 32, 32), 10),
+        Workload("transformer-10M", transformer_10m, 4, (64,), 256, is_text=True),
+    )
+}

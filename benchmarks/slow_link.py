@@ -1,0 +1,262 @@
+"""Step time against bandwidth: every contestant on every link, in one run, interleaved.
+
+    sudo .venv/bin/python benchmarks/slow_link.py            # a short grid, under 15 minutes on two cores
+    sudo .venv/bin/python benchmarks/slow_link.py --full     # all models, links and node counts
+    sudo .venv/bin/python benchmarks/slow_link.py --headline # where DDP takes 6.6 x the limit
+
+Writes benchmarks/results/slow_link*.json with the environment, a Markdown table and a plot. Every number in a table
+comes from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import lightning
+import matplotlib
+import torch
+
+import lightning_lowbw
+from benchmarks.contestants import ALL, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, Contestant
+from benchmarks.models import WORKLOADS, Timed
+from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.lab import Network, launch, parse_rate
+
+matplotlib.use("Agg")  # draws without a display
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).with_name("results")
+WORKER = Path(__file__).with_name("worker.py")
+WINDOW_S = 12.0  # what one measurement may take, roughly
+MIN_STEPS, MAX_STEPS = 2, 10
+SEED_SPEEDUPS = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}  # PaddlePaddle Fleet, Faster R-CNN, 2 x P40
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One link, one model, one method: repeated measurements.
+
+    Attributes:
+        step_s: mean seconds per step of each repetition.
+        interface_bytes: sent by node 0 per step, by the kernel, headers included.
+        formula_bytes: what the volume formulas say for it, where there are any.
+    """
+
+    workload: str
+    num_nodes: int
+    rate: str
+    method: str
+    step_s: list[float] = field(default_factory=list)
+    interface_bytes: list[float] = field(default_factory=list)
+    formula_bytes: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+
+def num_steps(contestant: Contestant, dense_bytes: int, rate: float | None, compute_s: float) -> int:
+    """Choose how many steps to time: as many as fit the window, a multiple of the method's period."""
+    expected_s = compute_s + (contestant.dense_share * dense_bytes * 8 / rate if rate else 0.0)
+    steps = min(MAX_STEPS, max(MIN_STEPS, int(WINDOW_S / expected_s)))
+    return -(-steps // contestant.period) * contestant.period
+
+
+def run_cells(
+    workload: str, num_nodes: int, rate: str, contestants: list[Contestant], repetitions: int, batch: int | None = None
+) -> list[Cell]:
+    """Measure all contestants on one link; they take turns within one group of processes."""
+    parameters = Timed(WORKLOADS[workload]).parameters()
+    dense_bytes = all_reduce_bytes(sum(parameter.nbytes for parameter in parameters), num_nodes)
+    bits_per_s = parse_rate(rate)
+    job = {
+        "workload": workload,
+        "batch": batch,
+        "threads": max(1, (os.cpu_count() or 1) // num_nodes),
+        "repetitions": repetitions,
+        "contestants": [
+            {"name": each.name, "num_steps": num_steps(each, dense_bytes, bits_per_s, 0.4)} for each in contestants
+        ],
+    }
+    with tempfile.TemporaryDirectory() as folder, Network([bits_per_s] * num_nodes) as network:
+        job_path, records_path = Path(folder) / "job.json", Path(folder) / "records.json"
+        job_path.write_text(json.dumps(job))
+        command = [sys.executable, str(WORKER), str(job_path), str(records_path)]
+        report = launch(network, command, timeout_s=3600.0)
+        if report.status != 0:
+            raise SystemExit(f"The ranks failed on {workload}, {num_nodes} nodes, {rate}.")
+        records = json.loads(records_path.read_text())
+    cells = []
+    for contestant in contestants:
+        mine = [record for record in records if record["method"] == contestant.name]
+        formula = {NO_COMMUNICATION.name: 0.0, DDP.name: float(dense_bytes), FP16.name: dense_bytes / 2}
+        by_formula = mine[0]["ledger_bytes"] if mine[0]["ledger_bytes"] is not None else formula.get(contestant.name)
+        cells.append(
+            Cell(
+                workload,
+                num_nodes,
+                rate,
+                contestant.name,
+                [record["step_s"] for record in mine],
+                [record["interface_bytes"] for record in mine],
+                by_formula,
+            )
+        )
+    return cells
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return what the numbers depend on."""
+    model = "unknown"
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return {
+        "lightning_lowbw": lightning_lowbw.__version__,
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": model,
+        "num_cpus": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+        "link": "network namespaces, token bucket filter in both directions, no added delay",
+    }
+
+
+def to_markdown(cells: list[Cell]) -> str:
+    """Return a table: one row per link and method; ratios are of medians within one run."""
+    lines = [
+        "| model | nodes | link | method | s per step | spread | x limit | DDP / it | bytes measured | by formula |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for cell in cells:
+        same = [c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)]
+        medians = {c.method: c.median_s for c in same}
+        limit, dense = medians.get(NO_COMMUNICATION.name), medians.get(DDP.name)
+        lines.append(
+            "| "
+            + " | ".join(
+                [
+                    cell.workload,
+                    str(cell.num_nodes),
+                    cell.rate,
+                    cell.method,
+                    f"{cell.median_s:.3f}",
+                    f"{min(cell.step_s):.3f} - {max(cell.step_s):.3f}",
+                    "-" if limit is None else f"{cell.median_s / limit:.2f}",
+                    "-" if dense is None else f"{dense / cell.median_s:.2f}",
+                    f"{statistics.median(cell.interface_bytes):,.0f}",
+                    "-" if cell.formula_bytes is None else f"{cell.formula_bytes:,.0f}",
+                ]
+            )
+            + " |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def draw(cells: list[Cell], path: Path) -> None:
+    """Plot step time against bandwidth: a panel per model and number of nodes, a line per method."""
+    panels = list(dict.fromkeys((cell.workload, cell.num_nodes) for cell in cells))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False, layout="constrained")
+    for axis, (workload, num_nodes) in zip(axes[0], panels, strict=True):
+        mine = [cell for cell in cells if (cell.workload, cell.num_nodes) == (workload, num_nodes)]
+        for method in dict.fromkeys(cell.method for cell in mine):
+            points = [(parse_rate(cell.rate), cell.median_s) for cell in mine if cell.method == method]
+            limited = sorted((rate / 1e9, seconds) for rate, seconds in points if rate is not None)
+            style = "k--" if method == NO_COMMUNICATION.name else "o-"
+            axis.plot([rate for rate, _ in limited], [seconds for _, seconds in limited], style, label=method, ms=4)
+        axis.set(title=f"{workload}, {num_nodes} nodes", xscale="log", yscale="log")
+        axis.set(xlabel="link, Gb/s", ylabel="seconds per step")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write(name: str, cells: list[Cell], **more: Any) -> str:
+    """Write the JSON, the table and the plot; return the table."""
+    RESULTS.mkdir(exist_ok=True)
+    results = {"environment": describe_environment(), "command": " ".join(sys.argv), **more}
+    results["cells"] = [asdict(cell) for cell in cells]
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = to_markdown(cells)
+    (RESULTS / f"{name}.md").write_text(table)
+    draw(cells, RESULTS / f"{name}.png")
+    return table
+
+
+def headline(rate: str, batches: list[int]) -> None:
+    """Find the batch at which the dense step takes about 6.6 times the limit, and show the speed-up there."""
+    contestants = [NO_COMMUNICATION, DDP, DGC]
+    tried = {}
+    for batch in batches:
+        cells = run_cells("mlp-25M", 2, rate, contestants, 3, batch)
+        limit, dense, _ = (cell.median_s for cell in cells)
+        tried[batch] = (abs(dense / limit - 6.58), cells)
+        print(f"batch {batch}: DDP takes {dense / limit:.2f} x the limit", flush=True)
+    batch, (_, cells) = min(tried.items(), key=lambda item: item[1][0])
+    for faster in ("10gbit", "unlimited"):
+        cells = cells + run_cells("mlp-25M", 2, faster, contestants, 3, batch)
+    table = write("headline", cells, batch=batch, seed_speedups=SEED_SPEEDUPS)
+    print(table)
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--headline", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS))
+    parser.add_argument("--nodes", nargs="+", type=int)
+    parser.add_argument("--rates", nargs="+")
+    parser.add_argument("--repetitions", type=int)
+    parser.add_argument("--name")
+    options = parser.parse_args()
+    if options.headline:
+        headline("1gbit", [8, 16, 32, 64])
+        return
+    grid = {
+        "models": options.models or (list(WORKLOADS) if options.full else ["mlp-25M"]),
+        "nodes": options.nodes or ([2, 4] if options.full else [2]),
+        "rates": options.rates
+        or (
+            ["unlimited", "10gbit", "1gbit", "200mbit", "100mbit"]
+            if options.full
+            else ["unlimited", "1gbit", "200mbit"]
+        ),
+    }
+    contestants = ALL if options.full else SHORT
+    cells: list[Cell] = []
+    name = options.name or ("slow_link_full" if options.full else "slow_link")
+    for workload in grid["models"]:
+        for nodes in grid["nodes"]:
+            for rate in grid["rates"]:
+                cells += run_cells(workload, nodes, rate, contestants, options.repetitions or 3)
+                print(to_markdown(cells[-len(contestants) :]), flush=True)
+                write(name, cells)
+    fastest = {
+        (cell.workload, cell.num_nodes, cell.rate): min(
+            (c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)),
+            key=lambda c: c.median_s if c.method != NO_COMMUNICATION.name else float("inf"),
+        ).method
+        for cell in cells
+    }
+    for (workload, nodes, rate), method in fastest.items():
+        print(f"{workload}, {nodes} nodes, {rate}: fastest is {method}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Loss against wall-clock on a slow link, for a real task and several seeds: what a user gets in the time there is.
+
+    sudo .venv/bin/python benchmarks/time_to_loss.py --rate 100mbit
+
+Trains the byte-level language model on the standard library's source with each contestant, for the same number of
+steps. Writes benchmarks/results/time_to_loss.json, a table and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_lowbw import DGCStrategy
+from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+
+RESULTS = Path(__file__).with_name("results")
+NUM_STEPS = 600
+SMOOTHING = 20  # steps of the running mean
+TARGET_SLACK = 1.02  # the loss that counts as reached: DDP's last, and 2 %
+METHODS: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "dgc": lambda: DGCStrategy(rampup_begin_step=60, rampup_step=60, sparsity=[0.96, 0.99]),
+}
+
+
+class Curve(pl.Callback):
+    """Keep seconds since the first step, and the loss, of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.started_s = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started_s)
+        self.losses.append(float(outputs["loss"]))
+
+
+def train_all(seeds: list[int], path: Path) -> None:
+    """One rank: train with each method and seed in turn; rank 0 writes the curves."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    curves = []
+    for seed in seeds:
+        for method, make in METHODS.items():
+            pl.seed_everything(seed, workers=True, verbose=False)
+            curve = Curve()
+            trainer = pl.Trainer(
+                strategy=make(),
+                accelerator="cpu",
+                devices=1,
+                num_nodes=int(os.environ["WORLD_SIZE"]),
+                max_steps=NUM_STEPS,
+                gradient_clip_val=0.5,
+                limit_val_batches=0,
+                callbacks=[curve],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            model, data = ByteLanguageModel(), StdlibText()
+            trainer.fit(model, data)
+            accuracy = trainer.test(model, data, verbose=False)[0]["test_acc"]
+            entry = {"method": method, "seed": seed, "test_accuracy": accuracy}
+            curves.append({**entry, "seconds": curve.seconds, "losses": curve.losses})
+            if os.environ["RANK"] == "0":
+                path.write_text(json.dumps(curves))
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Return the running mean over `SMOOTHING` steps."""
+    return torch.tensor(losses).unfold(0, SMOOTHING, 1).mean(1).tolist()
+
+
+def summarise(curves: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the table, and its rows: seconds until DDP's last smoothed loss of the same seed is reached, about."""
+    rows = []
+    for curve in curves:
+        dense = next(c for c in curves if c["method"] == "ddp" and c["seed"] == curve["seed"])
+        target = TARGET_SLACK * smooth(dense["losses"])[-1]
+        reached = [
+            s
+            for s, loss in zip(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), strict=True)
+            if loss <= target
+        ]
+        rows.append(
+            {
+                "method": curve["method"],
+                "seed": curve["seed"],
+                "final_loss": smooth(curve["losses"])[-1],
+                "test_accuracy": curve["test_accuracy"],
+                "seconds": curve["seconds"][-1],
+                "seconds_to_target": reached[0] if reached else None,
+            }
+        )
+    lines = [
+        f"| method | seeds | final loss | test accuracy | s for {NUM_STEPS} steps | s to DDP's final loss + 2 % |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for method in METHODS:
+        mine = [row for row in rows if row["method"] == method]
+        times = [row["seconds_to_target"] for row in mine if row["seconds_to_target"] is not None]
+        cells = [
+            method,
+            str(len(mine)),
+            f"{statistics.mean(row['final_loss'] for row in mine):.3f}",
+            f"{statistics.mean(row['test_accuracy'] for row in mine):.2%}",
+            f"{statistics.median(row['seconds'] for row in mine):.1f}",
+            f"{statistics.median(times):.1f}" + ("" if len(times) == len(mine) else f" ({len(times)} of {len(mine)})")
+            if times
+            else "not reached",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""]), rows
+
+
+def draw(curves: list[dict[str, Any]], rate: str, path: Path) -> None:
+    """Plot the smoothed loss of each seed against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+    for number, method in enumerate(METHODS):
+        for curve in (c for c in curves if c["method"] == method):
+            label = method if curve["seed"] == curves[0]["seed"] else None
+            axis.plot(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), f"C{number}", lw=1, label=label)
+    axis.set(xlabel="seconds", ylabel="training loss", xscale="log", title=f"two nodes, {rate}")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Start the ranks in the lab, then write what they found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
+    options = parser.parse_args()
+    if options.rank_output is not None:
+        train_all(list(range(options.seeds)), options.rank_output)
+        return
+    from benchmarks.slow_link import describe_environment
+    from lightning_lowbw.lab import Network, launch, parse_rate
+
+    with tempfile.TemporaryDirectory() as folder, Network([parse_rate(options.rate)] * 2) as network:
+        path = Path(folder) / "curves.json"
+        command = [sys.executable, __file__, "--seeds", str(options.seeds), "--rank-output", str(path)]
+        if launch(network, command).status != 0:
+            raise SystemExit("The ranks failed.")
+        curves = json.loads(path.read_text())
+    table, rows = summarise(curves)
+    RESULTS.mkdir(exist_ok=True)
+    results = {"environment": describe_environment(), "rate": options.rate, "rows": rows, "curves": curves}
+    (RESULTS / "time_to_loss.json").write_text(json.dumps(results) + "\n")
+    (RESULTS / "time_to_loss.md").write_text(table)
+    draw(curves, options.rate, RESULTS / "time_to_loss.png")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

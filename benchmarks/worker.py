@@ -1,0 +1,99 @@
+"""One rank of a measurement: trains with each contestant in turn, again and again, and times a window of steps.
+
+Started by slow_link.py inside the lab. Rank 0 writes the records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contestants import BY_NAME, WARMUP_STEPS, Contestant
+from benchmarks.models import WORKLOADS, Timed, Workload, loader
+from lightning_lowbw.strategies.base import LowBandwidthStrategy
+
+INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+UNTIMED_STEPS = WARMUP_STEPS + 3  # and the first steps of a fit: bucket rebuild, first thresholds, caches
+
+
+class Window(pl.Callback):
+    """Time the steps between `UNTIMED_STEPS` and the end, and count what the interface sent meanwhile."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.step_s = self.sent_bytes = self.ledger_bytes = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == UNTIMED_STEPS:
+            dist.barrier()
+            self.started_s, self.sent_before = time.perf_counter(), int(INTERFACE_COUNTER.read_text())
+            self.ledger_before = _ledger_bytes(trainer)
+        if trainer.global_step == UNTIMED_STEPS + self.num_steps:
+            self.step_s = (time.perf_counter() - self.started_s) / self.num_steps
+            dist.barrier()  # what the other ranks still send belongs to the window, too
+            self.sent_bytes = (int(INTERFACE_COUNTER.read_text()) - self.sent_before) / self.num_steps
+            self.ledger_bytes = (_ledger_bytes(trainer) - self.ledger_before) / self.num_steps
+
+
+def _ledger_bytes(trainer: pl.Trainer) -> float:
+    strategy = trainer.strategy
+    return float(strategy.ledger.sent_bytes) if isinstance(strategy, LowBandwidthStrategy) else float("nan")
+
+
+def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[str, Any]:
+    """Train a fresh model for a few steps with one contestant; return what the window saw."""
+    window = Window(num_steps)
+    trainer = pl.Trainer(
+        strategy=contestant.make(),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        max_steps=UNTIMED_STEPS + num_steps,
+        callbacks=[window],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Timed(workload), loader(workload, UNTIMED_STEPS + num_steps))
+    ledger_bytes = None if math.isnan(window.ledger_bytes) else window.ledger_bytes
+    return {"step_s": window.step_s, "interface_bytes": window.sent_bytes, "ledger_bytes": ledger_bytes}
+
+
+def main() -> None:
+    """Read the job, measure, write the records."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(job["threads"])
+    workload = WORKLOADS[job["workload"]]
+    if job["batch"] is not None:
+        workload = dataclasses.replace(workload, batch=job["batch"])
+    records = []
+    for repetition in range(job["repetitions"]):
+        for entry in job["contestants"]:
+            contestant = BY_NAME[entry["name"]]
+            record = measure(contestant, workload, entry["num_steps"])
+            records.append({"method": contestant.name, "repetition": repetition, **entry, **record})
+            if os.environ["RANK"] == "0":
+                Path(sys.argv[2]).write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

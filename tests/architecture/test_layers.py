@@ -1,0 +1,225 @@
+"""The rules of the package that a reader relies on: who imports whom, what is public, what is written once."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_lowbw
+from lightning_lowbw import DGC, DGCStrategy
+from lightning_lowbw.strategies import register
+
+PACKAGE = "lightning_lowbw"
+ROOT = Path(lightning_lowbw.__file__).parent
+MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+# The layers of the package that each folder may import beside itself; errors <- ops <- core <- comm <- methods <- ...
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "ops": {"errors"},
+    "core": {"errors", "ops"},
+    "comm": {"errors", "ops", "core"},
+    "methods": {"errors", "ops", "core", "comm"},
+    "strategies": {"errors", "ops", "core", "comm", "methods"},
+    "callbacks": {"errors", "ops", "core", "comm", "methods", "strategies"},
+    "zoo": set(),
+    "planner": {"errors", "core"},
+    "lab": {"errors", "core"},
+}
+# What each folder may not import, of others' packages.
+FOREIGN: dict[str, set[str]] = {
+    "errors": {"torch", "lightning"},
+    "ops": {"lightning", "torch.distributed"},
+    "core": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
+    "comm": {"lightning"},
+    "methods": {"lightning"},
+    "planner": {"lightning", "torch.distributed"},
+}
+
+
+def parse(module: Path) -> ast.Module:
+    return ast.parse((ROOT / module).read_text(encoding="utf-8"))
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names of all imports, also those inside of functions: `a.b` for `from a import b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attribute_chains(tree: ast.AST) -> Iterator[str]:
+    """Yield `torch.distributed.all_reduce` where it is written out, without an import of its own."""
+    for node in ast.walk(tree):
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and names:
+            yield ".".join([node.id, *reversed(names)])
+
+
+def layer_of(module: Path) -> str:
+    return module.parts[0].removesuffix(".py")
+
+
+def is_under(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_every_folder_has_its_place() -> None:
+    assert {layer_of(module) for module in MODULES} - {"__init__", "cli"} <= set(BELOW)
+    assert set(BELOW) >= {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    assert len(MODULES) > 15  # the tests below do look at something
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_layer_imports_only_what_lies_below(module: Path) -> None:
+    layer = layer_of(module)
+    if layer in ("__init__", "cli"):
+        return
+    tree = parse(module)
+    for name in imported_names(tree):
+        if is_under(name, PACKAGE):
+            imported = name.split(".")[1]
+            assert imported in BELOW[layer] | {layer}, f"{module} imports {name}"
+    for name in (*imported_names(tree), *attribute_chains(tree)):
+        forbidden = [package for package in FOREIGN.get(layer, ()) if is_under(name, package)]
+        assert not forbidden, f"{module} uses {name}"
+
+
+@pytest.mark.parametrize("folder", ["methods", "callbacks"])
+def test_siblings_do_not_import_each_other(folder: str) -> None:
+    """Methods meet in the strategies only; their shared roles are in protocol.py, which is free to all."""
+    for module in MODULES:
+        if layer_of(module) == folder:
+            siblings = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.{folder}")]
+            assert [name for name in siblings if not is_under(name, f"{PACKAGE}.{folder}.protocol")] == [], module
+
+
+def test_only_the_command_line_imports_hydra() -> None:
+    for module in MODULES:
+        names = list(imported_names(parse(module)))
+        uses = [name for name in names if is_under(name, "hydra") or is_under(name, "omegaconf")]
+        assert bool(uses) == (module == Path("cli.py")), f"{module}: {uses}"
+
+
+def test_triton_is_imported_where_it_is_launched() -> None:
+    """Not when a module is loaded: it is not there on every machine."""
+    for module in MODULES:
+        tree = parse(module)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                node.body = [ast.Pass()]
+        assert not [name for name in imported_names(tree) if is_under(name, "triton")], module
+
+
+def test_no_public_name_is_that_of_a_sibling_module() -> None:
+    for module in MODULES:
+        siblings = {path.stem for path in (ROOT / module).parent.glob("*.py")}
+        siblings |= {path.name for path in (ROOT / module).parent.iterdir() if path.is_dir()}
+        defined = {node.name for node in parse(module).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))} - {
+            "main"
+        }
+        assert not defined & siblings, module
+
+
+def test_no_module_is_called_utils() -> None:
+    assert not {module.stem for module in MODULES} & {"utils", "util", "helpers", "misc", "common"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_modules_and_public_definitions_say_what_they_are(module: Path) -> None:
+    tree = parse(module)
+    assert ast.get_docstring(tree), module
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module}: {node.name}"
+
+
+# The public surface ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_exported() -> None:
+    assert sorted(lightning_lowbw.__all__) == [
+        "ConfigurationError",
+        "DGC",
+        "DGCStrategy",
+        "DisagreementError",
+        "NonFiniteGradientError",
+        "SparsityWarmup",
+        "TrafficMonitor",
+    ]
+    for name in lightning_lowbw.__all__:
+        assert getattr(lightning_lowbw, name).__name__ == name
+
+
+def test_the_strategy_has_the_defaults_of_the_method() -> None:
+    """Written twice for the sake of a flat constructor: in the same order, with the same values."""
+    parameters = inspect.signature(DGCStrategy).parameters.values()
+    of_strategy = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    of_method = {field.name: field.default for field in dataclasses.fields(DGC) if field.init}
+    assert list(of_strategy.items()) == list(of_method.items())
+    assert not [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert DGCStrategy().method == DGC()
+
+
+def test_the_strategy_hands_every_argument_on() -> None:
+    given = {
+        "rampup_begin_step": 3,
+        "rampup_step": 7,
+        "sparsity": (0.5, 0.75),
+        "momentum_masking": False,
+        "min_numel": 11,
+        "exclude": ("*.bias",),
+        "selection": "exact",
+        "value_dtype": "bfloat16",
+    }
+    assert set(given) == {field.name for field in dataclasses.fields(DGC) if field.init}
+    assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]
+
+
+START_METHODS = {"dgc": "popen", "dgc_spawn": "spawn", "dgc_fork": "fork", "dgc_notebook": "fork"}
+
+
+def test_strategies_are_known_by_name() -> None:
+    names = [name for name in StrategyRegistry.available_strategies() if is_ours(name)]
+    assert sorted(names) == sorted(START_METHODS)
+    for name, start_method in START_METHODS.items():
+        strategy = StrategyRegistry.get(name)
+        assert type(strategy) is DGCStrategy
+        assert strategy._start_method == start_method
+        assert "ddp" not in name  # Lightning treats such names in its own way
+        assert name == name.lower()
+
+
+def is_ours(name: str) -> bool:
+    strategy = StrategyRegistry[name]["strategy"]
+    return bool(strategy.__module__.startswith(PACKAGE))
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = {name: dict(entry) for name, entry in StrategyRegistry.items()}
+    register()
+    importlib.reload(lightning_lowbw.strategies)
+    importlib.reload(lightning_lowbw)
+    assert {name: dict(entry) for name, entry in StrategyRegistry.items()} == before
+    assert lightning_lowbw.DGCStrategy is DGCStrategy
+
+
+def test_the_annotations_of_the_hook_are_objects() -> None:
+    """DDP compares them with `is`; as strings, which a __future__ import makes of them, they are refused."""
+    annotations = DGCStrategy._gradient_hook.__annotations__
+    assert annotations["bucket"] is dist.GradBucket
+    assert not isinstance(annotations["return"], str)

@@ -1,0 +1,208 @@
+"""The throttled nodes: rates, counters, exit status, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_lowbw.lab import LabError, Network, launch, parse_rate
+from lightning_lowbw.lab.cli import main
+from lightning_lowbw.lab.network import _identity, remove_leftovers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def can_make_namespaces() -> bool:
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    try:
+        with Network([1e9]):
+            return True
+    except LabError:
+        return False
+
+
+needs_root = [
+    pytest.mark.root,
+    pytest.mark.skipif(not can_make_namespaces(), reason="needs root, iproute2 and network namespaces"),
+]
+
+SENDER = """
+import os, socket, sys, time
+size = int(float(sys.argv[1]) * 1e6)
+if os.environ["RANK"] == "1":
+    server = socket.create_server((os.environ["LAB_ADDRESS"], 5001))
+    connection, _ = server.accept()
+    while connection.recv(1 << 20):
+        pass
+else:
+    for attempt in range(200):
+        try:
+            connection = socket.create_connection((os.environ["LAB_ADDRESS"], 5001))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    started = time.monotonic()
+    connection.sendall(bytes(size))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+    print(8 * size / (time.monotonic() - started), flush=True)
+"""
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith("lowbw-lab-")]
+
+
+def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -> tuple[float, list[int]]:
+    """Send from node 0 to node 1; return the rate in bit/s, and the bytes that node 0 sent and node 1 received."""
+    with tempfile.TemporaryFile() as output:
+        report = launch(
+            network,
+            [sys.executable, "-c", SENDER, str(megabytes)],
+            environment={"LAB_ADDRESS": network.address(1)},
+            changes=changes,
+            timeout_s=60.0,
+            output=output,
+        )
+        output.seek(0)
+        text = output.read().decode()
+    assert report.status == 0, text
+    return float(text), [report.traffic[0].sent_bytes, report.traffic[1].received_bytes]
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("200mbit", 2e8), ("9600bit", 9600), ("unlimited", None)],
+)
+def test_rates(text: str, rate: float | None) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1", "0mbit", "-1gbit", "1gb", "1 gbit/s"])
+def test_bad_rates(text: str) -> None:
+    with pytest.raises(LabError, match="1gbit, 200mbit"):
+        parse_rate(text)
+
+
+def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["--", "true"]) == 2
+    message = capsys.readouterr().err
+    assert "iproute2" in message or "sudo" in message or "namespaces" in message
+
+
+def test_without_tc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--", "true"]) == 2
+    message = capsys.readouterr().err
+    assert "apt-get install iproute2" in message or "this is" in message
+
+
+@pytest.mark.parametrize("arguments", [["--nodes", "3", "--inter", "1gbit,1gbit"], ["--change", "soon:1gbit"]])
+def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--", "true"]) == 2
+    assert "give" in capsys.readouterr().err
+
+
+class TestWithRoot:
+    pytestmark = needs_root
+
+    @pytest.mark.parametrize(("rate", "megabytes"), [(1e9, 60), (1e8, 12)])
+    def test_the_link_is_as_slow_as_asked(self, rate: float, megabytes: float) -> None:
+        with Network([rate, rate]) as network:
+            measured, (sent, received) = measure(network, megabytes)
+        assert 0.5 * rate < measured < 1.05 * rate  # a busy machine may be slower, never faster
+        # The kernel's counters have the data, and headers of at most 66 in 1514 bytes.
+        assert 1e6 * megabytes <= sent < 1.06e6 * megabytes
+        assert received == pytest.approx(sent, rel=0.01)
+
+    def test_the_slower_node_decides(self) -> None:
+        with Network([1e9, 5e7]) as network:
+            assert measure(network, 5)[0] == pytest.approx(5e7, rel=0.15)
+
+    def test_a_rate_can_change_during_the_run(self) -> None:
+        with Network([5e7, 5e7]) as network:
+            slow = measure(network, 12)[0]
+        with Network([5e7, 5e7]) as network:
+            assert measure(network, 12, (0.6, 1e9))[0] > 1.5 * slow
+
+    def test_ranks_of_a_node_are_not_throttled(self) -> None:
+        with Network([1e7]) as network, tempfile.TemporaryFile() as output:
+            command = [sys.executable, "-c", SENDER, "40"]
+            environment = {"LAB_ADDRESS": network.address(0)}
+            report = launch(network, command, ranks_per_node=2, environment=environment, timeout_s=30.0, output=output)
+            assert report.status == 0
+            output.seek(0)
+            assert float(output.read()) > 1e8
+            assert report.traffic[0].sent_bytes < 1e5
+
+    def test_the_environment_is_that_of_torchrun(self) -> None:
+        script = "import os; print(*(os.environ[n] for n in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE'.split()))"
+        with Network([None, None]) as network, tempfile.TemporaryFile() as output:
+            report = launch(network, [sys.executable, "-c", script], ranks_per_node=2, output=output)
+            output.seek(0)
+            assert output.read().split() == [b"0", b"4", b"0", b"2"]
+        assert report.exit_status == [0, 0, 0, 0]
+
+    def test_a_crash_of_one_rank_ends_the_others(self, capfd: pytest.CaptureFixture[str]) -> None:
+        script = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no more'); time.sleep(60)"
+        started = time.monotonic()
+        assert main(["--inter", "unlimited", "--", sys.executable, "-c", script]) == 1
+        assert time.monotonic() - started < 20
+        assert "no more" in capfd.readouterr().err
+        assert namespaces() == []
+
+    def test_a_timeout_ends_all(self, capfd: pytest.CaptureFixture[str]) -> None:
+        assert main(["--timeout", "0.5", "--", sys.executable, "-c", "import time; time.sleep(60)"]) == 2
+        assert "within 0.5 s" in capfd.readouterr().err
+        assert namespaces() == []
+
+    def test_the_report_is_written(self, tmp_path: Path) -> None:
+        path = tmp_path / "report.json"
+        assert main(["--inter", "1gbit,200mbit", "--report", str(path), "--", "true"]) == 0
+        assert '"exit_status": [\n    0,\n    0\n  ]' in path.read_text()
+
+    def test_netem_is_there_or_refused(self, capfd: pytest.CaptureFixture[str]) -> None:
+        status = main(["--delay", "5", "--", "true"])
+        assert status == 0 or (status == 2 and "network emulator" in capfd.readouterr().err)
+        assert namespaces() == []
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    def test_nothing_is_left_behind(self, number: signal.Signals, tmp_path: Path) -> None:
+        marker = tmp_path / "rank"
+        script = (
+            "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+        )
+        program = "import sys; from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+        lab = subprocess.Popen(
+            [sys.executable, "-c", program, "--", sys.executable, "-c", script, str(marker)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        files = [Path(f"{marker}{rank}") for rank in (0, 1)]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = [int(file.read_text()) for file in files]
+        lab.send_signal(number)
+        _, message = lab.communicate(timeout=30)
+        if number == signal.SIGKILL:
+            # Killed: the ranks die with it; the namespaces wait for the next run.
+            assert len(remove_leftovers()) == 3
+        else:
+            assert lab.returncode == 130
+            assert "interrupted" in message
+        assert namespaces() == []
+        for pid in pids:
+            assert _identity(pid) == ""  # gone, or waiting to be reaped

@@ -1,0 +1,241 @@
+"""`lowbw-train`: every configuration file composes and builds; a run leaves one output folder, however launched."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.utils import instantiate
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf import DictConfig
+
+from lightning_lowbw import cli
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+GROUPS = ("strategy", "model", "data", "callbacks", "logger")
+CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+MY_TASK = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+
+class MyModule(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.world_size == 2
+        loss = self.layer(batch).square().mean()
+        self.log("my_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+class MyData(LightningDataModule):
+    def __init__(self, widths):
+        super().__init__()
+        assert type(widths) is list
+        self.width = widths[0]
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(8, self.width))
+"""
+MINE = ["model._target_=my_task.MyModule", "data=custom", "data._target_=my_task.MyData"]
+MY_WIDTH = ["+model.width=4", "+data.widths=[4]"]
+
+
+@pytest.fixture
+def composing() -> Iterator[None]:
+    cli.register_resolvers()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        yield
+    GlobalHydra.instance().clear()
+
+
+def compose_train(*overrides: str) -> DictConfig:
+    return compose("train", overrides=["output_dir=somewhere", *overrides])
+
+
+def lowbw_train(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the program as a user does, in a folder of its own."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "lightning_lowbw.cli", *arguments],
+        cwd=folder,
+        env=environment,
+        timeout=180,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def read_metric(metrics_file: Path, name: str) -> list[float]:
+    with metrics_file.open(newline="") as file:
+        return [float(line[name]) for line in csv.DictReader(file) if line[name]]
+
+
+@pytest.fixture
+def my_folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_task.py").write_text(MY_TASK)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_the_first_line_of_each_file_is_a_command_that_composes(path: Path, composing: None) -> None:
+    lines = path.read_text().splitlines()
+    first = lines[1] if lines[0].startswith("# @package") else lines[0]
+    assert first.startswith("# lowbw-train")
+    command = first.removeprefix("# lowbw-train").lstrip()
+    overrides = [] if first.startswith("# lowbw-train  ") else shlex.split(command.split("   ")[0])
+    assert "strategy" in compose_train(*overrides)
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "data=custom"])
+def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
+    node = compose_train(choice)[choice.split("=")[0]]
+    built = instantiate(node, _convert_="all")
+    if "_target_" in node:
+        assert type(built).__name__ == node._target_.split(".")[-1]
+    else:
+        assert [type(each).__name__ for each in built.values()] == [
+            each._target_.split(".")[-1] for each in node.values()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ("spawn", 2, 1)),
+        ({"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, ("popen", 4, 2)),
+    ],
+)
+def test_the_launcher_decides_how_many_processes_there_are(
+    variables: dict[str, str],
+    expected: tuple[str, int, int],
+    composing: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if variables:  # what Lightning asks for
+        for name in ("WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "8")
+    config = compose_train("trainer.accelerator=cpu")
+    assert (config.strategy.start_method, config.trainer.devices, config.trainer.num_nodes) == expected
+
+
+def test_only_rank_zero_keeps_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.resolve_rank_zero_dir("outputs/now") == "outputs/now"
+    with monkeypatch.context() as node:
+        node.setenv("NODE_RANK", "1")
+        assert Path(cli.resolve_rank_zero_dir("outputs/now")).parent != Path("outputs")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    folder = Path(cli.resolve_rank_zero_dir("outputs/now"))
+    assert folder.is_dir()
+    cli._temporary_dir().cleanup()
+    cli._temporary_dir.cache_clear()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("metric", ["val_acc", "test_acc", None])
+def test_a_sweep_gets_the_metric_it_asks_for(
+    metric: str | None, composing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = cli.train(compose_in_one_process(monkeypatch, f"optimized_metric={metric or 'null'}", "test=true"))
+    assert result is None if metric is None else 0 < result <= 1
+
+
+def test_a_metric_that_is_not_logged_is_an_error(composing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"optimized_metric='speed' was not logged; logged were \['train_loss', "):
+        cli.train(compose_in_one_process(monkeypatch, "optimized_metric=speed"))
+
+
+def compose_in_one_process(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> DictConfig:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # written by seed_everything
+        monkeypatch.setenv(name, "0")
+    return compose_train(
+        *("strategy=ddp", "strategy._target_=lightning.pytorch.strategies.SingleDeviceStrategy"),
+        *("~strategy.start_method", "~callbacks.traffic_monitor", "~callbacks.model_checkpoint", "logger=none"),
+        *("model=digits_classifier", "data=digits", "trainer.accelerator=cpu", "trainer.devices=1"),
+        *("trainer.limit_train_batches=10", "+trainer.enable_checkpointing=false", *overrides),
+    )
+
+
+@pytest.mark.slow
+def test_the_command_of_the_documentation(tmp_path: Path) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for number in range(10):
+        (sources / f"module_{number}.py").write_text("value = 1\n" * 200)
+    lowbw_train(
+        tmp_path,
+        *("strategy=dgc", "strategy.sparsity=[0.75,0.99,0.999]", "trainer.max_epochs=3", "data.batch_size=64"),
+        *(f"+data.root={sources}", "+data.num_train=256", "+model.num_layers=1", "trainer.log_every_n_steps=1"),
+        *("strategy.rampup_begin_step=2", "strategy.rampup_step=3"),
+    )
+    (output,) = tmp_path.glob("outputs/*/*")
+    density = read_metric(output / "csv/metrics.csv", "traffic/density")
+    assert len(density) == 3 * 256 // (2 * 64)
+    assert density == pytest.approx([1, 1, 0.25, 0.01, 0.001, 0.001], rel=0.05)
+    assert list((output / "checkpoints").glob("*.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -> None:
+    lowbw_train(my_folder, "--multirun", "seed=1,2", *MINE, *MY_WIDTH, "strategy=ddp", "logger=none")
+    assert not (my_folder / "outputs").exists()
+    assert sorted(folder.name for folder in my_folder.glob("multirun/*/*/*") if folder.is_dir()) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path) -> None:
+    (my_folder / "my_conf/model").mkdir(parents=True)
+    (my_folder / "my_conf/model/mine.yaml").write_text("_target_: my_task.MyModule\nwidth: 6\n")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    lowbw_train(
+        my_folder,
+        *("--config-dir", "my_conf", "model=mine", *MINE[1:], "+data.widths=[6]", "callbacks=sparsity_warmup"),
+        *("trainer.log_every_n_steps=1", "optimized_metric=my_loss"),
+        launcher=torchrun,
+    )
+    (output,) = my_folder.glob("outputs/*/*")
+    assert len(read_metric(output / "csv/metrics.csv", "my_loss")) == 4
+    assert {path.name for path in my_folder.iterdir()} <= {"my_conf", "my_task.py", "outputs", "__pycache__"}
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    installed = tmp_path / "installed/lightning_lowbw"
+    shipped = {path.relative_to(installed / "conf") for path in (installed / "conf").rglob("*.yaml")}
+    assert shipped == {path.relative_to(CONF) for path in CONF.rglob("*.yaml")}
+    command = [sys.executable, "-c", "from lightning_lowbw import cli; print(cli.find_conf_dir())"]
+    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert Path(done.stdout.strip()) == installed / "conf"

@@ -1,0 +1,73 @@
+"""Every example runs on two ranks, shortened, and stays short."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+SHORT_COMMANDS = {
+    "demo.py": ["demo.py", "--devices=2", "--max-steps=30", "--readme=README.md"],
+    "digits_dgc.py": ["digits_dgc.py", "--devices=2", "--max-epochs=3"],
+    "gan_manual.py": ["gan_manual.py", "--devices=2", "--max-epochs=3"],
+    "plain_loop.py": [*TORCHRUN, "plain_loop.py"],
+}
+MAX_LINES = 100
+README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
+
+
+def run_example(name: str, folder: Path) -> str:
+    command = [str(EXAMPLES / word) if word == name else word for word in SHORT_COMMANDS[name]]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, timeout=240, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_each_example_has_a_short_command() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SHORT_COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(SHORT_COMMANDS.keys() - {"demo.py"}))
+def test_examples_are_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SHORT_COMMANDS.keys() - {"demo.py"}))
+def test_examples_run(name: str, tmp_path: Path) -> None:
+    run_example(name, tmp_path)
+    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
+
+
+@pytest.mark.slow
+def test_the_demo_compares_both_strategies_on_both_tasks(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    shown = run_example("demo.py", tmp_path)
+    results = tmp_path / "demo_results"
+    rows = json.loads((results / "demo.json").read_text())["rows"]
+    assert [(row["task"], row["strategy"]) for row in rows] == [
+        (task, strategy) for task in ("digits", "text") for strategy in ("ddp", "dgc")
+    ]
+    assert all(row["sent_kb"] > 2000 for row in rows), "30 steps are within the dense phase"
+    assert all(row["measured_kb"] is None or row["measured_kb"] > row["sent_kb"] for row in rows)
+    table = (results / "demo.md").read_text()
+    assert table.count("\n| ") == 1 + len(rows)
+    assert (tmp_path / "README.md").read_text() == README.replace("old\n", table)
+    assert (results / "demo.png").stat().st_size > 10_000
+    assert "compression" in shown

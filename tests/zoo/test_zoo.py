@@ -1,0 +1,170 @@
+"""The small tasks: what they serve is fixed and disjoint, and their models learn."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_lowbw import DGCStrategy
+from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.zoo.text import read_splits
+
+TINY_MODEL = {"d_model": 32, "num_layers": 1, "num_heads": 2}
+
+
+def fit(model: pl.LightningModule, data: pl.LightningDataModule, **options: Any) -> pl.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **options)
+    trainer.fit(model, datamodule=data)
+    return trainer
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Twenty files of 500 bytes, each of its own letter."""
+    for number in range(20):
+        (tmp_path / f"module_{number:02}.py").write_text(chr(ord("a") + number) * 500)
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", [DigitsClassifier(), ByteLanguageModel()])
+def test_most_parameters_are_in_tensors_that_are_compressed(model: pl.LightningModule) -> None:
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    min_numel = DGCStrategy().method.min_numel
+    assert sum(size for size in sizes if size >= min_numel) > 0.97 * sum(sizes)
+    assert 300_000 < sum(sizes) < 1_000_000
+
+
+@pytest.mark.parametrize("model_class", [DigitsClassifier, ByteLanguageModel])
+@pytest.mark.parametrize(
+    ("knobs", "kind"), [({}, torch.optim.SGD), ({"optimizer": "adamw", "lr": 1e-3}, torch.optim.AdamW)]
+)
+def test_knobs_reach_the_optimizer(model_class: Any, knobs: dict[str, Any], kind: type) -> None:
+    optimizer = model_class(weight_decay=0.25, **knobs).configure_optimizers()["optimizer"]
+    assert type(optimizer) is kind
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("knob", ["optimizer", "schedule"])
+@pytest.mark.parametrize("model_class", [DigitsClassifier, ByteLanguageModel])
+def test_an_unknown_choice_names_the_known_ones(model_class: Any, knob: str) -> None:
+    with pytest.raises(ValueError, match=f"{knob}='best'; choose one of '"):
+        model_class(**{knob: "best"})
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "one_cycle"])
+def test_schedules_end_with_the_training(schedule: str, sources: Path) -> None:
+    model = ByteLanguageModel(**TINY_MODEL, lr=0.1, schedule=schedule)
+    data = StdlibText(batch_size=4, context=16, num_train=40, root=str(sources))
+    trainer = fit(model, data, max_epochs=1, limit_val_batches=0)
+    assert trainer.global_step == 10
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.01  # a tenth of the peak
+
+
+def test_a_schedule_without_an_end_is_refused(sources: Path) -> None:
+    data = StdlibText(batch_size=4, context=16, num_train=40, root=str(sources))
+    with pytest.raises(ValueError, match="give the Trainer max_epochs or max_steps"):
+        fit(ByteLanguageModel(**TINY_MODEL, schedule="cosine"), data, max_epochs=-1)
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    first, second = DigitsData(), DigitsData(batch_size=8)
+    for data in (first, second):
+        torch.manual_seed(id(data) % 1000)
+        data.setup("fit")
+    sizes = {name: len(split) for name, split in first.splits.items()}
+    assert sizes == {"train": 1257, "val": 180, "test": 360}
+    for name in sizes:
+        for left, right in zip(first.splits[name].tensors, second.splits[name].tensors, strict=True):
+            assert torch.equal(left, right)
+    images = torch.cat([split.tensors[0] for split in first.splits.values()])
+    assert images.shape == (1797, 1, 8, 8)
+    assert (images.min(), images.max()) == (0, 1)
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-lowbw\[demo\]'"):
+        DigitsData().setup("fit")
+
+
+def test_digits_are_learned() -> None:
+    model, data = DigitsClassifier(), DigitsData()
+    trainer = fit(model, data, max_epochs=4)
+    assert trainer.callback_metrics["val_acc"] > 0.9
+    assert trainer.test(model, data, verbose=False)[0]["test_acc"] > 0.9
+
+
+def test_text_is_dealt_by_file(sources: Path) -> None:
+    letters = {name: {chr(byte) for byte in text.tolist()} for name, text in read_splits(sources, 10_000).items()}
+    assert letters == {"train": set("abcdefghklmnopqr"), "val": set("is"), "test": set("jt")}
+
+
+def test_text_stops_at_its_limit_and_leaves_out_tests_and_packages(sources: Path) -> None:
+    for folder in ("test", "site-packages", "package/tests"):
+        (sources / folder).mkdir(parents=True)
+        (sources / folder / "a.py").write_text("X" * 500)
+    texts = read_splits(sources, 1_234)
+    assert sum(len(text) for text in texts.values()) == 1_234
+    assert ord("X") not in torch.cat(list(read_splits(sources, 100_000).values()))
+
+
+def test_crops_are_fixed_and_shifted_by_one(sources: Path) -> None:
+    options: dict[str, Any] = {"context": 16, "num_train": 50, "num_eval": 5, "root": str(sources)}
+    first, second, other = StdlibText(**options), StdlibText(**options), StdlibText(**options, seed=1)
+    for data in (first, second, other):
+        data.setup("fit")
+    assert {name: len(split) for name, split in first.splits.items()} == {"train": 50, "val": 5, "test": 5}
+    assert torch.equal(first.splits["train"].offsets, second.splits["train"].offsets)
+    assert not torch.equal(first.splits["train"].offsets, other.splits["train"].offsets)
+    for crop, following in (first.splits["train"][index] for index in range(50)):
+        assert crop.shape == following.shape == (16,)
+        assert torch.equal(crop[1:], following[:-1])
+
+
+def test_a_folder_with_too_little_text_says_what_to_do(sources: Path) -> None:
+    with pytest.raises(ValueError, match="raise limit_bytes, or name a folder of at least 10 files"):
+        StdlibText(limit_bytes=1000, root=str(sources)).setup("fit")
+
+
+def test_the_standard_library_is_enough_for_the_defaults() -> None:
+    data = StdlibText()
+    data.setup("fit")
+    assert min(len(split.text) for split in data.splits.values()) > 50_000
+    assert b"import" in bytes(data.splits["val"].text.tolist())
+
+
+def test_a_language_model_sees_no_later_byte() -> None:
+    model = ByteLanguageModel(**TINY_MODEL).eval()
+    text = torch.randint(256, (2, 12))
+    changed = text.clone()
+    changed[:, 7:] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(text)[:, :7], model(changed)[:, :7])
+        assert not torch.allclose(model(text)[:, 7:], model(changed)[:, 7:])
+
+
+def test_a_language_model_sees_the_order_of_earlier_bytes() -> None:
+    model = ByteLanguageModel(**TINY_MODEL).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3], [2, 1, 3]]))
+    assert not torch.allclose(logits[0, 2], logits[1, 2], rtol=1e-6, atol=1e-7)
+
+
+def test_heads_of_odd_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads=4 does not split d_model=100 into heads of even width"):
+        ByteLanguageModel(d_model=100)
+
+
+def test_text_is_learned(sources: Path) -> None:
+    model = ByteLanguageModel(**TINY_MODEL)
+    data = StdlibText(context=16, num_train=960, root=str(sources))
+    trainer = fit(model, data, max_epochs=1, limit_val_batches=2)
+    # Two letters follow themselves in each file: far below the log(256) = 5.5 of a guess.
+    assert trainer.callback_metrics["train_loss"] < 2.0
+    assert set(trainer.callback_metrics) >= {"val_loss", "val_acc"}
