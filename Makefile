@@ -32,6 +32,9 @@ test-oldest:  ## run the quick tests with the oldest releases that the package a
 	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
 	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default
 
+bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs root and iproute2)
+	$(RUN) benchmarks/slow_link.py
+
 lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .

@@ -1,6 +1,6 @@
 """Train two small real tasks on two ranks, with DDP and with deep gradient compression, and compare what they sent.
 
-    python examples/demo.py          # on every GPU if there are two or more, else on two CPU processes
+Run it:  python examples/demo.py          on every GPU if there are two or more, else on two CPU processes
 
 Ends with a table and writes demo_results/demo.json, demo.md and demo.png (loss against bytes sent). With --readme FILE
 the table also replaces what stands between the markers of that file, so that no number in it is typed by hand.

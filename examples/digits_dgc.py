@@ -1,6 +1,6 @@
 """Train an existing LightningModule over a slow network: the three marked lines are the whole change.
 
-python examples/digits_dgc.py
+Run it:  python examples/digits_dgc.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train two networks with two optimizers in manual optimization: each optimizer exchanges its own network's gradients.
 
-    python examples/gan_manual.py
+Run it:  python examples/gan_manual.py
 
 A tiny GAN draws 8x8 digits. Nothing in the module knows of the strategy. In manual optimization the warm-up is
 counted in optimizer steps, because only the module knows how many of them an epoch has.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
-NOT_OURS = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TZ"})
+NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
 GRACE_S = 2.0  # for a thread or process that is about to end
 
 
@@ -27,7 +27,8 @@ def _no_leaked_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    leaked = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - NOT_OURS
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    leaked = {name for name in changed if not name.startswith(NOT_OURS)}
     for name in leaked:
         if name in before:
             os.environ[name] = before[name]

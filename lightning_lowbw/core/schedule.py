@@ -62,6 +62,8 @@ def _as_stairs(sparsity: Sequence[float] | float) -> tuple[float, ...]:
         stairs = tuple(float(value) for value in sparsity)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).") from error
+    if isinstance(sparsity, str):  # "0" is a list of digits to Python
+        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).")
     if not stairs:
         raise ConfigurationError("sparsity=[]: give at least one value in [0, 1), for instance [0.999].")
     for value in stairs:
@@ -71,7 +73,7 @@ def _as_stairs(sparsity: Sequence[float] | float) -> tuple[float, ...]:
                 "It is the fraction kept back: 0.999 sends 0.1 %."
             )
     for before, after in pairwise(stairs):
-        if before > 0 and after == 0:
+        if 1.0 - before < 1.0 and 1.0 - after == 1.0:  # in the precision of `density`
             raise ConfigurationError(
                 f"sparsity={list(stairs)}: a dense stair (0) may only come before the sparse ones, "
                 "because the dense phase keeps no residual. Use a small value such as 0.5, or end the list earlier."

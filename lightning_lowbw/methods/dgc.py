@@ -114,7 +114,8 @@ class DGC:
             exchange: the process group; by default the world.
 
         Raises:
-            ConfigurationError: the optimizer cannot be corrected (SGD with dampening, LBFGS).
+            ConfigurationError: the optimizer cannot be corrected (SGD with dampening, LBFGS), or a pattern of
+                `exclude` matches no parameter.
         """
         return DGCWorker(self, optimizer, named_parameters, exchange or Exchange())
 
@@ -187,6 +188,12 @@ class DGCWorker:
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
             )
         self._check_groups()
+        for pattern in method.exclude:
+            if not any(fnmatchcase(name, pattern) for name in self._names.values()):
+                raise ConfigurationError(
+                    f"exclude={list(method.exclude)}: {pattern!r} matches no parameter of the model; they are named "
+                    f"{', '.join(list(self._names.values())[:8])}, ..."
+                )
         if not self._is_sgd and exchange.num_ranks > 1 and exchange.rank == 0:
             warnings.warn(
                 f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "

@@ -67,7 +67,7 @@ def take_(
     """Remove the selected elements from the residual and return them: momentum factor masking.
 
     ``v = v * not Mask; u = u * not Mask`` (eq. 9). What a narrow `value_dtype` rounds away stays in v, so
-    sent + residual is the corrected gradient to the bit.
+    sent + residual is the corrected gradient to the bit (float16: up to 2^29, of which 65504 is sent at a time).
 
     In place:
         `residual` and, when `masking`, `momentum_buffer`.

@@ -346,6 +346,7 @@ class LowBandwidthStrategy(DDPStrategy):
         super().on_train_end()
         if self._owns_buffers():
             self._show_buffers_of_rank_zero()
+        self.barrier()  # gloo sometimes aborts at exit where a reduction was the last thing that was done
 
     def _buffers(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None

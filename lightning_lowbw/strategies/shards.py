@@ -46,21 +46,25 @@ def load(io: CheckpointIO, checkpoint_path: _PATH, metadata: Mapping[str, Any], 
         "file (from all nodes, if their disks are not shared). The file alone holds the weights: to go on without "
         "the unsent gradients, load its state_dict and start a new fit."
     )
+    stale = []
     for path in candidates:
         try:
             shard: dict[str, Any] = io.load_checkpoint(path)
         except FileNotFoundError:
             continue
-        if shard["save_id"] != metadata["save_id"]:
-            raise ConfigurationError(f"The shard {path!r} was written by another save. {advice}")
-        return shard
+        if shard["save_id"] == metadata["save_id"]:
+            return shard
+        stale.append(path)
+    if stale:
+        raise ConfigurationError(f"The shard {stale[0]!r} was written by another save. {advice}")
     raise ConfigurationError(f"The shard {candidates[0]!r} is missing. {advice}")
 
 
 def _folders(checkpoint_path: _PATH, name_when_saved: str) -> list[str]:
     """List where the shards may be: the checkpoint may have been renamed, copied, or be a link (`save_last="link"`)."""
     path = os.fspath(checkpoint_path)
-    folders = [folder_of(path), f"{path[: -len(path.replace(os.sep, '/').rsplit('/', 1)[-1])]}{name_when_saved}"]
+    name = path.replace(os.sep, "/").rsplit("/", 1)[-1]
+    folders = [folder_of(path), f"{path.removesuffix(name)}{name_when_saved}"]
     if "://" not in path and os.path.islink(path):
         folders.append(folder_of(str(Path(path).resolve())))
     return list(dict.fromkeys(folders))

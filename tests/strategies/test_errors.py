@@ -28,6 +28,8 @@ from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd
         ({"sparsity": []}, "at least one"),
         ({"sparsity": 0.999}, "give a list"),
         ({"sparsity": [0.9, 0.0]}, "dense stair"),
+        ({"sparsity": [0.9, 1e-17]}, "dense stair"),
+        ({"sparsity": "0"}, "give a list"),
         ({"rampup_step": 0}, "integer >= 1"),
         ({"rampup_begin_step": -1}, "integer >= 0"),
         ({"rampup_begin_step": 1.5}, "integer >= 0"),
@@ -79,6 +81,8 @@ def refuse(what: str, strategy: dict[str, Any]) -> tuple[str, str, int]:
     model = Differs(what)
     if what == "config":
         strategy = {"sparsity": [0.9 + 0.01 * dist.get_rank()]}
+    if what == "exclude":
+        strategy = {"exclude": ["embedding.*"]}
     if what == "ddp":
         strategy = {"bucket_cap_mb": 1 + dist.get_rank()}
     trainer = make_trainer(make_strategy("dgc", **strategy), num_ranks)
@@ -98,6 +102,7 @@ def refuse(what: str, strategy: dict[str, Any]) -> tuple[str, str, int]:
         ("optimizer", DisagreementError, ["SGD", "Adam"]),
         ("dampening", ConfigurationError, ["dampening=0.1"]),
         ("lbfgs", ConfigurationError, ["LBFGS"]),
+        ("exclude", ConfigurationError, ["'embedding.*' matches no parameter", "wide.weight"]),
     ],
 )
 def test_refused_on_all_ranks_before_the_first_step(what: str, error: type[Exception], words: list[str]) -> None:
