@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.core.schedule import SparsitySchedule
 from lightning_lowbw.errors import ConfigurationError
@@ -76,6 +76,8 @@ class SparsityWarmup(Callback):
                 f"SparsityWarmup sets the sparsity of strategy='dgc'; the strategy is {type(strategy).__name__}."
             )
         schedule = self.schedule(0 if self._in_steps else _steps_per_epoch(trainer, pl_module))
+        if strategy.method.schedule not in (SparsitySchedule(), schedule):
+            rank_zero_warn(f"SparsityWarmup replaces the strategy's own {strategy.method.schedule} by {schedule}.")
         strategy.reconfigure(dataclasses.replace(strategy.method, **dataclasses.asdict(schedule)))
         rank_zero_info(
             f"DGC: dense up to step {schedule.rampup_begin_step}, then sparsity {list(schedule.sparsity)} "

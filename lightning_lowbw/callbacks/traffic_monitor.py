@@ -33,7 +33,8 @@ class TrafficMonitor(Callback):
     - ``compression_ratio``: bytes that DDP would have sent / bytes sent; above 1 is better
     - ``density``: fraction of the elements of a sparse tensor that was sent
     - ``exposed_s``: seconds in which the step waited for an exchange
-    - ``residual_norm``: 2-norm of the unsent gradient, every `Trainer(log_every_n_steps=...)` steps
+    - ``residual_norm``: 2-norm of the unsent gradient, from the first sparse step on; read anew every
+      `Trainer(log_every_n_steps=...)` steps
 
     With stock DDP the bytes are those of its gradient all-reduce, by formula, and the last three are left out.
 
@@ -47,7 +48,7 @@ class TrafficMonitor(Callback):
     def __init__(self, *, prog_bar: bool = True) -> None:
         self.prog_bar = prog_bar
         self._last = _Totals()
-        self._residual_norm = 0.0
+        self._residual_norm: float | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, DDPStrategy):
@@ -58,7 +59,7 @@ class TrafficMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = _read(trainer)
-        self._residual_norm = 0.0
+        self._residual_norm = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,9 +80,11 @@ class TrafficMonitor(Callback):
             if workers:
                 silent["traffic/density"] = workers[0].last_density
                 every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-                if every and now.steps // every != last.steps // every:
+                is_due = every and now.steps // every != last.steps // every
+                if any(worker.residuals for worker in workers) and (is_due or self._residual_norm is None):
                     self._residual_norm = sum(worker.residual_norm() ** 2 for worker in workers) ** 0.5
-                silent["traffic/residual_norm"] = self._residual_norm
+                if self._residual_norm is not None:
+                    silent["traffic/residual_norm"] = self._residual_norm
         pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
 

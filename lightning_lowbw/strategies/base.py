@@ -166,7 +166,12 @@ class LowBandwidthStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._restore_clipping()
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
         super().teardown()
+        if trainer is not None and not trainer.interrupted:  # no collective while an exception unwinds
+            # gloo sometimes aborts at exit, in stock DDP too, where a reduction was the last thing that was done
+            self.barrier()
 
     # Seam 1: the gradient hook ----------------------------------------------------------------------------------
 
@@ -346,7 +351,6 @@ class LowBandwidthStrategy(DDPStrategy):
         super().on_train_end()
         if self._owns_buffers():
             self._show_buffers_of_rank_zero()
-        self.barrier()  # gloo sometimes aborts at exit where a reduction was the last thing that was done
 
     def _buffers(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from lightning_lowbw.methods.dgc import DGC
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
@@ -63,3 +68,16 @@ class DGCStrategy(LowBandwidthStrategy):
             value_dtype=value_dtype,
         )
         super().__init__(method, **kwargs)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        with contextlib.suppress(MisconfigurationException):  # the number of steps cannot be known
+            num_steps = self.lightning_module.trainer.estimated_stepping_batches
+            if self.world_size > 1 and self.method.schedule.is_dense(int(min(num_steps, 2**62)) - 1):
+                rank_zero_warn(
+                    f"This run has {num_steps} optimizer steps, and the first sparse one would come after "
+                    f"rampup_begin_step={self.method.rampup_begin_step}: nothing will be compressed. Let it begin "
+                    "earlier, or train longer."
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_lowbw import ConfigurationError, DisagreementError, SparsityWarmup, TrafficMonitor
+from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
 from lightning_lowbw.core.codec import IndexValueCodec
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
@@ -71,6 +72,30 @@ def test_warmups_that_cannot_be_known() -> None:
         assert "rampup_begin_step" in message
 
 
+def warnings_of(schedule: dict[str, Any], warmup: dict[str, Any] | None, epochs: int) -> list[str]:
+    callbacks = [] if warmup is None else [SparsityWarmup(**warmup)]
+    trainer = make_trainer(DGCStrategy(**schedule), dist.get_world_size(), callbacks=callbacks, max_epochs=epochs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Tiny(), make_data(2, 4))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_run_that_never_compresses_is_warned_about() -> None:
+    expected = "nothing will be compressed"
+    late = run_ranks(warnings_of, 2, {"rampup_begin_step": 8}, None, 2)[0]
+    assert any(expected in message for message in late)
+    in_time = run_ranks(warnings_of, 2, {"rampup_begin_step": 7}, None, 2)[0]
+    assert not any(expected in message for message in in_time)
+
+
+def test_a_warmup_that_replaces_the_strategys_own_is_warned_about() -> None:
+    warmup = {"begin_epoch": 1, "epochs": 1}
+    replaced = run_ranks(warnings_of, 2, {"rampup_begin_step": 1}, warmup, 3)[0]
+    assert any("rampup_begin_step=1" in message and "rampup_begin_step=4" in message for message in replaced)
+    assert not any("replaces" in message for message in run_ranks(warnings_of, 2, {}, warmup, 3)[0])
+
+
 def wrong_strategy() -> list[str]:
     messages = []
     for callback, name in ((SparsityWarmup(), "ddp"), (TrafficMonitor(), "auto")):
@@ -126,8 +151,9 @@ def test_bytes_are_those_of_the_formula(name: str) -> None:
             assert row["traffic/bytes_sent"] == row["traffic/bytes_received"] == sent
             assert row["traffic/compression_ratio"] == pytest.approx(everything / sent)
         if name == "dgc":
-            assert rows[1]["traffic/residual_norm"] == 0
-            assert rows[-1]["traffic/residual_norm"] > 0
+            assert "traffic/residual_norm" not in rows[1]
+            assert rows[2]["traffic/residual_norm"] > 0
+            assert rows[-1]["traffic/residual_norm"] != rows[2]["traffic/residual_norm"]
             assert math.isfinite(rows[-1]["traffic/residual_norm"])
 
 
