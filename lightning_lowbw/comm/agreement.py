@@ -71,6 +71,16 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise error
 
 
+def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
+    """Return the sum of the bits of some tensors, read as integers; stays on their device. Cheaper than `digest`."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total: Tensor | int = 0
+    for tensor in tensors:
+        bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total = total + bits.detach().view(integers[bits.itemsize]).sum()
+    return total
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of the exact bits of some tensors: equal on two ranks if and only if their replicas are."""
     total = hashlib.sha256()

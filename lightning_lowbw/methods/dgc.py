@@ -31,13 +31,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, Optimizer
 
+from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.codec import MAX_NUMEL, VALUE_DTYPES, IndexValueCodec
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
 from lightning_lowbw.core.volume import all_reduce_bytes
-from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.ops.reference import correct_, flat, scatter_mean_, take_
+
+CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
+MARK_MODULUS = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,19 +123,29 @@ class DGC:
         """
         return DGCWorker(self, optimizer, named_parameters, exchange or Exchange())
 
-    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def merge_states(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
 
-        The update is 1/N sum v_k: mean over the old ranks, given to each of the new ones, leaves it as it was.
+        The update is 1/N sum v_k: mean over the old ranks, given to each of the new ones, leaves it as it was. Reads
+        one state at a time.
         """
-        tensors: dict[str, dict[str, Any]] = {}
-        for name, first in states[0]["tensors"].items():
-            tensors[name] = {
-                key: torch.stack([state["tensors"][name][key].float() for state in states]).mean(0).to(value.dtype)
-                for key, value in first.items()
-                if isinstance(value, Tensor)
-            }
-        return {"step": states[0]["step"], "tensors": tensors}
+        merged: dict[str, Any] = {}
+        dtypes: dict[tuple[str, str], torch.dtype] = {}
+        num_states = 0
+        for state in states:
+            num_states += 1
+            if not merged:
+                merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
+            for name, entry in state["tensors"].items():
+                for key, value in entry.items():
+                    if isinstance(value, Tensor):
+                        dtypes[name, key] = value.dtype
+                        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+                        total = merged["tensors"][name].get(key)
+                        merged["tensors"][name][key] = wide.clone() if total is None else total.add_(wide)
+        for (name, key), dtype in dtypes.items():
+            merged["tensors"][name][key] = merged["tensors"][name][key].div_(num_states).to(dtype)
+        return merged
 
 
 @dataclass(frozen=True)
@@ -228,6 +242,19 @@ class DGCWorker:
         """Return the 2-norm of what this rank has not sent yet; reads all residuals."""
         return math.sqrt(sum(float(residual.norm()) ** 2 for residual in self.residuals.values()))
 
+    def check_schedule(self) -> None:
+        """Check that the coming step is not dense after sparse ones, which leave velocities that differ by rank.
+
+        Raises:
+            ConfigurationError: on all ranks.
+        """
+        if self.residuals and self._exchange.num_ranks > 1 and not self.is_sparse:
+            raise ConfigurationError(
+                f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
+                f"on with the schedule it was trained with; now it is {self.method.schedule}. (A SparsityWarmup "
+                "in epochs moves when the number of batches changes: give it in steps.)"
+            )
+
     # One step ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -237,6 +264,7 @@ class DGCWorker:
         clip: Callable[[], None] | None = None,
         reduced: Collection[Parameter] = (),
         skip_nonfinite: bool = False,
+        num_backwards: int = 0,
     ) -> bool:
         """Replace this rank's gradients by those the optimizer is to step with.
 
@@ -249,19 +277,22 @@ class DGCWorker:
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it; blocking.
 
         Wire:
-            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and one per rank.
+            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
             Sparse: `IndexValueCodec.nbytes`.
 
         Args:
             clip: clips `.grad` in place; called before anything is sent.
             reduced: parameters whose `.grad` is the mean over ranks already (by DDP); regarded in the dense phase.
             skip_nonfinite: return False where a gradient is not finite, instead of raising.
+            num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
+                one has skipped a step that the others take, are found out.
 
         Returns:
             Whether the step is to be taken; False on all ranks or on none. Nothing was committed then.
 
         Raises:
             NonFiniteGradientError: on all ranks; names the rank and the parameter.
+            DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
         if self._exchange.num_ranks == 1:
@@ -271,7 +302,7 @@ class DGCWorker:
             return True
         dense_bytes = sum(slot.parameter.nbytes for slot in self._slots)
         self._exchange.ledger.dense_bytes += all_reduce_bytes(dense_bytes, self._exchange.num_ranks)
-        message = self.prepare_dense(clip)
+        message = self.prepare_dense(clip, num_backwards)
         self._exchange.all_reduce_(message)
         if not self.finish_dense(message, skip_nonfinite=skip_nonfinite):
             return False
@@ -294,15 +325,16 @@ class DGCWorker:
         self._exchange.ledger.steps += 1
 
     @torch.no_grad()
-    def prepare_dense(self, clip: Callable[[], None] | None = None) -> Tensor:
-        """Return what is summed over the ranks: 1/N times [dense gradients | used, per parameter | fault, per rank].
+    def prepare_dense(self, clip: Callable[[], None] | None = None, num_backwards: int = 0) -> Tensor:
+        """Return what is summed over the ranks: 1/N times [dense gradients | used by parameter | fault, mark by rank].
 
         "used" counts the ranks on which a parameter has a gradient: one that nobody used is left alone, as in DDP.
         "fault" is 1 + the number of the first parameter whose gradient is not finite, negative for one that is not
-        dense, else 0.
+        dense, else 0. "mark" is the same on all ranks that are at the same step and, looked at now and then, have the
+        same weights.
 
         Returns:
-            float32 (or wider, if a dense tensor is); shape (dense elements + parameters + ranks,).
+            float32 (or wider, if a dense tensor is); shape (dense elements + parameters + 2 ranks,).
         """
         # Before clipping: a NaN in one tensor makes the total norm NaN, and then every tensor.
         fault = self._first_fault()
@@ -317,16 +349,24 @@ class DGCWorker:
                 parts.append(flat(_as_real(gradient)))
                 dtype = torch.promote_types(dtype, parts[-1].dtype)
         used = [float(slot.parameter.grad is not None) for slot in self._slots]
-        tail = torch.tensor(used + [0.0] * self._exchange.num_ranks, dtype=dtype, device=fault.device)
-        tail[len(used) + self._exchange.rank] = fault
-        return torch.cat([*(part.to(dtype) for part in parts), tail]).mul_(1.0 / self._exchange.num_ranks)
+        num_ranks, own = self._exchange.num_ranks, len(used) + self._exchange.rank
+        tail = torch.tensor(used + [0.0] * (2 * num_ranks), dtype=dtype, device=fault.device)
+        tail[own], tail[own + num_ranks] = fault, self._mark(num_backwards)
+        return torch.cat([*(part.to(dtype) for part in parts), tail]).mul_(1.0 / num_ranks)
 
     @torch.no_grad()
     def finish_dense(self, mean: Tensor, *, skip_nonfinite: bool = False) -> bool:
         """Take in the sum of all ranks' `prepare_dense`; see `exchange` for what is returned and raised."""
         num_ranks, num_slots = self._exchange.num_ranks, len(self._slots)
-        tail = (mean[-(num_slots + num_ranks) :] * num_ranks).round().tolist()  # the step's one wait for a GPU
-        used, faults = tail[:num_slots], tail[num_slots:]
+        tail = (mean[-(num_slots + 2 * num_ranks) :] * num_ranks).round().tolist()  # the step's one wait for a GPU
+        used, faults, marks = tail[:num_slots], tail[num_slots:-num_ranks], tail[-num_ranks:]
+        if len(set(marks)) > 1:
+            raise DisagreementError(
+                f"Step {self.step}: the ranks have come here after different numbers of backward passes, or their "
+                f"weights differ (marks {[int(mark) for mark in marks]}). In the sparse phase .grad is a rank's own "
+                "until the exchange: decide nothing by it, such as skipping a step, that the other ranks may decide "
+                "otherwise; and change weights on all ranks alike."
+            )
         for rank, fault in enumerate(faults):
             if fault:
                 self._refuse(int(fault), rank, skip_nonfinite)
@@ -386,6 +426,10 @@ class DGCWorker:
             if self._is_sgd and slot.sign < 0:
                 gradient.neg_()
 
+    def to(self, device: torch.device) -> None:
+        """Move the residuals, as Lightning moves model and optimizer state at the end of a fit."""
+        self.residuals = {parameter: residual.to(device) for parameter, residual in self.residuals.items()}
+
     # State ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -430,6 +474,7 @@ class DGCWorker:
     def _begin(self, reduced: Collection[Parameter]) -> None:
         """List the parameters of this step; the same on all ranks, whatever gradients they happen to have."""
         self._check_groups()
+        self.check_schedule()
         is_sparse, density = self.is_sparse, self.density
         skipped = frozenset() if is_sparse else frozenset(reduced)
         self._slots = []
@@ -467,6 +512,13 @@ class DGCWorker:
                     f"SGD with dampening={group['dampening']} has no momentum correction. Set dampening=0 and lower "
                     "the learning rate instead."
                 )
+
+    def _mark(self, num_backwards: int) -> Tensor | int:
+        """Return a number below 2^20, which float32 carries exactly: the count, and every so often a checksum."""
+        mark = num_backwards % MARK_MODULUS
+        if self.step % CHECK_EVERY_STEPS:
+            return mark
+        return mark + MARK_MODULUS * (checksum(slot.parameter for slot in self._slots) % MARK_MODULUS)
 
     def _first_fault(self) -> Tensor:
         """Return 1 + the number of the first parameter whose gradient is not finite, else 0; a scalar.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -35,12 +36,21 @@ class Worker(Protocol):
         clip: Callable[[], None] | None = None,
         reduced: Collection[Parameter] = (),
         skip_nonfinite: bool = False,
+        num_backwards: int = 0,
     ) -> bool:
         """Turn the gradients into those the optimizer steps with; whether the step is to be taken."""
         ...
 
     def stepping(self) -> AbstractContextManager[None]:
         """Enclose `exchange` and the optimizer's own step."""
+        ...
+
+    def check_schedule(self) -> None:
+        """Raise where the coming step does not go with the state; called when the training starts."""
+        ...
+
+    def to(self, device: torch.device) -> None:
+        """Move this rank's own state."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,6 +75,6 @@ class Method(Protocol):
         """Return the configuration as plain values, to be compared between ranks."""
         ...
 
-    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def merge_states(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state every rank of another world size starts with."""
         ...

@@ -10,6 +10,7 @@ Automatic and manual optimization, accumulation, several optimizers and every pr
 
 import contextlib
 import difflib
+import functools
 import inspect
 import time
 import uuid
@@ -21,13 +22,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_lowbw.comm.agreement import agree, failing_together
@@ -51,8 +55,9 @@ class LowBandwidthStrategy(DDPStrategy):
     Args:
         method: the configuration; a plain value.
         **kwargs: keyword arguments of `DDPStrategy` and `DistributedDataParallel`, checked against their signatures.
-            `broadcast_buffers` left out: as DDP in the dense phase; in the sparse phase the buffers of rank 0 are
-            sent when somebody looks (validation, end of fit). True: in every forward pass. False: never.
+            `broadcast_buffers` left out: as DDP in the dense phase; in the sparse phase the running statistics of
+            batch norm stay with each rank, and those of rank 0 are shown when somebody looks (validation, end of
+            fit). True: all buffers in every forward pass. False: never.
 
     Raises:
         ConfigurationError: a keyword is unknown, or cannot be combined with a communication hook.
@@ -67,6 +72,8 @@ class LowBandwidthStrategy(DDPStrategy):
         self.ledger = TrafficLedger()
         self._workers: dict[int, Worker] = {}  # by id of the optimizer
         self._broadcast_buffers = kwargs.get("broadcast_buffers")
+        self._step_hooks: list[RemovableHandle] = []
+        self._stepping: Worker | None = None  # whose optimizer is being stepped
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
         self._own_buffers: dict[str, Tensor] = {}  # while those of rank 0 are shown
         self._num_backwards = 0
@@ -76,6 +83,7 @@ class LowBandwidthStrategy(DDPStrategy):
         self._resume_path: _PATH | None = None
         self._rng_state: Mapping[str, Any] | None = None
         self._run_id = ""
+        self._shards_written: dict[str, list[str]] = {}  # by folder, the latest last
         self._num_saves = 0
 
     @classmethod
@@ -89,7 +97,7 @@ class LowBandwidthStrategy(DDPStrategy):
 
     @property
     def workers(self) -> list[Worker]:
-        """The method's workers, in the order of the optimizers; empty outside of a fit."""
+        """The method's workers, in the order of the optimizers, of the present fit or the last one."""
         return list(self._workers.values())
 
     def reconfigure(self, method: Method) -> None:
@@ -122,8 +130,11 @@ class LowBandwidthStrategy(DDPStrategy):
         with failing_together():
             for optimizer in self.optimizers:
                 self._workers[id(optimizer)] = self.method.attach(optimizer, named_parameters, exchange)
+            _refuse_shared_parameters(self.optimizers)
+        for optimizer in self.optimizers:
+            self._step_hooks.append(optimizer.register_step_pre_hook(self._refuse_bypass))
         agree("optimizers", _facts_about_optimizers(self.optimizers, dict(named_parameters)))
-        self._run_id = self.broadcast(uuid.uuid4().hex)
+        self._run_id = self.broadcast(uuid.uuid4().hex[:12])
         self._move_clipping()
         if exchange.num_ranks == 1:
             rank_zero_warn(
@@ -135,6 +146,7 @@ class LowBandwidthStrategy(DDPStrategy):
         self.ledger = TrafficLedger()
         self._workers.clear()
         self._num_backwards_exchanged.clear()
+        self._num_backwards = 0
         self._own_buffers.clear()
         self._rng_state = None
 
@@ -152,10 +164,7 @@ class LowBandwidthStrategy(DDPStrategy):
         agree("model", _facts_about_model(self.lightning_module))
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        will_sync_buffers = self.model.will_sync_module_buffers
-        self.model.will_sync_module_buffers = (  # type: ignore[method-assign]
-            lambda: will_sync_buffers() and (self._broadcast_buffers is True or not self._owns_buffers())
-        )
+        self._choose_buffers(self.model)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -166,12 +175,22 @@ class LowBandwidthStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._restore_clipping()
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
+        for worker in self.workers:
+            worker.to(torch.device("cpu"))
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         super().teardown()
         if trainer is not None and not trainer.interrupted:  # no collective while an exception unwinds
             # gloo sometimes aborts at exit, in stock DDP too, where a reduction was the last thing that was done
             self.barrier()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for worker in self.workers:  # after a resume, and after the callbacks have set the schedule
+            worker.check_schedule()
 
     # Seam 1: the gradient hook ----------------------------------------------------------------------------------
 
@@ -230,15 +249,37 @@ class LowBandwidthStrategy(DDPStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        worker = self._workers[id(optimizer)]
+        worker = self._worker_of(optimizer)
 
         def exchanging_closure() -> Any:
             result = closure()
             self._exchange(worker)
             return result
 
-        with worker.stepping():
-            return super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+        outer, self._stepping = self._stepping, worker
+        try:
+            with worker.stepping():
+                return super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+        finally:
+            self._stepping = outer
+
+    def _worker_of(self, optimizer: Optimizer) -> Worker:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if id(optimizer) not in self._workers:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not one that configure_optimizers returned; strategy "
+                f"{self.strategy_name!r} exchanges gradients for those only."
+            )
+        return self._workers[id(optimizer)]
+
+    def _refuse_bypass(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step that Lightning does not know of: its gradients have not been exchanged."""
+        if self._stepping is None or self._stepping.optimizer is not optimizer:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() was called past Lightning, so the gradients of the ranks were not "
+                "exchanged. Call step() of what self.optimizers() returns."
+            )
 
     @torch.no_grad()
     def _exchange(self, worker: Worker) -> None:
@@ -272,13 +313,13 @@ class LowBandwidthStrategy(DDPStrategy):
         reduced = self._reduced_by_ddp
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is None or not scaler.is_enabled():
-            worker.exchange(clip=clip, reduced=reduced)
+            worker.exchange(clip=clip, reduced=reduced, num_backwards=self._num_backwards)
             return
         # A residual outlives the scale of its step, so gradients are exchanged unscaled; the plugin unscales them
         # once more. The scale is a power of two by default, which makes the round trip exact.
         scale = scaler.get_scale()
         _scale_gradients(optimizer, 1.0 / scale)
-        if worker.exchange(clip=clip, reduced=reduced, skip_nonfinite=True):
+        if worker.exchange(clip=clip, reduced=reduced, skip_nonfinite=True, num_backwards=self._num_backwards):
             _scale_gradients(optimizer, scale)
         else:  # on all ranks: let the scaler of each find it, skip the step and back off
             parameter = next(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -306,13 +347,13 @@ class LowBandwidthStrategy(DDPStrategy):
             clip_val: int | float = 0.0,
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
-            worker = self._workers[id(getattr(optimizer, "optimizer", optimizer))]
+            worker = self._worker_of(optimizer)
             if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
                 clip_val = clip_val * worker.clip_factor
             clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
         def clip_unless_done(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if self._workers[id(optimizer)].reduces_in_backward:
+            if self._worker_of(optimizer).reduces_in_backward:
                 original(model, optimizer, *args, **kwargs)
 
         self._clip_gradients = original
@@ -326,22 +367,47 @@ class LowBandwidthStrategy(DDPStrategy):
 
     # Buffers ----------------------------------------------------------------------------------------------------
 
-    def _owns_buffers(self) -> bool:
-        """Whether each rank keeps its own buffers in the coming step, because broadcasting them would cost more
-        than the sparse gradients (batch norm of ResNet-50: 213 KB per forward)."""
-        return self._broadcast_buffers is not False and any(not worker.reduces_in_backward for worker in self.workers)
+    def _choose_buffers(self, model: DistributedDataParallel) -> None:
+        """Let DDP broadcast all buffers in the dense phase, and in the sparse phase all but the running statistics.
+
+        Those of ResNet-50 are 213 KB per forward pass, more than its sparse gradients, and no training step reads them.
+        """
+        everything = list(model.modules_buffers)
+        statistics = {id(buffer) for buffer in self._statistics().values()}
+        others = [buffer for buffer in everything if id(buffer) not in statistics]
+        will_sync_buffers = model.will_sync_module_buffers
+
+        def choose_then_ask() -> bool:
+            model.modules_buffers = others if self._owns_statistics() else everything
+            return will_sync_buffers()
+
+        model.will_sync_module_buffers = choose_then_ask  # type: ignore[method-assign]
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Return the buffers of the layers that keep running statistics, by name."""
+        assert self.lightning_module is not None
+        return {
+            f"{name}.{key}": buffer
+            for name, layer in self.lightning_module.named_modules()
+            if isinstance(layer, _NormBase)
+            for key, buffer in layer.named_buffers(recurse=False)
+        }
+
+    def _owns_statistics(self) -> bool:
+        """Whether each rank keeps its own running statistics in the coming step."""
+        return self._broadcast_buffers is None and any(not worker.reduces_in_backward for worker in self.workers)
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._owns_buffers():
-            self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
-            self._show_buffers_of_rank_zero()
+        if self._owns_statistics():
+            self._own_buffers = {name: buffer.clone() for name, buffer in self._statistics().items()}
+            self._show_statistics_of_rank_zero()
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        for name, buffer in self._buffers().items():
+        for name, buffer in self._statistics().items():
             if name in self._own_buffers:
                 buffer.copy_(self._own_buffers[name])
         self._own_buffers = {}
@@ -349,17 +415,23 @@ class LowBandwidthStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._owns_buffers():
-            self._show_buffers_of_rank_zero()
+        if self._owns_statistics():
+            self._show_statistics_of_rank_zero()
 
     def _buffers(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
         return dict(self.lightning_module.named_buffers())
 
-    def _show_buffers_of_rank_zero(self) -> None:
-        for buffer in self._buffers().values():
-            dist.broadcast(buffer, src=0)
-            self.ledger.record(buffer.nbytes)
+    def _show_statistics_of_rank_zero(self) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._statistics().values():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, src=0)
+            self.ledger.record(flat.nbytes)
+            for buffer, shown in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(shown.view(buffer.shape))
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -382,13 +454,24 @@ class LowBandwidthStrategy(DDPStrategy):
                 },
             }
             # First the shards: where the checkpoint is, this node's shards are too.
-            self.checkpoint_io.save_checkpoint(shard, shards.shard_path(folder, self.global_rank, self.world_size))
+            path = shards.shard_path(folder, self.global_rank, metadata)
+            self.checkpoint_io.save_checkpoint(shard, path)
+            self._drop_old_shards(folder, path)
             checkpoint = {**checkpoint, shards.METADATA_KEY: metadata}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _drop_old_shards(self, folder: str, path: str) -> None:
+        """Delete this rank's shards of saves to the same place, but the last: its checkpoint is still the one there."""
+        written = self._shards_written.setdefault(folder, [])
+        written.append(path)
+        while len(written) > 2:
+            with contextlib.suppress(FileNotFoundError):
+                self.checkpoint_io.remove_checkpoint(written.pop(0))
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
+        self._shards_written.pop(shards.folder_of(filepath), None)
         if self.local_rank == 0:  # of each node: disks need not be shared
             with contextlib.suppress(FileNotFoundError):  # another node was faster
                 self.checkpoint_io.remove_checkpoint(shards.folder_of(filepath))
@@ -412,17 +495,22 @@ class LowBandwidthStrategy(DDPStrategy):
             return
         assert self._resume_path is not None
         same_ranks = metadata["num_ranks"] == self.world_size
-        ranks = [self.global_rank] if same_ranks else range(metadata["num_ranks"])
+        load = functools.partial(shards.load, self.checkpoint_io, self._resume_path, metadata)
         with failing_together():
-            loaded = [shards.load(self.checkpoint_io, self._resume_path, metadata, rank) for rank in ranks]
+            if same_ranks:
+                shard, path = load(self.global_rank)
+                self._shards_written[shards.folder_of(self._resume_path)] = [path]
             for number, worker in enumerate(self.workers):
-                states = [shard["workers"][number] for shard in loaded]
-                worker.load_state_dict(states[0] if same_ranks else self.method.merge_states(states))
+                if same_ranks:
+                    worker.load_state_dict(shard["workers"][number])
+                else:
+                    states = (load(rank)[0]["workers"][number] for rank in range(metadata["num_ranks"]))
+                    worker.load_state_dict(self.method.merge_states(states))
         if same_ranks:
-            self._rng_state = loaded[0]["rng"]
+            self._rng_state = shard["rng"]
             for name, buffer in self._buffers().items():
-                if name in loaded[0]["buffers"]:
-                    buffer.copy_(loaded[0]["buffers"][name])
+                if name in shard["buffers"] and buffer.shape == shard["buffers"][name].shape:
+                    buffer.copy_(shard["buffers"][name])
         else:
             rank_zero_info(
                 f"The checkpoint was written by {metadata['num_ranks']} ranks, {self.world_size} go on: each starts "
@@ -462,6 +550,12 @@ def _refuse_sparse_gradients(module: torch.nn.Module) -> None:
                 f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
                 "Build it with sparse=False: what is sent is sparse all the same."
             )
+
+
+def _refuse_shared_parameters(optimizers: list[Optimizer]) -> None:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if len({p for group in groups for p in group["params"]}) < sum(len(group["params"]) for group in groups):
+        raise ConfigurationError("Two optimizers have a parameter in common: its gradient would be exchanged twice.")
 
 
 def _facts_about_model(module: torch.nn.Module) -> dict[str, object]:

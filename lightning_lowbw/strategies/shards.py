@@ -1,11 +1,13 @@
 """Rank-local state beside a checkpoint: one file per rank in the folder ``<checkpoint>.ranks``.
 
 The checkpoint itself stays the plain file that Lightning writes, and loads without this package. Under `METADATA_KEY`
-it names its shards; an identity of the save, the same in all of them, tells shards of an older save apart.
+it names its shards. Their names carry an identity of the save: a checkpoint that is overwritten keeps its own shards
+until the new one is there, so that a job that dies in between resumes from the old one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Mapping
@@ -27,37 +29,29 @@ def folder_of(checkpoint_path: _PATH) -> str:
     return f"{os.fspath(checkpoint_path)}{FOLDER_SUFFIX}"
 
 
-def shard_path(folder: str, rank: int, num_ranks: int) -> str:
+def shard_path(folder: str, rank: int, metadata: Mapping[str, Any]) -> str:
     """Return the path of one rank's shard."""
-    return f"{folder}/rank-{rank}-of-{num_ranks}.pt"
+    return f"{folder}/rank-{rank}-of-{metadata['num_ranks']}-{metadata['save_id']}.pt"
 
 
-def load(io: CheckpointIO, checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Load the shard of one rank.
+def load(
+    io: CheckpointIO, checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int
+) -> tuple[dict[str, Any], str]:
+    """Load the shard of one rank; return it with its path.
 
     Raises:
-        ConfigurationError: on this rank; the shard is missing, or belongs to another save.
+        ConfigurationError: on this rank; the shard is missing.
     """
-    num_ranks = metadata["num_ranks"]
-    name = shard_path("", rank, num_ranks)
-    candidates = [folder + name for folder in _folders(checkpoint_path, metadata["folder"])]
-    advice = (
-        f"It belongs to {os.fspath(checkpoint_path)!r}, saved by {num_ranks} ranks: copy the folder along with the "
-        "file (from all nodes, if their disks are not shared). The file alone holds the weights: to go on without "
-        "the unsent gradients, load its state_dict and start a new fit."
-    )
-    stale = []
+    candidates = [shard_path(folder, rank, metadata) for folder in _folders(checkpoint_path, metadata["folder"])]
     for path in candidates:
-        try:
-            shard: dict[str, Any] = io.load_checkpoint(path)
-        except FileNotFoundError:
-            continue
-        if shard["save_id"] == metadata["save_id"]:
-            return shard
-        stale.append(path)
-    if stale:
-        raise ConfigurationError(f"The shard {stale[0]!r} was written by another save. {advice}")
-    raise ConfigurationError(f"The shard {candidates[0]!r} is missing. {advice}")
+        with contextlib.suppress(FileNotFoundError):
+            return io.load_checkpoint(path), path
+    raise ConfigurationError(
+        f"The shard {candidates[0]!r} is missing. It belongs to {os.fspath(checkpoint_path)!r}, saved by "
+        f"{metadata['num_ranks']} ranks: copy the folder along with the file (from all nodes, if their disks are not "
+        "shared). The file alone holds the weights: to go on without the unsent gradients, load its state_dict and "
+        "start a new fit."
+    )
 
 
 def _folders(checkpoint_path: _PATH, name_when_saved: str) -> list[str]:

@@ -142,7 +142,7 @@ def test_bytes_are_those_of_the_formula(name: str) -> None:
             if name == "dgc" and step >= 2:
                 density = SparsitySchedule(2, 4, (0.5, 0.95)).density(step)
                 counts = [num_selected(numel, density) for numel in sparse]
-                small = 4 * (sum(dense) + len(sparse) + len(dense) + 2)
+                small = 4 * (sum(dense) + len(sparse) + len(dense) + 2 * 2)
                 sent = all_reduce_bytes(small, 2) + all_gather_bytes(IndexValueCodec().nbytes(counts), 2)
                 assert row["traffic/density"] == pytest.approx(density)
                 assert row["traffic/exposed_s"] > 0

@@ -200,7 +200,7 @@ def test_measured_bytes_are_the_formulas(num_ranks: int, value_dtype: str) -> No
             density = method.schedule.density(step)
             sparse = [] if density == 1 else [numels["body"], numels["head"]]
             counts = [num_selected(numel, density) for numel in sparse]
-            words = total - sum(sparse) + len(LAYERS) + num_ranks
+            words = total - sum(sparse) + len(LAYERS) + 2 * num_ranks
             expected = all_reduce_bytes(4 * words, num_ranks)
             if counts:
                 expected += all_gather_bytes(method.codec.nbytes(counts), num_ranks)

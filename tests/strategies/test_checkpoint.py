@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError
@@ -104,9 +105,9 @@ def test_checkpoint_is_a_plain_file(tmp_path: Path) -> None:
     Tiny().load_state_dict(checkpoint["state_dict"])
     metadata = checkpoint["lightning_lowbw"]
     assert metadata["num_ranks"] == 2
-    assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == ["rank-0-of-2.pt", "rank-1-of-2.pt"]
-    shard = torch.load(tmp_path / "step7.ckpt.ranks" / "rank-1-of-2.pt", weights_only=True)
-    assert shard["save_id"] == metadata["save_id"]
+    names = [f"rank-{rank}-of-2-{metadata['save_id']}.pt" for rank in (0, 1)]
+    assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == names
+    torch.load(tmp_path / "step7.ckpt.ranks" / names[1], weights_only=True)
 
 
 def mean_update(path: str, resume: str) -> dict[str, Tensor]:
@@ -124,10 +125,7 @@ def mean_update(path: str, resume: str) -> dict[str, Tensor]:
 def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path, num_ranks: int) -> None:
     path = str(tmp_path / "step{}.ckpt")
     run_ranks(fit, 5 - num_ranks, "sgd", path, (7,))
-    shards = [
-        torch.load(tmp_path / "step7.ckpt.ranks" / f"rank-{rank}-of-{5 - num_ranks}.pt", weights_only=True)
-        for rank in range(5 - num_ranks)
-    ]
+    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "step7.ckpt.ranks").iterdir())]
     for residuals in run_ranks(mean_update, num_ranks, path, path.format(7)):
         assert residuals
         for name, value in residuals.items():
@@ -149,18 +147,41 @@ def expect_error(resume: str, remove: str | None) -> str:
 def test_a_missing_shard_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "step{}.ckpt")
     run_ranks(fit, 2, "sgd", path, (7,))
-    shard = str(tmp_path / "step7.ckpt.ranks" / "rank-1-of-2.pt")
-    for message in run_ranks(expect_error, 2, path.format(7), shard):
-        assert "rank-1-of-2.pt" in message
+    (shard,) = (tmp_path / "step7.ckpt.ranks").glob("rank-1-of-2-*.pt")
+    for message in run_ranks(expect_error, 2, path.format(7), str(shard)):
+        assert shard.name in message
         assert "missing" in message
 
 
-def test_a_shard_of_another_save_is_an_error(tmp_path: Path) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    run_ranks(fit, 2, "sgd", path, (5, 7))
-    (tmp_path / "step5.ckpt.ranks" / "rank-0-of-2.pt").replace(tmp_path / "step7.ckpt.ranks" / "rank-0-of-2.pt")
-    for message in run_ranks(expect_error, 2, path.format(7), None):
-        assert "another save" in message
+class DiesBetween(TorchCheckpointIO):
+    """The job is preempted when its shards are written and the checkpoint is not."""
+
+    def __init__(self) -> None:
+        self.num_saves = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.num_saves += "state_dict" in checkpoint
+        if "state_dict" not in checkpoint or self.num_saves < 2:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def overwrite_and_die(path: str) -> int:
+    """Save at steps 5 and 7 to one place, without the second checkpoint; then resume."""
+    num_ranks = dist.get_world_size()
+    options = {"max_steps": STEPS, "max_epochs": -1}
+    strategy = make_strategy("dgc", checkpoint_io=DiesBetween())
+    trainer = make_trainer(strategy, num_ranks, callbacks=[Watcher(path, (5, 7))], **options)
+    trainer.fit(Tiny(data_by_step=True), make_data(num_ranks, STEPS))
+    again = make_trainer(make_strategy("dgc"), num_ranks, callbacks=[Watcher(path, (8, 9, 10))], **options)
+    again.fit(Tiny(data_by_step=True), make_data(num_ranks, STEPS), ckpt_path=path)
+    assert weights_of(again.lightning_module) == weights_of(trainer.lightning_module)
+    dist.barrier()
+    return len(os.listdir(f"{path}.ranks"))
+
+
+def test_a_checkpoint_is_overwritten_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    # Each rank keeps its last two shards, and the one whose checkpoint never came.
+    assert run_ranks(overwrite_and_die, 2, str(tmp_path / "last.ckpt")) == [6, 6]
 
 
 def test_a_checkpoint_may_be_moved_with_its_shards(tmp_path: Path) -> None:
@@ -240,8 +261,24 @@ def fit_in_memory() -> tuple[dict[str, Any], dict[str, Any], list[str], list[str
 def test_remote_file_systems() -> None:
     for rank, (whole, resumed, before, after) in enumerate(run_ranks(fit_in_memory, 2)):
         assert resumed == whole
-        assert before == ["/deep/step7.ckpt", f"/deep/step7.ckpt.ranks/rank-{rank}-of-2.pt"]
+        assert before[0] == "/deep/step7.ckpt"
+        assert [name.startswith(f"/deep/step7.ckpt.ranks/rank-{rank}-of-2-") for name in before[1:]] == [True]
         assert after == []
+
+
+def resume_with_a_later_begin(resume: str) -> tuple[str, int]:
+    num_ranks = dist.get_world_size()
+    trainer = make_trainer(make_strategy("dgc", rampup_begin_step=100), num_ranks, max_steps=STEPS, max_epochs=-1)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=resume)
+    return str(caught.value), trainer.global_step
+
+
+def test_going_back_to_dense_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    run_ranks(fit, 2, "sgd", str(tmp_path / "step{}.ckpt"), (7,))
+    for message, step in run_ranks(resume_with_a_later_begin, 2, str(tmp_path / "step7.ckpt")):
+        assert "Step 7 would be dense" in message
+        assert step == 7
 
 
 def resume_from_ddp(path: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
-from lightning_lowbw import DGC, DGCStrategy, NonFiniteGradientError
+from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import (
@@ -475,6 +475,125 @@ def test_precisions(precision: str, dtype: torch.dtype) -> None:
     results = run_ranks(with_precision, 2, precision)
     assert results[0] == results[1]
     assert results[0][1:] == ({dtype}, {torch.float32})
+
+
+# What users do that DDP forgives ------------------------------------------------------------------------------------
+
+
+class Bypasses(Tiny):
+    """Steps the optimizer itself, past Lightning: DDP has averaged the gradients by then, DGC has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Drifts(Tiny):
+    """Changes a weight on one rank."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 101 and self.global_rank == 1:
+            with torch.no_grad():
+                self.wide.weight[0, 0] += 1e-6
+
+
+class Shares(Tiny):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [sgd(self.wide.parameters()), sgd([*self.wide.parameters(), *self.head.parameters()])]
+
+
+def meet_an_error(module: type[Tiny], steps: int) -> tuple[str, str, int]:
+    trainer = make_trainer(make_strategy("dgc"), dist.get_world_size())
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(module(), make_data(2, steps))
+    return type(caught.value).__name__, str(caught.value), trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("module", "steps", "message", "at"),
+    [
+        (Bypasses, STEPS, "called past Lightning", 0),
+        (Drifts, 210, "weights differ", 200),
+        (Shares, STEPS, "parameter in common", 0),
+    ],
+)
+def test_what_would_part_the_ranks_is_an_error_on_all(module: type[Tiny], steps: int, message: str, at: int) -> None:
+    for _, text, step in run_ranks(meet_an_error, 2, module, steps, timeout_s=60.0):
+        assert message in text
+        assert step == at
+
+
+def exchange_out_of_step() -> str:
+    model = Tiny()
+    worker = DGC(sparsity=(0.9,), min_numel=MIN_NUMEL).attach(sgd(model.wide.parameters()), model.named_parameters())
+    model.wide(torch.randn(BATCH, 16)).sum().backward()
+    with pytest.raises(DisagreementError) as caught:
+        worker.exchange(num_backwards=5 + dist.get_rank())  # rank 1 has skipped a step
+    assert not worker.residuals
+    return str(caught.value)
+
+
+def test_ranks_that_are_at_different_steps_do_not_mix_their_gradients() -> None:
+    for message in run_ranks(exchange_out_of_step, 2):
+        assert "different numbers of backward passes" in message
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper with an attribute `optimizer`, as many have: it is the one Lightning knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = sgd(list(parameters), weight_decay=0.0)
+        super().__init__(self.optimizer.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.optimizer.step()
+        return loss
+
+
+class Codebook(Tiny):
+    """A buffer that the training reads: it must be the same on all ranks, unlike batch norm's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(digest([self.mean]))
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+def read_a_buffer() -> list[str]:
+    model = Codebook()
+    fit(model)
+    return model.seen
+
+
+def test_buffers_that_the_training_reads_are_those_of_rank_zero() -> None:
+    """Each forward begins with rank 0's, as in DDP; batch norm's are in another test."""
+    results = run_ranks(read_a_buffer, 2)
+    assert results[0] == results[1]
+    assert len(set(results[0])) == STEPS
+
+
+def clip_a_wrapper() -> str:
+    model = Tiny(Lookahead)
+    fit(model, gradient_clip_val=0.3)
+    return weights_of(model)
+
+
+def test_an_optimizer_that_wraps_another() -> None:
+    assert len(set(run_ranks(clip_a_wrapper, 2))) == 1
 
 
 # Names ------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ def test_ddp_asks_one_method_whether_to_broadcast_buffers() -> None:
     assert "will_sync_module_buffers" in inspect.getsource(DistributedDataParallel._check_sync_bufs_pre_fwd)
 
 
+def test_ddp_broadcasts_the_buffers_of_one_list() -> None:
+    assert "self.modules_buffers" in inspect.getsource(DistributedDataParallel._default_broadcast_coalesced)
+
+
 def test_sgd_runs_the_closure_before_it_reads_its_groups() -> None:
     source = inspect.getsource(SGD.step)
     assert source.index("closure()") < source.index("for group in self.param_groups")
