@@ -198,6 +198,17 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
     return table
 
 
+def put_into_readme(table: str, command: str) -> None:
+    """Replace the marked block of README.md, so that no number in it is typed by hand."""
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    begin, end = "<!-- slow_link:begin -->", "<!-- slow_link:end -->"
+    before, rest = readme.read_text().split(begin)
+    environment = describe_environment()
+    where = "Two nodes on one machine ({cpu}, {num_cpus} cores, one per node), torch {torch}; measured by `{command}`."
+    note = where.format(**environment, command=command)
+    readme.write_text(f"{before}{begin}\n{table}\n{note}\n{end}{rest.split(end)[1]}")
+
+
 def headline(rate: str, batches: list[int]) -> None:
     """Find the batch at which the dense step takes about 6.6 times the limit, and show the speed-up there."""
     contestants = [NO_COMMUNICATION, DDP, DGC]
@@ -224,6 +235,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+")
     parser.add_argument("--repetitions", type=int)
     parser.add_argument("--name")
+    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     if options.headline:
         headline("1gbit", [8, 16, 32, 64])
@@ -247,6 +259,8 @@ def main() -> None:
                 cells += run_cells(workload, nodes, rate, contestants, options.repetitions or 3)
                 print(to_markdown(cells[-len(contestants) :]), flush=True)
                 write(name, cells)
+    if options.readme:
+        put_into_readme(to_markdown(cells), "make bench")
     fastest = {
         (cell.workload, cell.num_nodes, cell.rate): min(
             (c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)),

@@ -18,6 +18,7 @@ SHORT_COMMANDS = {
     "digits_dgc.py": ["digits_dgc.py", "--devices=2", "--max-epochs=3"],
     "gan_manual.py": ["gan_manual.py", "--devices=2", "--max-epochs=3"],
     "plain_loop.py": [*TORCHRUN, "plain_loop.py"],
+    "slow_link.py": [*TORCHRUN, "slow_link.py", "--steps=40"],
 }
 MAX_LINES = 100
 README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
