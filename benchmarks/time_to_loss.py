@@ -84,6 +84,7 @@ def train_all(seeds: list[int], path: Path) -> None:
             curves.append({**entry, "seconds": curve.seconds, "losses": curve.losses})
             if os.environ["RANK"] == "0":
                 path.write_text(json.dumps(curves))
+    torch.distributed.barrier()
 
 
 def smooth(losses: list[float]) -> list[float]:

@@ -93,6 +93,7 @@ def main() -> None:
             records.append({"method": contestant.name, "repetition": repetition, **entry, **record})
             if os.environ["RANK"] == "0":
                 Path(sys.argv[2]).write_text(json.dumps(records))
+    dist.barrier()
 
 
 if __name__ == "__main__":
