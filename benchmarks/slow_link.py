@@ -169,13 +169,16 @@ def to_markdown(cells: list[Cell]) -> str:
 
 def draw(cells: list[Cell], path: Path) -> None:
     """Plot step time against bandwidth: a panel per model and number of nodes, a line per method."""
+    cells = [cell for cell in cells if parse_rate(cell.rate) is not None]  # "unlimited" has no place on the axis
     panels = list(dict.fromkeys((cell.workload, cell.num_nodes) for cell in cells))
+    if not panels:
+        return
     figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False, layout="constrained")
     for axis, (workload, num_nodes) in zip(axes[0], panels, strict=True):
         mine = [cell for cell in cells if (cell.workload, cell.num_nodes) == (workload, num_nodes)]
         for method in dict.fromkeys(cell.method for cell in mine):
-            points = [(parse_rate(cell.rate), cell.median_s) for cell in mine if cell.method == method]
-            limited = sorted((rate / 1e9, seconds) for rate, seconds in points if rate is not None)
+            points = [((parse_rate(cell.rate) or 0.0) / 1e9, cell.median_s) for cell in mine if cell.method == method]
+            limited = sorted(points)
             style = "k--" if method == NO_COMMUNICATION.name else "o-"
             axis.plot([rate for rate, _ in limited], [seconds for _, seconds in limited], style, label=method, ms=4)
         axis.set(title=f"{workload}, {num_nodes} nodes", xscale="log", yscale="log")
@@ -198,15 +201,14 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
     return table
 
 
-def put_into_readme(table: str, command: str) -> None:
+def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     """Replace the marked block of README.md, so that no number in it is typed by hand."""
     readme = Path(__file__).resolve().parents[1] / "README.md"
     begin, end = "<!-- slow_link:begin -->", "<!-- slow_link:end -->"
     before, rest = readme.read_text().split(begin)
-    environment = describe_environment()
-    where = "Two nodes on one machine ({cpu}, {num_cpus} cores, one per node), torch {torch}; measured by `{command}`."
-    note = where.format(**environment, command=command)
-    readme.write_text(f"{before}{begin}\n{table}\n{note}\n{end}{rest.split(end)[1]}")
+    where = "Nodes on one machine ({cpu}, {num_cpus} cores), torch {torch}, {date}; measured by `{command}`."
+    note = where.format(**results["environment"], command=results["command"])
+    readme.write_text(f"{before}{begin}\n{to_markdown(cells)}\n{note}\n{end}{rest.split(end)[1]}")
 
 
 def headline(rate: str, batches: list[int]) -> None:
@@ -235,10 +237,15 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+")
     parser.add_argument("--repetitions", type=int)
     parser.add_argument("--name")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 32, 48, 64], help="tried by --headline")
+    parser.add_argument("--readme-from", type=Path, metavar="JSON", help="put the table of a result into README.md")
     options = parser.parse_args()
     if options.headline:
-        headline("1gbit", [8, 16, 32, 64])
+        headline("1gbit", options.batches)
+        return
+    if options.readme_from is not None:
+        results = json.loads(options.readme_from.read_text())
+        put_into_readme([Cell(**cell) for cell in results["cells"]], results)
         return
     grid = {
         "models": options.models or (list(WORKLOADS) if options.full else ["mlp-25M"]),
@@ -259,8 +266,6 @@ def main() -> None:
                 cells += run_cells(workload, nodes, rate, contestants, options.repetitions or 3)
                 print(to_markdown(cells[-len(contestants) :]), flush=True)
                 write(name, cells)
-    if options.readme:
-        put_into_readme(to_markdown(cells), "make bench")
     fastest = {
         (cell.workload, cell.num_nodes, cell.rate): min(
             (c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)),

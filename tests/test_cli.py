@@ -202,7 +202,7 @@ def test_the_command_of_the_documentation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -> None:
-    lowbw_train(my_folder, "--multirun", "seed=1,2", *MINE, *MY_WIDTH, "strategy=ddp", "logger=none")
+    lowbw_train(my_folder, "--multirun", "seed=1,2", *MINE, *MY_WIDTH, "strategy=dgc", "logger=none")
     assert not (my_folder / "outputs").exists()
     assert sorted(folder.name for folder in my_folder.glob("multirun/*/*/*") if folder.is_dir()) == ["0", "1"]
 
