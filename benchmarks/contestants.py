@@ -60,17 +60,22 @@ class Contestant:
         make: returns the strategy; to be called once per fit.
         period: steps after which its communication repeats; a measurement takes a multiple.
         dense_share: its bytes as a fraction of DDP's, roughly: decides how many steps can be waited for.
+        num_untimed_steps: before the window, by which time a step is like all later ones: DDP has rebuilt its buckets
+            (2), a warm-up is over, the caches are warm.
     """
 
     name: str
     make: Callable[[], DDPStrategy]
     period: int = 1
     dense_share: float = 1.0
+    num_untimed_steps: int = WARMUP_STEPS + 3
 
 
 NO_COMMUNICATION = Contestant("no communication", lambda: HookStrategy(ddp_comm_hook=noop_hook, **COMMON), 1, 0.0)
-DDP = Contestant("ddp", lambda: DDPStrategy(**COMMON))
-FP16 = Contestant("ddp + fp16", lambda: HookStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, **COMMON), 1, 0.5)
+DDP = Contestant("ddp", lambda: DDPStrategy(**COMMON), num_untimed_steps=2)
+FP16 = Contestant(
+    "ddp + fp16", lambda: HookStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, **COMMON), 1, 0.5, 2
+)
 POWER_SGD = [Contestant(f"PowerSGD rank {rank}", lambda rank=rank: power_sgd(rank), 1, 0.01) for rank in (1, 2, 4)]
 POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, LOCAL_STEPS, 1 / LOCAL_STEPS)
 DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], selection="exact", **COMMON), 1, 0.01)

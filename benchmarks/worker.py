@@ -22,27 +22,26 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import BY_NAME, WARMUP_STEPS, Contestant
+from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
 INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
-UNTIMED_STEPS = WARMUP_STEPS + 3  # and the first steps of a fit: bucket rebuild, first thresholds, caches
 
 
 class Window(pl.Callback):
-    """Time the steps between `UNTIMED_STEPS` and the end, and count what the interface sent meanwhile."""
+    """Time `num_steps` steps after `num_untimed_steps`, and count what the interface sent meanwhile."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, num_untimed_steps: int, num_steps: int) -> None:
+        self.num_untimed_steps, self.num_steps = num_untimed_steps, num_steps
         self.step_s = self.sent_bytes = self.ledger_bytes = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == UNTIMED_STEPS:
+        if trainer.global_step == self.num_untimed_steps:
             dist.barrier()
             self.started_s, self.sent_before = time.perf_counter(), int(INTERFACE_COUNTER.read_text())
             self.ledger_before = _ledger_bytes(trainer)
-        if trainer.global_step == UNTIMED_STEPS + self.num_steps:
+        if trainer.global_step == self.num_untimed_steps + self.num_steps:
             self.step_s = (time.perf_counter() - self.started_s) / self.num_steps
             dist.barrier()  # what the other ranks still send belongs to the window, too
             self.sent_bytes = (int(INTERFACE_COUNTER.read_text()) - self.sent_before) / self.num_steps
@@ -56,13 +55,14 @@ def _ledger_bytes(trainer: pl.Trainer) -> float:
 
 def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[str, Any]:
     """Train a fresh model for a few steps with one contestant; return what the window saw."""
-    window = Window(num_steps)
+    num_untimed_steps = contestant.num_untimed_steps
+    window = Window(num_untimed_steps, num_steps)
     trainer = pl.Trainer(
         strategy=contestant.make(),
         accelerator="cpu",
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
-        max_steps=UNTIMED_STEPS + num_steps,
+        max_steps=num_untimed_steps + num_steps,
         callbacks=[window],
         logger=False,
         enable_checkpointing=False,
@@ -70,7 +70,7 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Timed(workload), loader(workload, UNTIMED_STEPS + num_steps))
+    trainer.fit(Timed(workload), loader(workload, num_untimed_steps + num_steps))
     ledger_bytes = None if math.isnan(window.ledger_bytes) else window.ledger_bytes
     return {"step_s": window.step_s, "interface_bytes": window.sent_bytes, "ledger_bytes": ledger_bytes}
 

@@ -3,22 +3,34 @@
 Importing this package makes the strategies known to Lightning by name: `Trainer(strategy="dgc")`.
 """
 
+from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
-from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.errors import (
+    ConfigurationError,
+    DisagreementError,
+    NonFiniteGradientError,
+    UnexpectedCollectiveError,
+)
 from lightning_lowbw.methods.dgc import DGC
-from lightning_lowbw.strategies import DGCStrategy, register
+from lightning_lowbw.methods.local_sgd import LocalSGD
+from lightning_lowbw.strategies import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrategy, register
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DGC",
+    "AdaptiveLocalSGDStrategy",
+    "AveragingSchedule",
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",
+    "LocalSGD",
+    "LocalSGDStrategy",
     "NonFiniteGradientError",
     "SparsityWarmup",
     "TrafficMonitor",
+    "UnexpectedCollectiveError",
 ]
 
 register()

@@ -13,3 +13,7 @@ class DisagreementError(ConfigurationError):
 
 class NonFiniteGradientError(FloatingPointError):
     """A rank computed an infinite or NaN gradient; nothing of it was sent, nor kept in a residual."""
+
+
+class UnexpectedCollectiveError(RuntimeError):
+    """A collective was issued where the training is to be local; the message names it."""

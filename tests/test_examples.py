@@ -16,6 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0
 SHORT_COMMANDS = {
     "demo.py": ["demo.py", "--devices=2", "--max-steps=30", "--readme=README.md"],
     "digits_dgc.py": ["digits_dgc.py", "--devices=2", "--max-epochs=3"],
+    "digits_local_sgd.py": ["digits_local_sgd.py", "--devices=2", "--max-epochs=3", "--strategy=adaptive_local_sgd"],
     "gan_manual.py": ["gan_manual.py", "--devices=2", "--max-epochs=3"],
     "plain_loop.py": [*TORCHRUN, "plain_loop.py"],
     "slow_link.py": [*TORCHRUN, "slow_link.py", "--steps=40"],

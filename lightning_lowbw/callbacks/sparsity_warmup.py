@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_lowbw.callbacks.epochs import steps_per_epoch
 from lightning_lowbw.core.schedule import SparsitySchedule
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.dgc import DGCStrategy
@@ -75,7 +75,9 @@ class SparsityWarmup(Callback):
             raise ConfigurationError(
                 f"SparsityWarmup sets the sparsity of strategy='dgc'; the strategy is {type(strategy).__name__}."
             )
-        schedule = self.schedule(0 if self._in_steps else _steps_per_epoch(trainer, pl_module))
+        schedule = self.schedule(
+            0 if self._in_steps else steps_per_epoch(trainer, pl_module, "SparsityWarmup(begin_step=..., steps=...)")
+        )
         if strategy.method.schedule not in (SparsitySchedule(), schedule):
             rank_zero_warn(f"SparsityWarmup replaces the strategy's own {strategy.method.schedule} by {schedule}.")
         strategy.reconfigure(dataclasses.replace(strategy.method, **dataclasses.asdict(schedule)))
@@ -83,15 +85,3 @@ class SparsityWarmup(Callback):
             f"DGC: dense up to step {schedule.rampup_begin_step}, then sparsity {list(schedule.sparsity)} "
             f"over {schedule.rampup_step} steps."
         )
-
-
-def _steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
-    in_steps = "Give it in steps: SparsityWarmup(begin_step=..., steps=...)."
-    if not pl_module.automatic_optimization:
-        raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, as Lightning's own code reads it
-    if any(isinstance(each, GradientAccumulationScheduler) and len(each.scheduling) > 1 for each in callbacks):
-        raise ConfigurationError(f"With GradientAccumulationScheduler the steps per epoch change. {in_steps}")
-    if not math.isfinite(trainer.num_training_batches):
-        raise ConfigurationError(f"The training data has no length. {in_steps}")
-    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

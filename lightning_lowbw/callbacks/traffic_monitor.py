@@ -8,10 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.dgc import DGCWorker
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
 
@@ -31,12 +31,21 @@ class TrafficMonitor(Callback):
 
     - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
     - ``compression_ratio``: bytes that DDP would have sent / bytes sent; above 1 is better
-    - ``density``: fraction of the elements of a sparse tensor that was sent
     - ``exposed_s``: seconds in which the step waited for an exchange
+
+    and what the method has to tell, with a number behind it where there are several optimizers. Of "dgc":
+
+    - ``density``: fraction of the elements of a sparse tensor that was sent
     - ``residual_norm``: 2-norm of the unsent gradient, from the first sparse step on; read anew every
       `Trainer(log_every_n_steps=...)` steps
 
-    With stock DDP the bytes are those of its gradient all-reduce, by formula, and the last three are left out.
+    Of local SGD:
+
+    - ``k_steps``: the period in use
+    - ``averages``: averages since the start
+    - ``consensus_distance``: ``||x_i - mean|| / ||mean||`` of this rank before the last average
+
+    With stock DDP the bytes are those of its gradient all-reduce, by formula, and the rest is left out.
 
     Args:
         prog_bar: whether the bytes sent and the compression ratio are shown in the progress bar.
@@ -48,7 +57,6 @@ class TrafficMonitor(Callback):
     def __init__(self, *, prog_bar: bool = True) -> None:
         self.prog_bar = prog_bar
         self._last = _Totals()
-        self._residual_norm: float | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, DDPStrategy):
@@ -59,7 +67,6 @@ class TrafficMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = _read(trainer)
-        self._residual_norm = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,19 +79,15 @@ class TrafficMonitor(Callback):
         shown = {"traffic/bytes_sent": float(sent)}
         if sent:
             shown["traffic/compression_ratio"] = dense / sent
-        silent = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
+        silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
         strategy = trainer.strategy
         if isinstance(strategy, LowBandwidthStrategy):
             silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
-            workers = [worker for worker in strategy.workers if isinstance(worker, DGCWorker)]
-            if workers:
-                silent["traffic/density"] = workers[0].last_density
-                every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-                is_due = every and now.steps // every != last.steps // every
-                if any(worker.residuals for worker in workers) and (is_due or self._residual_norm is None):
-                    self._residual_norm = sum(worker.residual_norm() ** 2 for worker in workers) ** 0.5
-                if self._residual_norm is not None:
-                    silent["traffic/residual_norm"] = self._residual_norm
+            every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+            is_due = bool(every) and now.steps // every != last.steps // every
+            for number, worker in enumerate(strategy.workers):
+                suffix = f"/{number}" if len(strategy.workers) > 1 else ""
+                silent |= {f"traffic/{key}{suffix}": value for key, value in worker.metrics(is_due).items()}
         pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
 

@@ -1,9 +1,10 @@
-"""The two collectives of a sparse step, blocking and accounted for."""
+"""The collectives of the methods, blocking and accounted for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,13 +34,13 @@ class Exchange:
         """This process's rank in the group."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
-    def all_reduce_(self, tensor: Tensor) -> None:
-        """Sum a tensor over the ranks, in place.
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce a tensor over the ranks, in place; the sum unless told otherwise.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
         """
         with self.ledger.waiting(tensor.device):
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, op=op, group=self.group)
         self.ledger.record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
 
     def all_gather(self, message: Tensor) -> Tensor:
@@ -55,3 +56,17 @@ class Exchange:
             gathered = gathered.to(message.device)
         self.ledger.record(all_gather_bytes(message.nbytes, self.num_ranks))
         return gathered
+
+    def all_to_all(self, message: Tensor) -> Tensor:
+        """Send the r-th of equal parts of a message to rank r; return the parts received, in rank order.
+
+        Collective: all ranks with messages of one size, a multiple of the number of ranks; uint8, 1-d; blocking (on
+        CUDA, for the stream).
+        """
+        with self.ledger.waiting(message.device):
+            staged = message.cpu() if dist.get_backend(self.group) == "gloo" else message
+            received = torch.empty_like(staged)
+            dist.all_to_all_single(received, staged, group=self.group)
+            received = received.to(message.device)
+        self.ledger.record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
+        return received

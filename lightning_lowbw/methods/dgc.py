@@ -189,6 +189,7 @@ class DGCWorker:
         self.optimizer = optimizer
         self.step = 0
         self.last_density = 1.0
+        self._last_residual_norm: float | None = None
         self.residuals: dict[Parameter, Tensor] = {}
         self._exchange = exchange
         self._names = {parameter: name for name, parameter in named_parameters}
@@ -229,6 +230,11 @@ class DGCWorker:
         return not self.is_sparse
 
     @property
+    def is_local(self) -> bool:
+        """Whether the coming step communicates nothing before the optimizer has stepped: never."""
+        return False
+
+    @property
     def clip_factor(self) -> float:
         """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8)."""
         return math.sqrt(self._exchange.num_ranks) if self.is_sparse else 1.0
@@ -237,6 +243,15 @@ class DGCWorker:
     def density(self) -> float:
         """The fraction of elements that the coming step sends of a sparse tensor; 1.0 in the dense phase."""
         return self.method.schedule.density(self.step) if self.is_sparse else 1.0
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return the density of the last step and, from the first sparse step on, the norm of the residual."""
+        shown: dict[str, float | Tensor] = {"density": self.last_density}
+        if self.residuals and (is_due or self._last_residual_norm is None):
+            self._last_residual_norm = self.residual_norm()
+        if self._last_residual_norm is not None:
+            shown["residual_norm"] = self._last_residual_norm
+        return shown
 
     def residual_norm(self) -> float:
         """Return the 2-norm of what this rank has not sent yet; reads all residuals."""

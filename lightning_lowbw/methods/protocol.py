@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -23,6 +24,11 @@ class Worker(Protocol):
     @property
     def reduces_in_backward(self) -> bool:
         """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the coming step communicates nothing before the optimizer has stepped."""
         ...
 
     @property
@@ -47,6 +53,10 @@ class Worker(Protocol):
 
     def check_schedule(self) -> None:
         """Raise where the coming step does not go with the state; called when the training starts."""
+        ...
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return what is worth logging after a step; what costs a pass over memory only where `is_due`."""
         ...
 
     def to(self, device: torch.device) -> None:

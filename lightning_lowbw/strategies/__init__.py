@@ -4,10 +4,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
+from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
 
-__all__ = ["DGCStrategy", "LowBandwidthStrategy", "register"]
+__all__ = ["AdaptiveLocalSGDStrategy", "DGCStrategy", "LocalSGDStrategy", "LowBandwidthStrategy", "register"]
 
 
 def register() -> None:
     """Make the strategies known to Lightning by name. May be called any number of times."""
-    DGCStrategy.register_strategies(StrategyRegistry)
+    for strategy in (DGCStrategy, LocalSGDStrategy, AdaptiveLocalSGDStrategy):
+        strategy.register_strategies(StrategyRegistry)

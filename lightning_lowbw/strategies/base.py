@@ -28,7 +28,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -55,9 +54,6 @@ class LowBandwidthStrategy(DDPStrategy):
     Args:
         method: the configuration; a plain value.
         **kwargs: keyword arguments of `DDPStrategy` and `DistributedDataParallel`, checked against their signatures.
-            `broadcast_buffers` left out: as DDP in the dense phase; in the sparse phase the running statistics of
-            batch norm stay with each rank, and those of rank 0 are shown when somebody looks (validation, end of
-            fit). True: all buffers in every forward pass. False: never.
 
     Raises:
         ConfigurationError: a keyword is unknown, or cannot be combined with a communication hook.
@@ -71,17 +67,17 @@ class LowBandwidthStrategy(DDPStrategy):
         self.method = method
         self.ledger = TrafficLedger()
         self._workers: dict[int, Worker] = {}  # by id of the optimizer
-        self._broadcast_buffers = kwargs.get("broadcast_buffers")
         self._step_hooks: list[RemovableHandle] = []
         self._stepping: Worker | None = None  # whose optimizer is being stepped
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
-        self._own_buffers: dict[str, Tensor] = {}  # while those of rank 0 are shown
+        self._own_buffers: dict[str, Tensor] = {}  # while others are shown
         self._num_backwards = 0
         self._num_backwards_exchanged: dict[int, int] = {}
         self._last_launch_s: float | None = None  # when the last bucket of a dense backward was sent
         self._clip_gradients: Callable[..., None] | None = None  # the precision plugin's own
         self._resume_path: _PATH | None = None
         self._rng_state: Mapping[str, Any] | None = None
+        self._precision_state: dict[str, Any] | None = None
         self._run_id = ""
         self._shards_written: dict[str, list[str]] = {}  # by folder, the latest last
         self._num_saves = 0
@@ -129,7 +125,7 @@ class LowBandwidthStrategy(DDPStrategy):
         named_parameters = list(self.lightning_module.named_parameters())
         with failing_together():
             for optimizer in self.optimizers:
-                self._workers[id(optimizer)] = self.method.attach(optimizer, named_parameters, exchange)
+                self._workers[id(optimizer)] = self._attach(optimizer, named_parameters, exchange)
             _refuse_shared_parameters(self.optimizers)
         for optimizer in self.optimizers:
             self._step_hooks.append(optimizer.register_step_pre_hook(self._refuse_bypass))
@@ -142,13 +138,18 @@ class LowBandwidthStrategy(DDPStrategy):
                 "trains as without it. Set Trainer(devices=..., num_nodes=...) for more."
             )
 
+    def _attach(
+        self, optimizer: Optimizer, named_parameters: list[tuple[str, torch.nn.Parameter]], exchange: Exchange
+    ) -> Worker:
+        return self.method.attach(optimizer, named_parameters, exchange)
+
     def _forget_last_fit(self) -> None:
         self.ledger = TrafficLedger()
         self._workers.clear()
         self._num_backwards_exchanged.clear()
         self._num_backwards = 0
         self._own_buffers.clear()
-        self._rng_state = None
+        self._rng_state = self._precision_state = None
 
     @override
     def configure_ddp(self) -> None:
@@ -286,6 +287,9 @@ class LowBandwidthStrategy(DDPStrategy):
         """Exchange the gradients of the optimizer that steps: unscale, clip, communicate, scale."""
         optimizer, module = worker.optimizer, self.lightning_module
         assert module is not None
+        if worker.is_local:  # its own gradient, in the hands of Lightning alone
+            worker.exchange()
+            return
         if self._last_launch_s is not None:
             if self.root_device.type == "cpu":
                 self.ledger.exposed_s += time.perf_counter() - self._last_launch_s
@@ -353,7 +357,8 @@ class LowBandwidthStrategy(DDPStrategy):
             clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
         def clip_unless_done(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if self._worker_of(optimizer).reduces_in_backward:
+            worker = self._worker_of(optimizer)
+            if worker.reduces_in_backward or worker.is_local:
                 original(model, optimizer, *args, **kwargs)
 
         self._clip_gradients = original
@@ -368,70 +373,23 @@ class LowBandwidthStrategy(DDPStrategy):
     # Buffers ----------------------------------------------------------------------------------------------------
 
     def _choose_buffers(self, model: DistributedDataParallel) -> None:
-        """Let DDP broadcast all buffers in the dense phase, and in the sparse phase all but the running statistics.
-
-        Those of ResNet-50 are 213 KB per forward pass, more than its sparse gradients, and no training step reads them.
-        """
+        """Let DDP broadcast in each forward pass what the method says, instead of all buffers."""
         everything = list(model.modules_buffers)
-        statistics = {id(buffer) for buffer in self._statistics().values()}
-        others = [buffer for buffer in everything if id(buffer) not in statistics]
         will_sync_buffers = model.will_sync_module_buffers
 
         def choose_then_ask() -> bool:
-            model.modules_buffers = others if self._owns_statistics() else everything
+            model.modules_buffers = self._buffers_to_broadcast(everything)
             return will_sync_buffers()
 
         model.will_sync_module_buffers = choose_then_ask  # type: ignore[method-assign]
 
-    def _statistics(self) -> dict[str, Tensor]:
-        """Return the buffers of the layers that keep running statistics, by name."""
-        assert self.lightning_module is not None
-        return {
-            f"{name}.{key}": buffer
-            for name, layer in self.lightning_module.named_modules()
-            if isinstance(layer, _NormBase)
-            for key, buffer in layer.named_buffers(recurse=False)
-        }
-
-    def _owns_statistics(self) -> bool:
-        """Whether each rank keeps its own running statistics in the coming step."""
-        return self._broadcast_buffers is None and any(not worker.reduces_in_backward for worker in self.workers)
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self._owns_statistics():
-            self._own_buffers = {name: buffer.clone() for name, buffer in self._statistics().items()}
-            self._show_statistics_of_rank_zero()
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        for name, buffer in self._statistics().items():
-            if name in self._own_buffers:
-                buffer.copy_(self._own_buffers[name])
-        self._own_buffers = {}
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._owns_statistics():
-            self._show_statistics_of_rank_zero()
+    def _buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        """Return the buffers that rank 0 sends to all before the coming forward pass."""
+        return everything
 
     def _buffers(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
         return dict(self.lightning_module.named_buffers())
-
-    def _show_statistics_of_rank_zero(self) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._statistics().values():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(flat, src=0)
-            self.ledger.record(flat.nbytes)
-            for buffer, shown in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(shown.view(buffer.shape))
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -449,6 +407,7 @@ class LowBandwidthStrategy(DDPStrategy):
                 "save_id": metadata["save_id"],
                 "workers": [worker.state_dict() for worker in self.workers],
                 "rng": shards.rng_state(self.root_device),
+                "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
                 "buffers": {
                     name: self._own_buffers.get(name, buffer).cpu().clone() for name, buffer in self._buffers().items()
                 },
@@ -507,14 +466,14 @@ class LowBandwidthStrategy(DDPStrategy):
                     states = (load(rank)[0]["workers"][number] for rank in range(metadata["num_ranks"]))
                     worker.load_state_dict(self.method.merge_states(states))
         if same_ranks:
-            self._rng_state = shard["rng"]
+            self._rng_state, self._precision_state = shard["rng"], shard.get("precision")
             for name, buffer in self._buffers().items():
                 if name in shard["buffers"] and buffer.shape == shard["buffers"][name].shape:
                     buffer.copy_(shard["buffers"][name])
         else:
             rank_zero_info(
                 f"The checkpoint was written by {metadata['num_ranks']} ranks, {self.world_size} go on: each starts "
-                "with the mean of what they had not sent."
+                "with the mean of what these had of their own."
             )
 
     @override
@@ -522,7 +481,9 @@ class LowBandwidthStrategy(DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._rng_state is not None:  # only now: what Lightning does before the first batch draws numbers too
             shards.set_rng_state(self._rng_state, self.root_device)
-            self._rng_state = None
+            if self._precision_state:
+                self.precision_plugin.load_state_dict(self._precision_state)
+            self._rng_state = self._precision_state = None
 
 
 def _check_keywords(strategy: type, kwargs: Mapping[str, Any]) -> None:

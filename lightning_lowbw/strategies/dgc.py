@@ -6,8 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
 from lightning_lowbw.methods.dgc import DGC
@@ -31,6 +35,9 @@ class DGCStrategy(LowBandwidthStrategy):
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
         value_dtype: "float32", "bfloat16" or "float16", for the values on the wire.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+            `broadcast_buffers` left out: as DDP in the dense phase; in the sparse phase the running statistics of
+            batch norm stay with each rank, and those of rank 0 are shown when somebody looks (validation, end of
+            fit). True: all buffers in every forward pass. False: never.
 
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.
@@ -68,6 +75,7 @@ class DGCStrategy(LowBandwidthStrategy):
             value_dtype=value_dtype,
         )
         super().__init__(method, **kwargs)
+        self._broadcast_buffers = kwargs.get("broadcast_buffers")
 
     @override
     def on_train_start(self) -> None:
@@ -81,3 +89,62 @@ class DGCStrategy(LowBandwidthStrategy):
                     f"rampup_begin_step={self.method.rampup_begin_step}: nothing will be compressed. Let it begin "
                     "earlier, or train longer."
                 )
+
+    # The running statistics of batch norm -----------------------------------------------------------------------
+
+    @override
+    def _buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        """Return all buffers in the dense phase, and in the sparse phase all but the running statistics.
+
+        Those of ResNet-50 are 213 KB per forward pass, more than its sparse gradients, and no training step reads them.
+        """
+        if not self._owns_statistics():
+            return everything
+        statistics = {id(buffer) for buffer in self._statistics().values()}
+        return [buffer for buffer in everything if id(buffer) not in statistics]
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Return the buffers of the layers that keep running statistics, by name."""
+        assert self.lightning_module is not None
+        return {
+            f"{name}.{key}": buffer
+            for name, layer in self.lightning_module.named_modules()
+            if isinstance(layer, _NormBase)
+            for key, buffer in layer.named_buffers(recurse=False)
+        }
+
+    def _owns_statistics(self) -> bool:
+        """Whether each rank keeps its own running statistics in the coming step."""
+        return self._broadcast_buffers is None and any(not worker.reduces_in_backward for worker in self.workers)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._owns_statistics():
+            self._own_buffers = {name: buffer.clone() for name, buffer in self._statistics().items()}
+            self._show_statistics_of_rank_zero()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        for name, buffer in self._statistics().items():
+            if name in self._own_buffers:
+                buffer.copy_(self._own_buffers[name])
+        self._own_buffers = {}
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._owns_statistics():
+            self._show_statistics_of_rank_zero()
+
+    def _show_statistics_of_rank_zero(self) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._statistics().values():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, src=0)
+            self.ledger.record(flat.nbytes)
+            for buffer, shown in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(shown.view(buffer.shape))

@@ -1,0 +1,55 @@
+"""Average the weights now and then instead of the gradients in every step.
+
+Run it:  python examples/digits_local_sgd.py
+         python examples/digits_local_sgd.py --strategy adaptive_local_sgd     k follows the learning rate and the loss
+         python examples/digits_local_sgd.py --strategy post_local_sgd         local from the first drop of the rate on
+         python examples/digits_local_sgd.py --strategy diloco --k-steps 20    with an outer optimizer
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+import lightning_lowbw as lowbw  # registers the strategies
+from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+
+
+class Averages(Callback):
+    """Say what the averages were like."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (worker,) = trainer.strategy.workers
+        if trainer.is_global_zero:
+            print(f"{trainer.global_step} steps, {worker.num_averages} averages, k = {worker.k_steps} at the end")
+            print(f"distance from the consensus before the last one: {float(worker.consensus_distance or 0):.4f}")
+
+
+def main() -> None:
+    has_gpus = torch.cuda.device_count() > 1
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="local_sgd")
+    parser.add_argument("--k-steps", type=int)
+    parser.add_argument("--devices", type=int, default=torch.cuda.device_count() if has_gpus else 2)
+    parser.add_argument("--max-epochs", type=int, default=15)
+    arguments = parser.parse_args()
+
+    seed_everything(1, workers=True)
+    trainer = Trainer(
+        accelerator="gpu" if has_gpus else "cpu",
+        devices=arguments.devices,
+        strategy=arguments.strategy,
+        callbacks=[lowbw.AveragingSchedule(k_steps=arguments.k_steps), Averages()],
+        max_epochs=arguments.max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model, data = DigitsClassifier(), DigitsData()
+    trainer.fit(model, datamodule=data)  # validation sees the consensus, and so does what comes after
+    trainer.test(model, datamodule=data)
+
+
+if __name__ == "__main__":
+    main()

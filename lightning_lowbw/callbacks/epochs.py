@@ -1,0 +1,32 @@
+"""Epochs in optimizer steps, which only the Trainer knows."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_lowbw.errors import ConfigurationError
+
+
+def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
+    """Return the optimizer steps of an epoch.
+
+    Args:
+        trainer: in a fit.
+        pl_module: the one that is fitted.
+        alternative: what to write to say it in steps, for the message.
+
+    Raises:
+        ConfigurationError: the number cannot be known.
+    """
+    in_steps = f"Give it in steps: {alternative}."
+    if not pl_module.automatic_optimization:
+        raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, as Lightning's own code reads it
+    if any(isinstance(each, GradientAccumulationScheduler) and len(each.scheduling) > 1 for each in callbacks):
+        raise ConfigurationError(f"With GradientAccumulationScheduler the steps per epoch change. {in_steps}")
+    if not math.isfinite(trainer.num_training_batches):
+        raise ConfigurationError(f"The training data has no length. {in_steps}")
+    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

@@ -1,0 +1,154 @@
+"""The mean of tensors over ranks: fused into flat buckets, in float32 or wider, blocking or in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.volume import all_reduce_bytes
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor is summed: float32, or float64 for itself; complex numbers as two of these."""
+    return torch.promote_types(torch.view_as_real(tensor).dtype if tensor.is_complex() else tensor.dtype, torch.float32)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real, with a last dimension of 2; any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    members: list[int]  # indices into the tensors
+    message: Tensor
+    work: dist.Work
+
+
+class MeanInFlight:
+    """A mean over ranks that has been begun.
+
+    Wire:
+        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the tail rides in the first one.
+
+    Collective: all ranks, with tensors of the same shapes and dtypes in the same order; the constructor returns at
+    once, `wait` blocks.
+
+    Args:
+        tensors: any floating or complex dtypes and layouts; read, not written. Copied now.
+        tail: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
+        weight: of this rank; the weights of all ranks add up to 1 (or, see `wait`, to what the tail says).
+        exchange: the process group and its ledger.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], tail: Tensor, weight: float, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._shapes = [as_real(tensor).shape for tensor in tensors]
+        self._num_extra = tail.numel()
+        self._buckets: list[_Bucket] = []
+        for members in _fill_buckets(tensors):
+            parts = [as_real(tensors[index].detach()).reshape(-1) for index in members]
+            dtype = wide_dtype(tensors[members[0]]) if members else torch.float32
+            extra = 0 if self._buckets else tail.numel()
+            message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=tail.device)
+            offset = 0
+            for part in parts:
+                message[offset : offset + part.numel()] = part
+                offset += part.numel()
+            message[:offset].mul_(weight)  # in the wide dtype
+            if extra:
+                message[offset:] = tail
+            work = dist.all_reduce(message, group=exchange.group, async_op=True)
+            exchange.ledger.record(all_reduce_bytes(message.nbytes, exchange.num_ranks))
+            assert work is not None
+            self._buckets.append(_Bucket(members, message, work))
+
+    def wait(self) -> tuple[list[Tensor], Tensor]:
+        """Wait for it (on CUDA the stream does).
+
+        Returns:
+            The weighted sums, in the shapes of the tensors (of their real views), `wide_dtype`, new memory; and the
+            sum of the tails, float32.
+        """
+        device = self._buckets[0].message.device
+        with self._exchange.ledger.waiting(device):
+            for bucket in self._buckets:
+                bucket.work.wait()
+        means: list[Tensor] = [torch.empty(0)] * len(self._shapes)
+        for bucket in self._buckets:
+            offset = 0
+            for index in bucket.members:
+                numel = self._shapes[index].numel()
+                means[index] = bucket.message[offset : offset + numel].view(self._shapes[index])
+                offset += numel
+        return means, self._buckets[0].message[-self._num_extra :].to(torch.float32)
+
+
+def _fill_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return indices by bucket: one dtype each, in order of appearance; at least one bucket, for the tail."""
+    full: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        dtype = wide_dtype(tensor)
+        members, nbytes = filling.get(dtype, ([], 0))
+        if not members:
+            full.append(members)
+        members.append(index)
+        nbytes += as_real(tensor).numel() * dtype.itemsize
+        filling[dtype] = ([], 0) if nbytes >= BUCKET_BYTES else (members, nbytes)
+    return full or [[]]
+
+
+class NarrowMean:
+    """The mean of flat vectors over ranks, sent in a half type with error feedback; sums are in float32.
+
+    Each rank sends every other one that one's part of its vector, the owners average their parts and send the means
+    to all. What the rounding takes away, of the vector and of the mean, is added the next time.
+
+    Wire:
+        2 (W - 1) / W elements of `value_dtype` per element, half of the float32 all-reduce.
+
+    Args:
+        numel: elements of the vectors.
+        value_dtype: bfloat16 or float16.
+        exchange: the process group and its ledger.
+        device: of the vectors.
+    """
+
+    def __init__(self, numel: int, value_dtype: torch.dtype, exchange: Exchange, device: torch.device) -> None:
+        self.value_dtype = value_dtype
+        self._exchange = exchange
+        self._part = -(-numel // exchange.num_ranks)
+        self.vector_error = torch.zeros(numel, device=device)
+        self.mean_error = torch.zeros(self._part, device=device)
+
+    def reduce(self, vector: Tensor) -> Tensor:
+        """Return the mean of the ranks' vectors, with the same bits on all of them: float32, shape (numel,).
+
+        In place:
+            The errors.
+
+        Collective: all ranks, blocking; one all-to-all, one all-gather.
+        """
+        num_ranks, numel = self._exchange.num_ranks, vector.numel()
+        wanted = self.vector_error.add_(vector)
+        narrow = torch.zeros(num_ranks * self._part, dtype=self.value_dtype, device=vector.device)
+        narrow[:numel] = self._clamped(wanted)
+        wanted.sub_(narrow[:numel])
+        received = self._exchange.all_to_all(narrow.view(torch.uint8)).view(self.value_dtype)
+        mean = self.mean_error.add_(received.view(num_ranks, self._part).float().mean(0))
+        narrow_mean = self._clamped(mean)
+        mean.sub_(narrow_mean)
+        gathered = self._exchange.all_gather(narrow_mean.view(torch.uint8)).view(-1).view(self.value_dtype)
+        return gathered[:numel].float()
+
+    def _clamped(self, values: Tensor) -> Tensor:
+        limit = torch.finfo(self.value_dtype).max
+        return values.clamp(-limit, limit).to(self.value_dtype)

@@ -1,0 +1,847 @@
+"""Local SGD: every rank steps on its own gradient, and the parameters are averaged now and then.
+
+Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
+mini-batches, use local SGD", arXiv 1808.07217 (post-local); adaptive periods and outer optimizers as in `core`.
+
+Steps 1 to `begin_step` are synchronous: gradients are all-reduced. After it each rank i steps alone, and after every k
+steps, counted from there,
+
+    x_i = mean over ranks of x_i          (or what the outer optimizer makes of it)
+
+for parameters and floating buffers. Batch norm's running variance gets the variance between the ranks' means, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+
+from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, as_real, wide_dtype
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
+from lightning_lowbw.core.codec import VALUE_DTYPES
+from lightning_lowbw.core.outer import OuterName, OuterOptimizer
+from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+
+InnerMomentum = Literal["local", "average", "reset"]
+LOSS_DECAY = 0.9  # of the running mean of the loss since the last average
+MARK_MODULUS = 1 << 10
+# What rides with the average: numbers that are summed over the ranks, then a fault and a mark of each rank.
+WEIGHT, NUM_LOSSES, LOSS, LR, STOP, FINISHED, OVER = range(7)
+NUM_SUMS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD:
+    """Local SGD, as a value.
+
+    Args:
+        k_steps: local steps between two averages; for the adaptive rules the first k. 1 is DDP.
+        begin_step: synchronous steps before the first local one, as in `PeriodSchedule`.
+        rule: "fixed", "fleet", "adacomm" or "qsr", as in `PeriodSchedule`.
+        max_k_steps: the largest k of the adaptive rules.
+        qsr_alpha: for "qsr".
+        outer: "none", "slowmo" or "nesterov" (DiLoCo), as in `OuterOptimizer`.
+        outer_lr: of the outer optimizer.
+        outer_momentum: of the outer optimizer.
+        inner_momentum: what an average does with the inner optimizer's momentum: leaves it "local", takes the
+            "average" (of Adam's second moment, too; SGD, Adam and AdamW), or does a "reset" of the first moment to 0.
+        delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
+            with the progress made meanwhile kept. 0 waits for it. Less than k_steps.
+        value_dtype: "float32", or "bfloat16" or "float16": what is sent of the parameters is then their change since
+            the last average, with error feedback.
+
+    Raises:
+        ConfigurationError: a value is out of range, or two do not go together.
+    """
+
+    k_steps: int = 8
+    begin_step: int | float | str = 1
+    rule: Rule = "fixed"
+    max_k_steps: int = 16
+    qsr_alpha: float = 0.01
+    outer: OuterName = "none"
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    inner_momentum: InnerMomentum = "local"
+    delay_steps: int = 0
+    value_dtype: str = "float32"
+    schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
+    outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        schedule = PeriodSchedule(self.k_steps, self.begin_step, self.rule, self.max_k_steps, self.qsr_alpha)
+        object.__setattr__(self, "schedule", schedule)
+        outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
+        object.__setattr__(self, "outer_optimizer", outer_optimizer)
+        for name, allowed in (("inner_momentum", get_args(InnerMomentum)), ("value_dtype", VALUE_DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
+        delay = self.delay_steps
+        if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < max(self.k_steps, 1):
+            raise ConfigurationError(
+                f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1."
+            )
+        if delay and (self.value_dtype != "float32" or self.inner_momentum != "local"):
+            raise ConfigurationError(
+                "delay_steps > 0 does not go together with value_dtype or inner_momentum: leave one of them out."
+            )
+
+    def describe(self) -> dict[str, object]:
+        """Return the configuration as plain values."""
+        values = asdict(self)
+        del values["schedule"], values["outer_optimizer"]
+        return {"method": "local_sgd", **values}
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        exchange: Exchange | None = None,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> LocalSGDWorker:
+        """Return this rank's worker for an optimizer.
+
+        Args:
+            optimizer: any torch optimizer but LBFGS.
+            named_parameters: of the whole model; names key the state.
+            exchange: the process group; by default the world.
+            named_buffers: to be averaged with this optimizer's parameters; a batch norm's ``X.running_var`` belongs
+                to its ``X.running_mean``.
+
+        Raises:
+            ConfigurationError: the optimizer cannot be used.
+        """
+        return LocalSGDWorker(self, optimizer, named_parameters, exchange or Exchange(), named_buffers or {})
+
+    def merge_states(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state every rank of another world size starts with: no weights of its own, the mean momentum."""
+        merged: dict[str, Any] = {}
+        totals: dict[tuple[Any, str], Tensor] = {}
+        counts: dict[tuple[Any, str], int] = {}
+        for state in states:
+            if not merged:
+                merged = {**state, "own": {}, "buffers": {}, "flight": None, "steps_since_average": 0, "moved": []}
+                merged["narrow"] = None  # what had been rounded away belonged to parts of the old world
+            for index, entry in state["optimizer"]["state"].items():
+                for name, value in entry.items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+                        totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
+                        counts[index, name] = counts.get((index, name), 0) + 1
+        optimizer_state = merged["optimizer"]["state"]
+        for (index, name), total in totals.items():
+            entry = optimizer_state.setdefault(index, {})
+            dtype = entry[name].dtype if isinstance(entry.get(name), Tensor) else total.dtype
+            entry[name] = (total / counts[index, name]).to(dtype)
+        return merged
+
+
+class LocalSGDWorker:
+    """One rank's side of local SGD for one optimizer; it has a counter of its own.
+
+    In a plain loop, after the backward pass::
+
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+
+    Attributes:
+        method: the configuration; may be replaced between steps, on all ranks alike.
+        step: optimizer steps completed (a step that a GradScaler skips counts: skipped on one rank only, it must not
+            bring the ranks out of step).
+        steps_since_average: local steps since the last average was begun.
+        num_averages: averages done.
+        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average; a scalar tensor, None before it.
+        stop_requested: to be set on any rank, to ask all to stop.
+        stop_agreed: whether a rank has asked for it, as told by the last average; equal on all ranks.
+        num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
+        weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
+        num_finished: ranks that are out of data, as told by the last average.
+        is_over: whether a rank has come to the end of the training, as told by the last average.
+    """
+
+    def __init__(
+        self,
+        method: LocalSGD,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        exchange: Exchange,
+        named_buffers: Mapping[str, Tensor],
+    ) -> None:
+        self.method = method
+        self.optimizer = optimizer
+        self.step = 0
+        self.steps_since_average = 0
+        self.num_averages = 0
+        self.consensus_distance: Tensor | None = None
+        self.stop_requested = self.stop_agreed = False
+        self.num_samples = 0.0
+        self.weighs_samples = False
+        self.num_finished = 0
+        self.is_over = False
+        self._exchange = exchange
+        self._names = {parameter: name for name, parameter in named_parameters}
+        self._buffers = {name: b for name, b in named_buffers.items() if b.is_floating_point() or b.is_complex()}
+        self._counts = [b for b in named_buffers.values() if not (b.is_floating_point() or b.is_complex())]
+        self._local_since: int | None = None  # the step from which on it is local, once that has come
+        self._period: Period | None = None
+        self._highest_lr = 0.0
+        self._step_loss: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._loss_weight = 0.0
+        self._moved: dict[Parameter, None] = {}  # trained since the last average, in order
+        self._start: dict[Parameter, Tensor] = {}  # the last consensus, where something needs it
+        self._velocity: dict[Parameter, Tensor] = {}  # of the outer optimizer
+        self._buffer_start: dict[str, Tensor] = {}
+        self._narrow: NarrowMean | None = None
+        self._flight: _Flight | None = None
+        self._own: list[Tensor] | None = None  # this rank's tensors, while the consensus is shown
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError("LBFGS evaluates its closure several times per step: use strategy='ddp'.")
+        if method.inner_momentum != "local":
+            self._moment_names()
+
+    # What the strategies ask ------------------------------------------------------------------------------------
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the coming step communicates nothing before the optimizer has stepped."""
+        return (
+            self._exchange.num_ranks > 1
+            and not self.method.schedule.is_always_synchronous
+            and self._begin is not None
+            and self.step >= self._begin
+        )
+
+    @property
+    def _begin(self) -> int | None:
+        begin = self.method.begin_step
+        return self._local_since if self._local_since is not None else begin if isinstance(begin, int) else None
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
+        return not self.is_local
+
+    @property
+    def clip_factor(self) -> float:
+        """1: a rank clips the gradient it steps with."""
+        return 1.0
+
+    @property
+    def k_steps(self) -> int:
+        """The period in use; 1 while synchronous."""
+        if not self.is_local:
+            return 1
+        return (self._period or self.method.schedule.first()).k if self.method.rule != "fixed" else self.method.k_steps
+
+    @property
+    def is_consensus(self) -> bool:
+        """Whether the parameters are the same on all ranks; known without asking them."""
+        return self.steps_since_average == 0 and self._flight is None
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return what is worth logging; nothing is communicated."""
+        shown: dict[str, float | Tensor] = {
+            "k_steps": float(self.k_steps),
+            "averages": float(self.num_averages),
+        }
+        if self.consensus_distance is not None:
+            shown["consensus_distance"] = self.consensus_distance
+        return shown
+
+    def check_schedule(self) -> None:
+        """Check that it is known when the local phase begins.
+
+        Raises:
+            ConfigurationError: on all ranks; a fraction of the run, and nobody has said how long that is.
+        """
+        if isinstance(self.method.begin_step, float):
+            raise ConfigurationError(
+                f"begin_step={self.method.begin_step}: how many steps the run has is not known here; give a number "
+                "of steps."
+            )
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Add to the loss of the coming step, for the adaptive rules; a scalar, any device. Waits for nothing."""
+        if self.method.rule in ("fleet", "adacomm"):
+            loss = loss.detach().float()
+            self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+
+    # One step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        *,
+        clip: Callable[[], None] | None = None,
+        reduced: Collection[Parameter] = (),
+        skip_nonfinite: bool = False,
+        num_backwards: int = 0,
+    ) -> bool:
+        """Make the gradients of a synchronous step the mean over ranks; a local step communicates nothing.
+
+        In place:
+            `.grad` of the optimizer's parameters that are not in `reduced`.
+
+        Collective: all ranks, in synchronous steps; one all-reduce, blocking.
+
+        Args:
+            clip: unused; a synchronous step is clipped after the exchange, a local one by its owner.
+            reduced: parameters whose `.grad` is the mean over ranks already (by DDP).
+            skip_nonfinite: unused; what is not finite is all-reduced as DDP does.
+            num_backwards: unused.
+
+        Returns:
+            True.
+        """
+        if self._exchange.num_ranks == 1:
+            return True
+        if self.is_local:
+            self.begin_local()
+            return True
+        num_ranks = self._exchange.num_ranks
+        mine = [p for p in self._parameters() if p.requires_grad and p not in reduced]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
+        lr = self._lr()
+        has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
+        self._highest_lr = max(lr, self._highest_lr)
+        used = [float(p.grad is not None) for p in mine]
+        tail = torch.tensor([float(self.stop_requested), float(has_decayed), *used], device=self._device())
+        means, tail = MeanInFlight(gradients, tail, 1.0 / num_ranks, self._exchange).wait()
+        for parameter, mean, num_used in zip(mine, means, tail[2:].tolist(), strict=True):
+            if num_used:
+                parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+                as_real(parameter.grad).copy_(mean)
+        self._exchange.ledger.dense_bytes += all_reduce_bytes(sum(p.nbytes for p in mine), num_ranks)
+        num_stop, num_decayed = tail[:2].tolist()
+        self.stop_agreed = num_stop > 0
+        if num_decayed and self.method.begin_step == FIRST_LR_DECAY and self._begin is None:
+            self._local_since = self.step + 1  # this step's gradients are the mean already
+        return True
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Enclose `exchange` and the optimizer's own step; at its end the replicas are averaged, if it is time.
+
+        Collective: all ranks, after every k-th local step.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing was averaged.
+            DisagreementError: on all ranks; they are at different steps.
+            ConfigurationError: on all ranks; an adaptive rule has seen no loss.
+        """
+        yield
+        self._after_step()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        was_local = self.is_local
+        self.step += 1
+        self._exchange.ledger.steps += 1
+        if self._exchange.num_ranks == 1:
+            return
+        if self._step_loss is not None:
+            self._loss = self._step_loss if self._loss is None else LOSS_DECAY * self._loss + self._step_loss
+            self._loss_weight = LOSS_DECAY * self._loss_weight + 1.0
+            self._step_loss = None
+        if not was_local:
+            if self.is_local:
+                self._loss, self._loss_weight = None, 0.0
+            self.begin_local()
+            return
+        trained = [p for p in self._parameters() if p.requires_grad]
+        self._moved.update(dict.fromkeys(trained))
+        nbytes = sum(p.nbytes for p in trained)
+        self._exchange.ledger.dense_bytes += all_reduce_bytes(nbytes, self._exchange.num_ranks)
+        self.steps_since_average += 1
+        if self._flight is not None and self.steps_since_average == self.method.delay_steps:
+            self._land()
+        if self.steps_since_average >= max(self.k_steps, self.method.delay_steps + 1):
+            self.average()
+
+    @torch.no_grad()
+    def begin_local(self) -> None:
+        """Agree on what the differences to come are measured from, if the coming step is local.
+
+        Collective: all ranks, the first time; a broadcast of the floating buffers. `exchange` does it where nobody
+        has.
+        """
+        if not self.is_local:
+            return
+        self._local_since = self._begin
+        if self._needs_start:
+            for parameter in self._parameters():
+                if parameter not in self._start:
+                    self._start[parameter] = _wide(parameter)
+        if self._buffers and not self._buffer_start:
+            for name, buffer in self._buffers.items():
+                self._buffer_start[name] = _wide(buffer)
+            for start in self._buffer_start.values():
+                dist.broadcast(
+                    start,
+                    src=dist.get_global_rank(self._exchange.group or dist.group.WORLD, 0),
+                    group=self._exchange.group,
+                )
+                self._exchange.ledger.record(start.nbytes)
+
+    # Averaging --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average(self, *, finished: bool = False, over: bool = False) -> None:
+        """Average the replicas now: begin it, and without `delay_steps` wait for it.
+
+        Collective: all ranks.
+
+        Wire:
+            The parameters trained since the last average and the floating buffers, in float32 (or wider, or
+            `value_dtype`), with 7 numbers and 2 per rank; integer buffers apart.
+
+        Args:
+            finished: this rank is out of data.
+            over: this rank is at the end of the training.
+
+        Raises:
+            NonFiniteGradientError, DisagreementError, ConfigurationError: as `stepping`.
+        """
+        self._flight = self._take_off(finished, over)
+        self.steps_since_average = 0
+        self._moved.clear()
+        self._loss, self._loss_weight, self.num_samples = None, 0.0, 0.0
+        if not self.method.delay_steps:
+            self._land()
+
+    def _take_off(self, finished: bool, over: bool) -> _Flight:
+        num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
+        weight = self.num_samples if self.weighs_samples else 1.0 / num_ranks
+        parameters = [*self._moved]
+        tail = torch.zeros(NUM_SUMS + 2 * num_ranks, device=self._device())
+        if self._loss is not None:
+            loss = self._loss / self._loss_weight
+            is_positive = torch.isfinite(loss) & (loss > 0)
+            tail[NUM_LOSSES] = 1.0
+            tail[LOSS] = torch.where(is_positive, loss, float("inf"))
+        tail[WEIGHT], tail[LR], tail[STOP] = weight, self._lr(), float(self.stop_requested)
+        tail[FINISHED], tail[OVER] = float(finished), float(over)
+        tail[NUM_SUMS + rank] = self._first_fault(parameters)
+        tail[NUM_SUMS + num_ranks + rank] = 1 + (0 if self.weighs_samples else self.step) % MARK_MODULUS
+        moments = self._moments(parameters) if self.method.inner_momentum == "average" else []
+        sources = [*moments, *self._buffer_changes()]
+        is_narrow = self.method.value_dtype != "float32"
+        if not is_narrow:
+            sources = [*parameters, *sources]
+        return _Flight(
+            parameters,
+            MeanInFlight(sources, tail, weight, self._exchange),
+            moments,
+            [_wide(p) for p in parameters] if self.method.delay_steps else None,
+            {name: _wide(b) for name, b in self._buffers.items()} if self.method.delay_steps else {},
+            self.steps_since_average,
+        )
+
+    def _land(self) -> None:
+        flight = self._flight
+        assert flight is not None
+        self._flight = None
+        means, tail = flight.mean.wait()
+        self._land_means(flight, means, tail.tolist())
+
+    def _land_means(self, flight: _Flight, means: list[Tensor], tail: list[float]) -> None:
+        num_ranks = self._exchange.num_ranks
+        self._read_tail(tail, flight.parameters)
+        if self.weighs_samples:
+            if not tail[WEIGHT]:  # nobody has trained since the last average
+                return
+            for mean in means:
+                mean.div_(tail[WEIGHT])
+        lr = tail[LR] / num_ranks
+        if self.method.value_dtype != "float32":
+            means = [*self._narrow_means(flight.parameters), *means]
+        num_parameters, num_moments = len(flight.parameters), len(flight.moments)
+        self._apply_parameters(flight, means[:num_parameters], lr)
+        for moment, mean in zip(flight.moments, means[num_parameters : num_parameters + num_moments], strict=True):
+            as_real(moment).copy_(mean)
+        if self.method.inner_momentum == "reset":
+            for moment in self._moments(flight.parameters):
+                moment.zero_()
+        self._apply_buffers(flight, means[num_parameters + num_moments :])
+        self._agree_counts()
+        if self.method.rule != "fixed":
+            if self.method.rule != "qsr" and tail[NUM_LOSSES] < num_ranks and not self.weighs_samples:
+                raise ConfigurationError(
+                    f"rule={self.method.rule!r} chooses k by the training loss, and there was none: return it from "
+                    "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
+                )
+            loss = tail[LOSS] / max(tail[NUM_LOSSES], 1.0)
+            self._period = self.method.schedule.next(self._period or self.method.schedule.first(), lr, loss)
+        self.num_averages += 1
+
+    def _read_tail(self, tail: list[float], parameters: list[Parameter]) -> None:
+        num_ranks = self._exchange.num_ranks
+        self.stop_agreed, self.is_over = tail[STOP] > 0, tail[OVER] > 0
+        self.num_finished = round(tail[FINISHED])
+        faults, marks = tail[NUM_SUMS : NUM_SUMS + num_ranks], tail[NUM_SUMS + num_ranks :]
+        if len(set(marks)) > 1:
+            raise DisagreementError(
+                f"The ranks average after different steps: their counts are, modulo {MARK_MODULUS}, "
+                f"{', '.join(f'{mark - 1:.0f} on rank {rank}' for rank, mark in enumerate(marks))}. Each rank must "
+                "take the same optimizer steps."
+            )
+        for rank, fault in enumerate(faults):
+            if fault:
+                name = self._name(parameters[round(fault) - 1])
+                raise NonFiniteGradientError(
+                    f"The local steps of rank {rank} up to step {self.step} left parameter {name!r} infinite or NaN. "
+                    "Nothing was averaged. Lower the learning rate, or clip gradients."
+                )
+
+    def _first_fault(self, parameters: list[Parameter]) -> Tensor:
+        """Return the number, from 1, of the first parameter that is not finite; 0 where all are; on the device."""
+        fault = torch.zeros((), device=self._device())
+        for number, parameter in reversed(list(enumerate(parameters, start=1))):
+            if parameter.numel():
+                extremes = torch.stack(as_real(parameter.detach()).aminmax())
+                fault = torch.where(torch.isfinite(extremes).all(), fault, float(number))
+        return fault
+
+    def _apply_parameters(self, flight: _Flight, means: list[Tensor], lr: float) -> None:
+        distance = torch.zeros((), dtype=torch.float64, device=self._device())
+        norm = torch.zeros_like(distance)
+        for index, (parameter, mean) in enumerate(zip(flight.parameters, means, strict=True)):
+            own = as_real(parameter.detach()) if flight.snapshots is None else flight.snapshots[index]
+            distance += torch.linalg.vector_norm(own - mean).double() ** 2
+            norm += torch.linalg.vector_norm(mean).double() ** 2
+            if self._needs_start:
+                start = self._start[parameter]
+                if self.method.outer != "none":
+                    velocity = self._velocity.setdefault(parameter, torch.zeros_like(start))
+                    self.method.outer_optimizer.step_(mean, start, velocity, lr)
+                start.copy_(mean)
+            if flight.snapshots is None:
+                as_real(parameter).copy_(mean)
+            else:
+                as_real(parameter).add_((mean - own).to(own.dtype))
+        self.consensus_distance = (distance / norm).sqrt().float() if flight.parameters else None
+
+    @property
+    def _needs_start(self) -> bool:
+        return self.method.outer != "none" or self.method.value_dtype != "float32"
+
+    def _narrow_means(self, parameters: list[Parameter]) -> list[Tensor]:
+        """Return the mean of the parameters, of which only the changes are sent, in a half type."""
+        everything = [p for p in self._parameters() if as_real(p).dtype != torch.float64]
+        numel = sum(as_real(p).numel() for p in everything)
+        if self._narrow is None:
+            dtype = getattr(torch, self.method.value_dtype)
+            self._narrow = NarrowMean(numel, dtype, self._exchange, self._device())
+        if self._narrow.vector_error.numel() != numel or len(everything) < len(self._parameters()):
+            raise ConfigurationError(
+                f"value_dtype={self.method.value_dtype!r} needs a fixed set of parameters, none of them float64; "
+                "leave it out where param groups are added during the training."
+            )
+        change = torch.cat([(as_real(p.detach()) - self._start[p]).float().reshape(-1) for p in everything])
+        mean = self._narrow.reduce(change)
+        sizes = [as_real(p).numel() for p in everything]
+        means = {
+            p: self._start[p] + part.view(as_real(p).shape)
+            for p, part in zip(everything, mean.split(sizes), strict=True)
+        }
+        return [means[p] for p in parameters]
+
+    # Momentum of the inner optimizer ----------------------------------------------------------------------------
+
+    def _moment_names(self) -> tuple[str, ...]:
+        if isinstance(self.optimizer, SGD):
+            return ("momentum_buffer",)
+        if isinstance(self.optimizer, (Adam, AdamW)):
+            return ("exp_avg",) if self.method.inner_momentum == "reset" else ("exp_avg", "exp_avg_sq")
+        raise ConfigurationError(
+            f"inner_momentum={self.method.inner_momentum!r} knows SGD, Adam and AdamW, not "
+            f"{type(self.optimizer).__name__}: leave it 'local'."
+        )
+
+    def _moments(self, parameters: list[Parameter]) -> list[Tensor]:
+        """Return the optimizer's moments in a fixed order; zeros, to be forgotten, for those it does not have yet."""
+        return [
+            moment if isinstance(moment := self.optimizer.state[p].get(name), Tensor) else torch.zeros_like(p)
+            for p in parameters
+            for name in self._moment_names()
+        ]
+
+    # Buffers ----------------------------------------------------------------------------------------------------
+
+    def _buffer_changes(self) -> list[Tensor]:
+        """Return the change of each floating buffer since the last average.
+
+        Of a running variance ``var + (mean - start of mean)^2``, of which the mean over ranks holds the variance
+        between them; what has not changed adds exactly 0, also where it is infinite.
+        """
+        changes = []
+        for name, buffer in self._buffers.items():
+            change = _difference(_wide(buffer), self._buffer_start[name])
+            of_mean = self._mean_of(name)
+            if of_mean is not None:
+                change = change + _difference(_wide(self._buffers[of_mean]), self._buffer_start[of_mean]) ** 2
+            changes.append(change)
+        return changes
+
+    def _apply_buffers(self, flight: _Flight, mean_changes: list[Tensor]) -> None:
+        by_name = dict(zip(self._buffers, mean_changes, strict=True))
+        for name, buffer in self._buffers.items():
+            change, of_mean = by_name[name], self._mean_of(name)
+            if of_mean is not None:
+                change = change - by_name[of_mean] ** 2
+            start = self._buffer_start[name]
+            target = start + change
+            if flight.buffer_snapshots:
+                target_here = _wide(buffer) + _difference(target, flight.buffer_snapshots[name])
+                as_real(buffer).copy_(target_here.clamp_min(0) if of_mean is not None else target_here)
+            else:
+                as_real(buffer).copy_(target)
+            start.copy_(target)
+
+    def _mean_of(self, name: str) -> str | None:
+        """Return the name of the running mean that a running variance belongs to; None for other buffers."""
+        other = name.removesuffix("running_var") + "running_mean"
+        return other if name.endswith("running_var") and other in self._buffers else None
+
+    def _agree_counts(self) -> None:
+        """Take the largest of integer buffers, such as the number of batches a batch norm has seen."""
+        if not self._counts:
+            return
+        flat = torch.cat([count.reshape(-1).to(torch.int64) for count in self._counts])
+        self._exchange.all_reduce_(flat, dist.ReduceOp.MAX)
+        for count, largest in zip(self._counts, flat.split([count.numel() for count in self._counts]), strict=True):
+            count.copy_(largest.view(count.shape))
+
+    # Looking at the consensus -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show_consensus(self) -> None:
+        """Put the mean of the replicas into the model, until `hide_consensus`. The training does not notice.
+
+        Collective: all ranks, unless they are equal already; blocking.
+        """
+        if self.is_consensus or self._own is not None:
+            return
+        tensors = self._all_tensors()
+        self._own = [tensor.detach().clone() for tensor in tensors]
+        in_flight = [] if self._flight is None else self._flight.parameters
+        parameters = list(dict.fromkeys([*in_flight, *self._moved]))
+        weight = 1.0 / self._exchange.num_ranks
+        tail = torch.zeros(1, device=self._device())
+        means, _ = MeanInFlight([*parameters, *self._buffer_changes()], tail, weight, self._exchange).wait()
+        for parameter, mean in zip(parameters, means[: len(parameters)], strict=True):
+            as_real(parameter).copy_(mean)
+        kept = {name: start.clone() for name, start in self._buffer_start.items()}
+        self._apply_buffers(_NO_FLIGHT, means[len(parameters) :])
+        self._buffer_start = kept
+        self._agree_counts()
+
+    @torch.no_grad()
+    def hide_consensus(self) -> None:
+        """Put this rank's own parameters and buffers back."""
+        if self._own is not None:
+            for tensor, own in zip(self._all_tensors(), self._own, strict=True):
+                tensor.copy_(own)
+            self._own = None
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Show the consensus inside a `with` block, to evaluate or to save it in a loop of one's own."""
+        self.show_consensus()
+        try:
+            yield
+        finally:
+            self.hide_consensus()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leave the consensus in the model: the end of the training.
+
+        Collective: as `show_consensus`.
+        """
+        self.show_consensus()
+        if self._flight is not None:
+            self._flight.mean.wait()
+        self._own, self._flight = None, None
+        self.steps_since_average = 0
+        self._moved.clear()
+
+    def _all_tensors(self) -> list[Tensor]:
+        return [*self._parameters(), *self._buffers.values(), *self._counts]
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device) -> None:
+        """Move this rank's own state."""
+        for tensors in (self._start, self._velocity, self._buffer_start):
+            for key, tensor in list(tensors.items()):  # type: ignore[attr-defined]
+                tensors[key] = tensor.to(device)  # type: ignore[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: its weights, the optimizer's state, where it is in the interval.
+
+        An average in flight is waited for; nothing is communicated.
+        """
+        own = {}
+        if not self.is_consensus:
+            shown = self._all_tensors() if self._own is None else self._own
+            own = {name: tensor.detach().cpu().clone() for name, tensor in zip(self._all_names(), shown, strict=True)}
+        flight = None
+        if self._flight is not None:
+            means, tail = self._flight.mean.wait()
+            self._flight.mean = _Landed(means, tail)  # may be waited for again
+            flight = {
+                "parameters": [self._name(p) for p in self._flight.parameters],
+                "means": [mean.cpu().clone() for mean in means],
+                "tail": tail.cpu().clone(),
+                "snapshots": [snapshot.cpu().clone() for snapshot in self._flight.snapshots or []],
+                "buffer_snapshots": {n: b.cpu().clone() for n, b in self._flight.buffer_snapshots.items()},
+            }
+        narrow = self._narrow
+        return {
+            "step": self.step,
+            "local_since": self._local_since,
+            "steps_since_average": self.steps_since_average,
+            "num_averages": self.num_averages,
+            "num_samples": self.num_samples,
+            "highest_lr": self._highest_lr,
+            "period": None if self._period is None else asdict(self._period),
+            "loss": None if self._loss is None else self._loss.cpu().clone(),
+            "loss_weight": self._loss_weight,
+            "moved": [self._name(p) for p in self._moved],
+            "own": own,
+            "buffers": {name: start.cpu().clone() for name, start in self._buffer_start.items()},
+            "start": {self._name(p): start.cpu().clone() for p, start in self._start.items()},
+            "velocity": {self._name(p): u.cpu().clone() for p, u in self._velocity.items()},
+            "narrow": None
+            if narrow is None
+            else {"vector_error": narrow.vector_error.cpu().clone(), "mean_error": narrow.mean_error.cpu().clone()},
+            "flight": flight,
+            "optimizer": _cpu(self.optimizer.state_dict()),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, or `LocalSGD.merge_states`.
+
+        In place:
+            The model's parameters and buffers, the optimizer's state.
+
+        Raises:
+            ConfigurationError: a tensor is missing in the model, or has another shape.
+        """
+        device = self._device()
+        parameters = {self._name(p): p for p in self._parameters()}
+        targets = dict(zip(self._all_names(), self._all_tensors(), strict=True))
+        for name, own in state["own"].items():
+            if name not in targets or targets[name].shape != own.shape:
+                raise ConfigurationError(
+                    f"The checkpoint has {name!r} of shape {tuple(own.shape)}; this model has not. Resume with the "
+                    "model it was written with."
+                )
+            targets[name].copy_(own)
+        for name in ("step", "steps_since_average", "num_averages", "num_samples"):
+            setattr(self, name, state[name])
+        self._local_since, self._loss_weight = state["local_since"], state["loss_weight"]
+        self._highest_lr = state["highest_lr"]
+        self._period = None if state["period"] is None else Period(**state["period"])
+        self._loss = None if state["loss"] is None else state["loss"].to(device)
+        self._moved = {parameters[name]: None for name in state["moved"]}
+        self._buffer_start = {name: start.to(device) for name, start in state["buffers"].items()}
+        self._start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
+        self._velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
+        self._narrow = None
+        if state["narrow"] is not None:
+            numel = state["narrow"]["vector_error"].numel()
+            dtype = getattr(torch, self.method.value_dtype)
+            self._narrow = NarrowMean(numel, dtype, self._exchange, device)
+            for name, error in state["narrow"].items():
+                getattr(self._narrow, name).copy_(error)
+        self._flight = None
+        if state["flight"] is not None:
+            saved = state["flight"]
+            self._flight = _Flight(
+                [parameters[name] for name in saved["parameters"]],
+                _Landed([mean.to(device) for mean in saved["means"]], saved["tail"].to(device)),
+                [],
+                [snapshot.to(device) for snapshot in saved["snapshots"]],
+                {name: snapshot.to(device) for name, snapshot in saved["buffer_snapshots"].items()},
+                self.steps_since_average,
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    # Small things -----------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[Parameter]:
+        """Return all parameters of the optimizer, also frozen ones; once each, in order."""
+        return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
+
+    def _name(self, parameter: Parameter) -> str:
+        if parameter not in self._names:  # not in the module: a loss's own parameter, say
+            self._names[parameter] = f"optimizer.{next(i for i, p in enumerate(self._parameters()) if p is parameter)}"
+        return self._names[parameter]
+
+    def _all_names(self) -> list[str]:
+        counts = [f"count.{index}" for index in range(len(self._counts))]
+        return [*(self._name(p) for p in self._parameters()), *self._buffers, *counts]
+
+    def _device(self) -> torch.device:
+        return self._parameters()[0].device
+
+    def _lr(self) -> float:
+        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
+
+
+@dataclass
+class _Landed:
+    """A mean that has arrived."""
+
+    means: list[Tensor]
+    tail: Tensor
+
+    def wait(self) -> tuple[list[Tensor], Tensor]:
+        return self.means, self.tail
+
+
+@dataclass
+class _Flight:
+    """An average that has been begun."""
+
+    parameters: list[Parameter]
+    mean: MeanInFlight | _Landed
+    moments: list[Tensor]
+    snapshots: list[Tensor] | None  # of the parameters when it was begun, where local steps go on meanwhile
+    buffer_snapshots: dict[str, Tensor]
+    num_steps: int
+
+
+_NO_FLIGHT = _Flight([], _Landed([], torch.empty(0)), [], None, {}, 0)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a copy of the real view in the dtype that is summed."""
+    return as_real(tensor.detach()).to(wide_dtype(tensor), copy=True)
+
+
+def _difference(now: Tensor, before: Tensor) -> Tensor:
+    return torch.where(now == before, 0.0, now - before)
+
+
+def _cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _cpu(item) for key, item in value.items()}
+    return [_cpu(item) for item in value] if isinstance(value, list) else value

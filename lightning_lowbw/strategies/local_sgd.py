@@ -1,0 +1,612 @@
+"""`Trainer(strategy="local_sgd")` and its kin: ranks train alone and average their weights, as a Lightning strategy.
+
+Between two averages no collective is issued at all: neither by DDP (no reduction, no broadcast of buffers, no bitmap of
+unused parameters), nor by Lightning (its broadcast of SIGTERM before every batch, its timers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowbw.comm.agreement import checksum
+from lightning_lowbw.comm.audit import CollectiveAudit
+from lightning_lowbw.comm.averaging import MeanInFlight, as_real
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.averaging import FIRST_LR_DECAY, Rule
+from lightning_lowbw.core.outer import OuterName
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.methods.local_sgd import InnerMomentum, LocalSGD, LocalSGDWorker
+from lightning_lowbw.strategies.base import LowBandwidthStrategy
+
+Uneven = Literal["finish", "stop"]
+
+
+class LocalSGDStrategy(LowBandwidthStrategy):
+    """Step on this rank's own gradient; average parameters and buffers after every k-th step.
+
+    Validation, checkpoints and the end of the fit see the consensus, the mean of the replicas; looking does not change
+    the training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
+    `ModelCheckpoint`, an `EarlyStopping` or a scheduler monitors are averaged over ranks. Gradient clipping and AMP
+    act on each rank alone. SIGTERM on any rank ends all of them at the next average.
+
+    Args:
+        k_steps: local steps between two averages. 1 is DDP.
+        begin_step: synchronous steps (as DDP) before the first local one: a number of steps, a fraction of the run
+            (float between 0 and 1), or "first_lr_decay".
+        outer: "none", "slowmo" or "nesterov" (DiLoCo): what is done with the mean.
+        outer_lr: by default 1 for "slowmo", 0.7 for "nesterov".
+        outer_momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
+        inner_momentum: an average leaves the optimizer's momentum "local", takes the "average", or does a "reset".
+        delay_steps: local steps that hide an average: it is applied that many steps after it was begun, with the
+            progress made meanwhile kept.
+        value_dtype: "float32"; "bfloat16" or "float16" halve the bytes, with error feedback.
+        uneven: what ranks do that have more batches than others in an epoch: "finish" them, or "stop" at the next
+            average. Replicas are then weighted by samples, and averaged at the end of each epoch.
+        audit: fail where a collective is issued between two averages, and name it. Costs a look per step.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Source: as `lightning_lowbw.methods.local_sgd`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = LocalSGDStrategy(k_steps=8, begin_step="first_lr_decay")
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
+    """
+
+    strategy_name = "local_sgd"
+    # Beside its own name, with the arguments of each; names are all that Trainer(strategy="...") can tell.
+    presets: dict[str, dict[str, Any]] = {  # noqa: RUF012 - of the class, never written
+        "local_sgd": {},
+        "post_local_sgd": {"begin_step": FIRST_LR_DECAY},
+        "diloco": {"k_steps": 100, "begin_step": 0, "outer": "nesterov"},
+    }
+    method: LocalSGD
+
+    def __init__(
+        self,
+        k_steps: int = 8,
+        begin_step: int | float | str = 1,
+        *,
+        outer: OuterName = "none",
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        inner_momentum: InnerMomentum = "local",
+        delay_steps: int = 0,
+        value_dtype: str = "float32",
+        uneven: Uneven = "finish",
+        audit: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        method = LocalSGD(
+            k_steps=k_steps,
+            begin_step=begin_step,
+            outer=outer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            inner_momentum=inner_momentum,
+            delay_steps=delay_steps,
+            value_dtype=value_dtype,
+        )
+        self._set_up(method, uneven, audit, kwargs)
+
+    def _set_up(self, method: LocalSGD, uneven: Uneven, audit: bool, kwargs: dict[str, Any]) -> None:
+        if uneven not in get_args(Uneven):
+            raise ConfigurationError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}.")
+        if kwargs.get("broadcast_buffers"):
+            raise ConfigurationError(
+                "broadcast_buffers=True sends the buffers of rank 0 in every forward pass; local SGD averages them "
+                "with the parameters. Leave it out."
+            )
+        super().__init__(method, **kwargs)
+        self._uneven_policy = uneven
+        self._is_uneven = False
+        self._has_ended_epoch = False
+        self._audit = CollectiveAudit() if audit else None
+        self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
+        self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
+        self._is_showing = False
+        self._losses: list[Tensor] = []  # since the last step of any optimizer
+        self._looks = _Looks(self)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for preset, arguments in cls.presets.items():
+            for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+                if preset + suffix not in strategy_registry.available_strategies():
+                    description = f"{cls.__name__} with {arguments or 'defaults'}, `start_method` '{start_method}'"
+                    strategy_registry.register(
+                        preset + suffix, cls, description=description, start_method=start_method, **arguments
+                    )
+
+    @property
+    def _local_workers(self) -> list[LocalSGDWorker]:
+        return [worker for worker in self.workers if isinstance(worker, LocalSGDWorker)]
+
+    # Setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self._workers and self.world_size > 1 and self._looks not in callbacks:
+            callbacks.insert(0, self._looks)  # the first to be called: all others see what it shows
+
+    @override
+    def _attach(
+        self, optimizer: Optimizer, named_parameters: list[tuple[str, Parameter]], exchange: Exchange
+    ) -> LocalSGDWorker:
+        assert self.lightning_module is not None
+        buffers = _buffers_by_optimizer(self.lightning_module, self.optimizers)[id(optimizer)]
+        return self.method.attach(optimizer, named_parameters, exchange, buffers)
+
+    @override
+    def teardown(self) -> None:
+        if self._audit is not None:
+            self._audit.uninstall()
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            delattr(owner, name)
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and self._looks in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._looks)  # type: ignore[attr-defined]
+        super().teardown()
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._resolve_begin(trainer)
+        super().on_train_start()
+        if self.world_size == 1:
+            return
+        self._agree_on_data(trainer)
+        self._defer_sigterm(trainer)
+        self._defer_timers(trainer)
+        for worker in self._local_workers:
+            worker.begin_local()
+        self._choose_backward_sync()
+        if self._audit is not None:
+            self._audit.install()
+
+    def _resolve_begin(self, trainer: pl.Trainer) -> None:
+        """Turn a fraction of the run into a step."""
+        begin = self.method.begin_step
+        if not isinstance(begin, float):
+            return
+        try:
+            num_steps = trainer.estimated_stepping_batches
+        except MisconfigurationException:
+            num_steps = math.inf
+        if not math.isfinite(num_steps):
+            raise ConfigurationError(
+                f"begin_step={begin} of a run whose number of steps is not known: give a number of steps."
+            )
+        self.reconfigure(dataclasses.replace(self.method, begin_step=round(begin * num_steps)))
+        rank_zero_info(f"{self.strategy_name}: synchronous up to step {self.method.begin_step} of {num_steps:.0f}.")
+
+    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
+        setattr(owner, name, value)
+        self._replaced.append((owner, name))
+
+    def _defer_sigterm(self, trainer: pl.Trainer) -> None:
+        """Let a SIGTERM wait for the next average, where all ranks hear of it.
+
+        Lightning (2.6) broadcasts before every batch whether rank 0 got one, which keeps all ranks in lock-step; and
+        again in the signal handler, where nobody listens.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, "_broadcast_sigterm_tensor"):
+            self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
+        connector = trainer._signal_connector
+
+        def request_stop(signum: int, frame: Any) -> None:
+            for worker in self._local_workers:
+                worker.stop_requested = True
+
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGTERM)
+            for index, each in enumerate(getattr(handler, "signal_handlers", [])):
+                if each == connector._sigterm_notifier_fn:
+                    handler.signal_handlers[index] = request_stop  # type: ignore[union-attr]
+
+    def _defer_timers(self, trainer: pl.Trainer) -> None:
+        """Let callbacks that ask rank 0 for the time after every batch do so after an average only."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            is_timer = isinstance(callback, Timer)
+            if is_timer or (isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None):
+                if self._is_uneven:
+                    raise ConfigurationError(
+                        f"{type(callback).__name__} by wall-clock time needs all ranks after every average, and some "
+                        "have fewer batches than others. Leave it out (Trainer(max_time=None)), or make the data even."
+                    )
+                self._replace(
+                    callback,
+                    "on_train_batch_end",
+                    functools.partial(self._if_communicating, callback.on_train_batch_end),
+                )
+
+    def _if_communicating(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._may_communicate:
+            hook(*args, **kwargs)
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def _choose_backward_sync(self) -> None:
+        """Let DDP reduce in synchronous steps, and do nothing at all in local ones."""
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        synchronises = any(worker.reduces_in_backward for worker in self.workers)
+        if model.require_backward_grad_sync and not synchronises:
+            # Due in the next forward pass, and a broadcast: better now, while all ranks are here.
+            model.reducer._rebuild_buckets()
+        model.require_backward_grad_sync = synchronises
+
+    @override
+    def _buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        return everything if any(worker.reduces_in_backward for worker in self.workers) else []
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._losses.append(closure_loss.detach())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._hide()  # whoever asked for the consensus last has not said goodbye
+        super().on_train_batch_start(batch, batch_idx)
+        all_local = all(worker.is_local for worker in self.workers)
+        self._may_communicate = not all_local
+        if self._is_uneven:
+            for worker in self._local_workers:
+                worker.num_samples += _num_samples(batch)
+        if self._audit is not None and all_local and self.world_size > 1:
+            self._audit.check()
+            self._audit.begin()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        worker = self._worker_of(optimizer)
+        assert isinstance(worker, LocalSGDWorker)
+        num_averages, was_local = worker.num_averages, worker.is_local
+
+        def checking_closure() -> Any:
+            result = closure()
+            for loss in self._losses:
+                worker.observe_loss(loss)
+            self._losses.clear()
+            if was_local and self._audit is not None:
+                self._audit.check()
+            return result
+
+        result = super().optimizer_step(optimizer, checking_closure, model, **kwargs)
+        if self.world_size > 1:
+            has_begun = worker.steps_since_average == 0
+            has_communicated = has_begun or worker.num_averages != num_averages or not was_local
+            self._choose_backward_sync()
+            if has_communicated:
+                self._may_communicate = True
+                self._hear(worker)
+                if self._audit is not None:
+                    self._audit.pause()  # up to the next batch: callbacks may use the occasion
+        return result
+
+    def _hear(self, worker: LocalSGDWorker) -> None:
+        """Do what the ranks have agreed on with the last average."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if worker.stop_agreed:
+            trainer._signal_connector.received_sigterm = True  # Lightning raises at the end of this batch, everywhere
+        if self._is_uneven and worker.num_finished and self._uneven_policy == "stop":
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        if worker.is_over:
+            trainer.should_stop = True
+
+    # Uneven data ------------------------------------------------------------------------------------------------
+
+    def _agree_on_data(self, trainer: pl.Trainer) -> None:
+        """Find out whether all ranks have the same number of batches."""
+        lengths: list[float] = [0.0] * self.world_size
+        dist.all_gather_object(lengths, float(trainer.num_training_batches))
+        self._is_uneven = len(set(lengths)) > 1 or math.inf in lengths
+        for worker in self._local_workers:
+            worker.weighs_samples = self._is_uneven
+        if not self._is_uneven:
+            return
+        shown = ", ".join("unknown" if length == math.inf else f"{length:.0f}" for length in lengths)
+        problem = None
+        if len(self.workers) > 1 or not trainer.lightning_module.automatic_optimization:
+            problem = "with several optimizers or manual optimization ranks cannot wait for each other"
+        elif self.method.value_dtype != "float32" or self.method.delay_steps:
+            problem = "value_dtype and delay_steps want equal weights"
+        elif not isinstance(self.method.begin_step, int):
+            problem = f"begin_step={self.method.begin_step!r} is not known in advance; give a number of steps"
+        elif self.method.schedule.is_always_synchronous or self.method.begin_step >= min(lengths):
+            problem = "all steps of the shortest rank's first epoch are synchronous"
+        if problem is not None:
+            raise ConfigurationError(
+                f"The ranks have different numbers of batches ({shown}), and {problem}. Use a DistributedSampler or "
+                "Trainer(limit_train_batches=...) for even data."
+            )
+        rank_zero_info(
+            f"{self.strategy_name}: the ranks have {shown} batches; those with more {self._uneven_policy}, replicas "
+            "are weighted by samples and averaged at the end of each epoch."
+        )
+
+    def _wait_for_others(self) -> None:
+        """At the end of this rank's epoch: take part in the averages of the others until all are there."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if not self._is_uneven or not (trainer.fit_loop.epoch_loop._num_ready_batches_reached() or is_over):
+            return
+        (worker,) = self._local_workers
+        worker.num_finished = 0
+        while worker.num_finished < self.world_size:
+            worker.average(finished=True, over=is_over)
+            self._hear(worker)
+        self._has_ended_epoch = True
+
+    # Looking ----------------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Put the consensus into the model, until `_hide`.
+
+        Collective: all ranks, unless the replicas are equal; not while an exception unwinds, where the ranks need not
+        all be here: then each has its own weights.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module._trainer
+        if self._audit is not None:
+            self._audit.check()
+            self._audit.pause()
+        if self._is_showing or trainer is None:
+            return
+        if all(worker.is_consensus for worker in self._local_workers):
+            return
+        if trainer.interrupted:
+            rank_zero_warn(
+                "The training was interrupted between two averages: this checkpoint has the weights of rank 0."
+            )
+            return
+        if self._is_uneven and not self._has_ended_epoch:
+            raise ConfigurationError(
+                "Validation and checkpoints in the middle of an epoch need all ranks, and some have fewer batches than "
+                "others: do both at the end of the epoch."
+            )
+        self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        for worker in self._local_workers:
+            worker.show_consensus()
+        self._is_showing = True
+
+    def _hide(self) -> None:
+        if self._is_showing:
+            for worker in self._local_workers:
+                worker.hide_consensus()
+            self._own_buffers = {}
+            self._is_showing = False
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._hide()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._workers or self._is_showing or not self._is_fitting():
+            return super().lightning_module_state_dict()
+        self._show()
+        return {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in super().lightning_module_state_dict().items()
+        }
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        assert self.lightning_module is not None
+        if not self.lightning_module.trainer.validating:
+            self._hide()
+
+    def _is_fitting(self) -> bool:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    def _finish(self) -> None:
+        """Leave the consensus in the model, before the callbacks' `on_train_end`."""
+        self._show()
+        self._is_showing = False
+        self._own_buffers = {}
+        for worker in self._local_workers:
+            worker.finish()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self.lightning_module is not None
+        if self.world_size == 1:
+            return
+        # A callback (stochastic weight averaging) may have put in weights of its own.
+        tensors = [p.detach() for p in self.lightning_module.parameters()]
+        tensors += [b for b in self.lightning_module.buffers() if b.is_floating_point() or b.is_complex()]
+        bits = torch.as_tensor(checksum(tensors), dtype=torch.int64, device=self.root_device)
+        extremes = torch.stack([bits, -bits])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        if int(extremes[0]) != -int(extremes[1]):
+            exchange = Exchange(None, self.ledger)
+            tail = torch.zeros(1, device=self.root_device)
+            means, _ = MeanInFlight(tensors, tail, 1.0 / self.world_size, exchange).wait()
+            for tensor, mean in zip(tensors, means, strict=True):
+                as_real(tensor).copy_(mean)
+
+    def _agree_on_monitored(self, trainer: pl.Trainer) -> None:
+        """Replace the metrics that somebody monitors by their mean over ranks, so that all ranks decide alike."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        names = {
+            c.monitor for c in callbacks if isinstance(c, (Checkpoint, EarlyStopping)) and getattr(c, "monitor", None)
+        }
+        names |= {
+            config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.monitor
+        }
+        wanted = sorted(str(name) for name in names)
+        metrics = trainer.callback_metrics
+        if not wanted:
+            return
+        sums = torch.zeros(len(wanted), 2, dtype=torch.float64)
+        for index, name in enumerate(wanted):
+            if name in metrics:
+                sums[index] = torch.tensor([float(metrics[name]), 1.0])
+        sums = sums.to(self.root_device)
+        dist.all_reduce(sums)
+        results = trainer._results
+        for name, (total, count) in zip(wanted, sums.tolist(), strict=True):
+            if not count:
+                continue
+            mean = torch.tensor(total / count, device=self.root_device)
+            for _, metric in results.valid_items() if results is not None else ():
+                if name in results._forked_name(metric, on_step=False) and metric._computed is not None:
+                    metric._computed = mean.to(metric._computed.dtype) if isinstance(metric._computed, Tensor) else mean
+            trainer._logger_connector._callback_metrics[name] = mean.to(torch.float32)
+
+
+class AdaptiveLocalSGDStrategy(LocalSGDStrategy):
+    """Local SGD whose period k follows the learning rate and the training loss.
+
+    The loss is the mean over ranks and over the steps since the last average, and travels with the average itself.
+
+    Args:
+        init_k_steps: the first k.
+        max_k_steps: the largest k.
+        begin_step: as in `LocalSGDStrategy`.
+        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.core.averaging.PeriodSchedule`.
+        qsr_alpha: for "qsr": k is the square of this over the learning rate.
+        **kwargs: keyword arguments of `LocalSGDStrategy`, Lightning's `DDPStrategy` and `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Example:
+        >>> AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm").method.k_steps
+        2
+    """
+
+    strategy_name = "adaptive_local_sgd"
+    presets = {"adaptive_local_sgd": {}}  # noqa: RUF012 - of the class, never written
+
+    def __init__(
+        self,
+        init_k_steps: int = 1,
+        max_k_steps: int = 16,
+        begin_step: int | float | str = 1,
+        *,
+        rule: Rule = "fleet",
+        qsr_alpha: float = 0.01,
+        outer: OuterName = "none",
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        inner_momentum: InnerMomentum = "local",
+        delay_steps: int = 0,
+        value_dtype: str = "float32",
+        uneven: Uneven = "finish",
+        audit: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if rule == "fixed":
+            raise ConfigurationError("rule='fixed': use LocalSGDStrategy(k_steps=...).")
+        method = LocalSGD(
+            k_steps=init_k_steps,
+            begin_step=begin_step,
+            rule=rule,
+            max_k_steps=max_k_steps,
+            qsr_alpha=qsr_alpha,
+            outer=outer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            inner_momentum=inner_momentum,
+            delay_steps=delay_steps,
+            value_dtype=value_dtype,
+        )
+        self._set_up(method, uneven, audit, kwargs)
+
+
+class _Looks(Callback):
+    """Stands first in the list of callbacks, so that all others see the consensus, and metrics that agree."""
+
+    def __init__(self, strategy: LocalSGDStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._strategy._wait_for_others()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._strategy._has_ended_epoch = False
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._strategy._show()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._strategy._agree_on_monitored(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._strategy._audit is not None:
+            self._strategy._audit.check()
+            self._strategy._audit.pause()
+        self._strategy._agree_on_monitored(trainer)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._strategy._finish()
+
+
+def _buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, dict[str, Tensor]]:
+    """Return, by id of the optimizer, the buffers of layers whose parameters it trains; all others with the first."""
+    owner = {p: id(optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    shares: dict[int, dict[str, Tensor]] = {id(optimizer): {} for optimizer in optimizers}
+    seen: set[int] = set()
+    for prefix, layer in module.named_modules():
+        owners = [owner[p] for p in layer.parameters(recurse=False) if p in owner]
+        for name, buffer in layer.named_buffers(recurse=False):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                share = shares[owners[0] if owners else id(optimizers[0])]
+                share[f"{prefix}.{name}" if prefix else name] = buffer
+    return shares
+
+
+def _num_samples(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:  # nothing in it has a size
+        return 1

@@ -1,0 +1,123 @@
+"""Local SGD in one process: a list of replicas, each with a torch optimizer of its own; nothing of the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def mean_of(replicas: list[Tensor]) -> Tensor:
+    return (sum(replica.detach().double() for replica in replicas) / len(replicas)).to(replicas[0].dtype)
+
+
+@dataclass
+class OracleLocalSGD:
+    """One tensor on N ranks, with gradients from outside."""
+
+    start: Tensor
+    num_ranks: int
+    make_optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    begin: int = 1
+    k: int = 4
+    rule: str = "fixed"
+    max_k: int = 16
+    alpha: float = 0.01
+    outer: str = "none"
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    momentum: str = "local"
+    delay: int = 0
+    # what happened
+    averaged_at: list[int] = field(default_factory=list)
+    ks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.replicas = [self.start.clone().requires_grad_() for _ in range(self.num_ranks)]
+        self.optimizers = [self.make_optimizer([replica]) for replica in self.replicas]
+        self.first_k, self.step, self.since = self.k, 0, 0
+        self.x0 = self.start.clone().double()
+        self.u = torch.zeros_like(self.x0)
+        self.losses: list[list[float]] = []
+        self.reference: tuple[float, float] | None = None
+        self.last_lr: float | None = None
+        self.landing: Any = None
+
+    def take_step(self, gradients: list[Tensor], losses: list[float]) -> None:
+        if self.step < self.begin:
+            gradients = [mean_of(gradients)] * self.num_ranks
+        for replica, optimizer, gradient in zip(self.replicas, self.optimizers, gradients, strict=True):
+            replica.grad = gradient.clone()
+            optimizer.step()
+        self.step += 1
+        if self.step <= self.begin:
+            self.x0 = self.replicas[0].detach().double()
+            return
+        self.since += 1
+        self.losses.append(losses)
+        if self.landing is not None and self.since == self.delay:
+            self.land()
+        if self.since >= max(self.k, self.delay + 1):
+            self.averaged_at.append(self.step)
+            lr = self.optimizers[0].param_groups[0]["lr"]
+            mean = mean_of(self.replicas).double()
+            if self.outer == "slowmo":
+                self.u = self.outer_momentum * self.u + (self.x0 - mean) / lr
+                mean = self.x0 - self.outer_lr * lr * self.u
+            elif self.outer == "nesterov":
+                self.u = self.outer_momentum * self.u + (self.x0 - mean)
+                mean = self.x0 - self.outer_lr * (self.x0 - mean + self.outer_momentum * self.u)
+            self.x0 = mean
+            self.landing = (mean, [replica.detach().clone() for replica in self.replicas], self.losses, lr)
+            self.since, self.losses = 0, []
+            if self.delay == 0:
+                self.land()
+
+    def land(self) -> None:
+        mean, snapshots, losses, lr = self.landing
+        self.landing = None
+        with torch.no_grad():
+            for replica, snapshot in zip(self.replicas, snapshots, strict=True):
+                replica.add_((mean - snapshot.double()).to(replica.dtype))
+            states = [next(iter(optimizer.state.values())) for optimizer in self.optimizers]
+            names = [name for name in ("momentum_buffer", "exp_avg", "exp_avg_sq") if name in states[0]]
+            for name in names:
+                if self.momentum == "average":
+                    moment = mean_of([state[name] for state in states])
+                    for state in states:
+                        state[name].copy_(moment)
+                elif self.momentum == "reset" and name != "exp_avg_sq":
+                    for state in states:
+                        state[name].zero_()
+        self.adapt(lr, losses)
+        self.ks.append(self.k)
+
+    def adapt(self, lr: float, losses: list[list[float]]) -> None:
+        if self.rule == "fixed" or lr <= 0:
+            return
+        if self.rule == "qsr":
+            self.k = max(self.first_k, min(self.max_k, math.floor((self.alpha / lr) ** 2)))
+            return
+        weights = [0.9 ** (len(losses) - 1 - i) for i in range(len(losses))]
+        by_rank = [
+            sum(w * row[rank] for w, row in zip(weights, losses, strict=True)) / sum(weights)
+            for rank in range(self.num_ranks)
+        ]
+        loss = sum(by_rank) / self.num_ranks
+        if not all(0 < each < math.inf for each in by_rank):
+            return
+        if self.reference is None or lr > self.reference[0] * (1 + 1e-6):
+            self.reference, self.k, self.last_lr = (lr, loss), self.first_k, lr
+            return
+        lr_0, loss_0 = self.reference
+        inside = lr_0 * loss / (lr * loss_0)
+        wanted = math.sqrt(inside * self.first_k) if self.rule == "fleet" else math.sqrt(inside) * self.first_k
+        k = max(1, min(self.max_k, math.ceil(wanted - 1e-9)))
+        if self.rule == "adacomm" and lr == self.last_lr and k >= self.k:
+            k = max(1, self.k // 2)
+        self.k, self.last_lr = k, lr
