@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import DGCStrategy
+from lightning_lowbw import DGCStrategy, LocalSGDStrategy
 
 ONE_BUCKET_MB = 4096
 LOCAL_STEPS = 8
@@ -80,7 +80,10 @@ POWER_SGD = [Contestant(f"PowerSGD rank {rank}", lambda rank=rank: power_sgd(ran
 POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, LOCAL_STEPS, 1 / LOCAL_STEPS)
 DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], selection="exact", **COMMON), 1, 0.01)
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
+LOCAL_SGD = Contestant(
+    f"local_sgd / {LOCAL_STEPS}", lambda: LocalSGDStrategy(LOCAL_STEPS, **COMMON), LOCAL_STEPS, 1 / LOCAL_STEPS, 2
+)
 
-ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC]
+ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC, LOCAL_SGD]
 SHORT = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], DGC]
 BY_NAME = {contestant.name: contestant for contestant in ALL}

@@ -424,7 +424,8 @@ class LocalSGDWorker:
     def _take_off(self, finished: bool, over: bool) -> _Flight:
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
         weight = self.num_samples if self.weighs_samples else 1.0 / num_ranks
-        parameters = [*self._moved]
+        # A rank that is out of data has moved nothing since the last average, and takes part all the same.
+        parameters = [p for p in self._parameters() if p in self._moved or (self.weighs_samples and p.requires_grad)]
         tail = torch.zeros(NUM_SUMS + 2 * num_ranks, device=self._device())
         if self._loss is not None:
             loss = self._loss / self._loss_weight

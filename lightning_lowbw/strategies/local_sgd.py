@@ -126,6 +126,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         self._uneven_policy = uneven
         self._is_uneven = False
         self._has_ended_epoch = False
+        self._val_check_batch: float | None = None  # the trainer's, in an epoch that was cut short
         self._audit = CollectiveAudit() if audit else None
         self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
         self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
@@ -330,7 +331,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         if worker.stop_agreed:
             trainer._signal_connector.received_sigterm = True  # Lightning raises at the end of this batch, everywhere
         if self._is_uneven and worker.num_finished and self._uneven_policy == "stop":
-            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+            self._end_epoch(trainer)
         if worker.is_over:
             trainer.should_stop = True
 
@@ -364,6 +365,19 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             f"{self.strategy_name}: the ranks have {shown} batches; those with more {self._uneven_policy}, replicas "
             "are weighted by samples and averaged at the end of each epoch."
         )
+
+    def _end_epoch(self, trainer: pl.Trainer) -> None:
+        """Make the batch in progress the last one of this epoch, and validate after it if that is due then."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        progress.is_last_batch = True
+        if trainer.val_check_batch == trainer.num_training_batches and self._val_check_batch is None:
+            self._val_check_batch = trainer.val_check_batch
+            trainer.val_check_batch = progress.current.ready
+
+    def _begin_epoch(self, trainer: pl.Trainer) -> None:
+        self._has_ended_epoch = False
+        if self._val_check_batch is not None:
+            trainer.val_check_batch, self._val_check_batch = self._val_check_batch, None
 
     def _wait_for_others(self) -> None:
         """At the end of this rank's epoch: take part in the averages of the others until all are there."""
@@ -570,8 +584,8 @@ class _Looks(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self._strategy._wait_for_others()
 
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self._strategy._has_ended_epoch = False
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._strategy._begin_epoch(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         self._strategy._show()
