@@ -61,35 +61,47 @@ class Curve(pl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def train_all(seeds: list[int], path: Path) -> None:
-    """One rank: train with each method and seed in turn; rank 0 writes the curves."""
+def train(make: Any, seed: int, num_steps: int, **model_options: Any) -> dict[str, Any]:
+    """Train once on this rank, with all others; return the curve and the test accuracy."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    pl.seed_everything(seed, workers=True, verbose=False)
+    curve = Curve()
+    trainer = pl.Trainer(
+        strategy=make(),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        max_steps=num_steps,
+        gradient_clip_val=0.5,
+        limit_val_batches=0,
+        callbacks=[curve],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = ByteLanguageModel(**model_options), StdlibText()
+    trainer.fit(model, data)
+    workers = getattr(trainer.strategy, "workers", [])
+    num_averages = [getattr(worker, "num_averages", None) for worker in workers]
+    accuracy = trainer.test(model, data, verbose=False)[0]["test_acc"]
+    return {
+        "seed": seed,
+        "test_accuracy": accuracy,
+        "num_averages": num_averages[0] if num_averages else None,
+        "seconds": [round(value, 4) for value in curve.seconds],
+        "losses": [round(value, 5) for value in curve.losses],
+    }
+
+
+def train_all(seeds: list[int], path: Path) -> None:
+    """One rank: train with each method and seed in turn; rank 0 writes the curves."""
     curves = []
     for seed in seeds:
         for method, (make, num_steps) in METHODS.items():
-            pl.seed_everything(seed, workers=True, verbose=False)
-            curve = Curve()
-            trainer = pl.Trainer(
-                strategy=make(),
-                accelerator="cpu",
-                devices=1,
-                num_nodes=int(os.environ["WORLD_SIZE"]),
-                max_steps=num_steps,
-                gradient_clip_val=0.5,
-                limit_val_batches=0,
-                callbacks=[curve],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            model, data = ByteLanguageModel(), StdlibText()
-            trainer.fit(model, data)
-            accuracy = trainer.test(model, data, verbose=False)[0]["test_acc"]
-            entry = {"method": method, "seed": seed, "test_accuracy": accuracy}
-            curves.append({**entry, "seconds": curve.seconds, "losses": curve.losses})
+            curves.append({"method": method, **train(make, seed, num_steps)})
             if os.environ["RANK"] == "0":
                 path.write_text(json.dumps(curves))
     torch.distributed.barrier()

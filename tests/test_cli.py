@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_lowbw import cli
+from tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 GROUPS = ("strategy", "model", "data", "callbacks", "logger")
 CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
@@ -70,23 +70,7 @@ def compose_train(*overrides: str) -> DictConfig:
 
 def lowbw_train(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run the program as a user does, in a folder of its own."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "lightning_lowbw.cli", *arguments],
-        cwd=folder,
-        env=environment,
-        timeout=180,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    return run_python(folder, *launcher, "-m", "lightning_lowbw.cli", *arguments)
 
 
 def read_metric(metrics_file: Path, name: str) -> list[float]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, TORCHRUN, run_python
+
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
 SHORT_COMMANDS = {
     "demo.py": ["demo.py", "--devices=2", "--max-steps=30", "--readme=README.md"],
     "digits_dgc.py": ["digits_dgc.py", "--devices=2", "--max-epochs=3"],
@@ -27,18 +24,7 @@ README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
 
 def run_example(name: str, folder: Path) -> str:
     command = [str(EXAMPLES / word) if word == name else word for word in SHORT_COMMANDS[name]]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, timeout=240, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(folder, *command, timeout_s=240.0).stdout
 
 
 def test_each_example_has_a_short_command() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 import lightning_lowbw  # noqa: F401 - registers the names
-from lightning_lowbw import SparsityWarmup
+from lightning_lowbw import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.comm.agreement import digest
 
 
@@ -25,7 +26,8 @@ class Model(pl.LightningModule):
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
         (worker,) = strategy.workers
-        line = f"{strategy.world_size} {worker.step} {worker.last_density:.4f} {digest(self.parameters())}"
+        density = getattr(worker, "last_density", math.nan)
+        line = f"{strategy.world_size} {worker.step} {density:.4f} {digest(self.parameters())}"
         (self.folder / f"rank{self.global_rank}").write_text(line)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -44,7 +46,9 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        callbacks=[SparsityWarmup(begin_epoch=0.5, epochs=0.5, sparsity=[0.9, 0.99])],
+        callbacks=[SparsityWarmup(begin_epoch=0.5, epochs=0.5, sparsity=[0.9, 0.99])]
+        if "dgc" in sys.argv[1]
+        else [AveragingSchedule(k_steps=3)],
     )
     model = Model(sys.argv[2])
     trainer.fit(model, loader)

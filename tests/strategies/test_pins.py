@@ -5,9 +5,16 @@ from __future__ import annotations
 import inspect
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -66,3 +73,55 @@ def test_the_hook_may_be_a_bound_method_with_annotations() -> None:
     signature = inspect.signature(LowBandwidthStrategy._gradient_hook)
     assert signature.parameters["bucket"].annotation is torch.distributed.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+
+
+# Local SGD -----------------------------------------------------------------------------------------------------------
+
+
+def test_backward_is_local_where_grad_sync_is_off() -> None:
+    forward = inspect.getsource(DistributedDataParallel._pre_forward)
+    assert "torch.is_grad_enabled() and self.require_backward_grad_sync" in forward
+    assert "self.reducer._rebuild_buckets()" in forward
+    assert hasattr(torch.distributed.Reducer, "_rebuild_buckets")
+
+
+def test_sigterm_is_broadcast_before_each_batch_by_one_method_if_at_all() -> None:
+    source = inspect.getsource(_TrainingEpochLoop)
+    assert source.count("broadcast(") <= 1, "the training loop has a new broadcast"
+    if "broadcast(" in source:
+        assert "broadcast(" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+
+
+def test_sigterm_comes_through_a_list_of_handlers_and_is_acted_on_at_the_end_of_a_batch() -> None:
+    handlers = _HandlersCompose([print])
+    assert handlers.signal_handlers == [print]
+    assert "self._sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "self._signal_connector.received_sigterm" in inspect.getsource(Trainer.received_sigterm.fget)  # type: ignore[attr-defined]
+    assert "received_sigterm" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
+    run = inspect.getsource(Trainer._run)
+    assert run.index("self.strategy.setup(self)") < run.index("register_signal_handlers()")
+
+
+def test_timers_ask_in_on_train_batch_end() -> None:
+    assert "broadcast(" in inspect.getsource(Timer._check_time_remaining)
+    assert "_check_time_remaining" in inspect.getsource(Timer.on_train_batch_end)
+    assert "broadcast(" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
+    assert "self._train_time_interval" in inspect.getsource(ModelCheckpoint)
+
+
+def test_a_checkpoint_asks_the_strategy_for_the_weights_and_then_saves() -> None:
+    assert "lightning_module_state_dict" in inspect.getsource(_CheckpointConnector)
+    source = inspect.getsource(Trainer.save_checkpoint)
+    assert source.index("dump_checkpoint") < source.index("self.strategy.save_checkpoint")
+
+
+def test_the_epoch_ends_with_its_last_batch() -> None:
+    assert "self.batch_progress.is_last_batch" in inspect.getsource(_TrainingEpochLoop._num_ready_batches_reached)
+    assert "self.trainer.val_check_batch" in inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
+
+
+def test_monitored_metrics_are_cached_results() -> None:
+    source = inspect.getsource(_ResultCollection._get_cache)
+    assert "result_metric._computed" in source
+    assert list(inspect.signature(_ResultCollection._forked_name).parameters) == ["self", "result_metric", "on_step"]
+    assert "self._callback_metrics.update" in inspect.getsource(_LoggerConnector.callback_metrics.fget)  # type: ignore[attr-defined]
