@@ -101,23 +101,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--resume", action="store_true", help="keep the seeds that are in the result already")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
     if options.rank_output is not None:
-        train_all(list(range(options.seeds)), options.rank_output)
+        train_all(options.seeds, options.rank_output)
         return
     from benchmarks.slow_link import describe_environment
     from lightning_lowbw.lab import Network, launch, parse_rate
 
     with tempfile.TemporaryDirectory() as folder, Network([parse_rate(options.rate)] * options.nodes) as network:
         path = Path(folder) / "rows.json"
-        command = [sys.executable, __file__, "--seeds", str(options.seeds), "--rank-output", str(path)]
+        command = [sys.executable, __file__, "--rank-output", str(path), "--seeds", *map(str, options.seeds)]
         if launch(network, command).status != 0:
             raise SystemExit("The ranks failed.")
         rows = json.loads(path.read_text())
+    result = RESULTS / "local_sgd.json"
+    if options.resume and result.exists():
+        rows = [row for row in json.loads(result.read_text())["rows"] if row["seed"] not in options.seeds] + rows
     results = {"environment": describe_environment(), "command": " ".join(sys.argv), "rate": options.rate, "rows": rows}
-    (RESULTS / "local_sgd.json").write_text(json.dumps(results, indent=1) + "\n")
+    result.write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "local_sgd.md").write_text(to_markdown(rows))
     print(to_markdown(rows))
 

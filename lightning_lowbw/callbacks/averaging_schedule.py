@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -51,7 +52,7 @@ class AveragingSchedule(Callback):
         if begin_epoch is not None and not begin_epoch >= 0:
             raise ConfigurationError(f"begin_epoch={begin_epoch!r}: give a number >= 0.")
         changes = {"k_steps": k_steps, "begin_step": begin_step, "max_k_steps": max_k_steps}
-        self._changes = {name: value for name, value in changes.items() if value is not None}
+        self._changes: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         self._begin_epoch = begin_epoch
         dataclasses.replace(LocalSGD(), **self._changes)  # checked now, not after the data have been loaded
 

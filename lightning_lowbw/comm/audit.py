@@ -93,7 +93,8 @@ class CollectiveAudit:
 
     @staticmethod
     def _sequence() -> int:
-        return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())
+        group = distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # not in torch's stubs
 
     def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -60,9 +60,12 @@ class MeanInFlight:
             message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=tail.device)
             offset = 0
             for part in parts:
-                message[offset : offset + part.numel()] = part
+                view = message[offset : offset + part.numel()]
+                if part.dtype == dtype:
+                    torch.mul(part, weight, out=view)
+                else:  # which would multiply in the narrow type
+                    view.copy_(part).mul_(weight)
                 offset += part.numel()
-            message[:offset].mul_(weight)  # in the wide dtype
             if extra:
                 message[offset:] = tail
             work = dist.all_reduce(message, group=exchange.group, async_op=True)

@@ -43,6 +43,17 @@ class Exchange:
             dist.all_reduce(tensor, op=op, group=self.group)
         self.ledger.record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
 
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the group's first rank.
+
+        Collective: all ranks, blocking (on CUDA, for the stream).
+        """
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        with self.ledger.waiting(tensor.device):
+            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=self.group)
+        self.ledger.record(tensor.nbytes)
+
     def all_gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, in rank order: uint8, shape (ranks, nbytes).
 

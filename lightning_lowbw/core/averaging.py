@@ -106,8 +106,8 @@ class PeriodSchedule:
         if self.rule == "fixed" or not (lr > 0 and math.isfinite(lr)):
             return period
         if self.rule == "qsr":
-            wanted = min((self.qsr_alpha / lr) ** 2, float(self.max_k_steps))
-            return replace(period, k=max(self.k_steps, math.floor(wanted)), last_lr=lr)
+            root = min(self.qsr_alpha / lr, float(self.max_k_steps))  # the square of more would overflow
+            return replace(period, k=min(max(self.k_steps, math.floor(root**2)), self.max_k_steps), last_lr=lr)
         if not (loss > 0 and math.isfinite(loss)):
             return period
         if period.peak_lr is None or period.reference_loss is None or lr > period.peak_lr * (1 + RELATIVE_CHANGE):

@@ -36,8 +36,9 @@ InnerMomentum = Literal["local", "average", "reset"]
 LOSS_DECAY = 0.9  # of the running mean of the loss since the last average
 MARK_MODULUS = 1 << 10
 # What rides with the average: numbers that are summed over the ranks, then a fault and a mark of each rank.
-WEIGHT, NUM_LOSSES, LOSS, LR, STOP, FINISHED, OVER = range(7)
-NUM_SUMS = 7
+WEIGHT, NUM_LOSSES, LOSS, LR, STOP, SAVE, FINISHED, OVER = range(8)
+NUM_SUMS = 8
+NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +162,12 @@ class LocalSGDWorker:
             bring the ranks out of step).
         steps_since_average: local steps since the last average was begun.
         num_averages: averages done.
-        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average; a scalar tensor, None before it.
+        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a
+            scalar tensor, None before it.
         stop_requested: to be set on any rank, to ask all to stop.
         stop_agreed: whether a rank has asked for it, as told by the last average; equal on all ranks.
+        save_requested: to be set on any rank, to ask all to save.
+        save_agreed: as `stop_agreed`.
         num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
         num_finished: ranks that are out of data, as told by the last average.
@@ -185,6 +189,7 @@ class LocalSGDWorker:
         self.num_averages = 0
         self.consensus_distance: Tensor | None = None
         self.stop_requested = self.stop_agreed = False
+        self.save_requested = self.save_agreed = False
         self.num_samples = 0.0
         self.weighs_samples = False
         self.num_finished = 0
@@ -317,15 +322,16 @@ class LocalSGDWorker:
         has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
         self._highest_lr = max(lr, self._highest_lr)
         used = [float(p.grad is not None) for p in mine]
-        tail = torch.tensor([float(self.stop_requested), float(has_decayed), *used], device=self._device())
+        flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
+        tail = torch.tensor([*flags, *used], device=self._device())
         means, tail = MeanInFlight(gradients, tail, 1.0 / num_ranks, self._exchange).wait()
-        for parameter, mean, num_used in zip(mine, means, tail[2:].tolist(), strict=True):
+        for parameter, mean, num_used in zip(mine, means, tail[3:].tolist(), strict=True):
             if num_used:
                 parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
                 as_real(parameter.grad).copy_(mean)
         self._exchange.ledger.dense_bytes += all_reduce_bytes(sum(p.nbytes for p in mine), num_ranks)
-        num_stop, num_decayed = tail[:2].tolist()
-        self.stop_agreed = num_stop > 0
+        num_stop, num_save, num_decayed = tail[:3].tolist()
+        self._agree_on_requests(num_stop, num_save)
         if num_decayed and self.method.begin_step == FIRST_LR_DECAY and self._begin is None:
             self._local_since = self.step + 1  # this step's gradients are the mean already
         return True
@@ -388,12 +394,7 @@ class LocalSGDWorker:
             for name, buffer in self._buffers.items():
                 self._buffer_start[name] = _wide(buffer)
             for start in self._buffer_start.values():
-                dist.broadcast(
-                    start,
-                    src=dist.get_global_rank(self._exchange.group or dist.group.WORLD, 0),
-                    group=self._exchange.group,
-                )
-                self._exchange.ledger.record(start.nbytes)
+                self._exchange.broadcast_(start)
 
     # Averaging --------------------------------------------------------------------------------------------------
 
@@ -405,7 +406,7 @@ class LocalSGDWorker:
 
         Wire:
             The parameters trained since the last average and the floating buffers, in float32 (or wider, or
-            `value_dtype`), with 7 numbers and 2 per rank; integer buffers apart.
+            `value_dtype`), with 8 numbers and 2 per rank; integer buffers apart.
 
         Args:
             finished: this rank is out of data.
@@ -432,7 +433,8 @@ class LocalSGDWorker:
             is_positive = torch.isfinite(loss) & (loss > 0)
             tail[NUM_LOSSES] = 1.0
             tail[LOSS] = torch.where(is_positive, loss, float("inf"))
-        tail[WEIGHT], tail[LR], tail[STOP] = weight, self._lr(), float(self.stop_requested)
+        tail[WEIGHT], tail[LR] = weight, self._lr()
+        tail[STOP], tail[SAVE] = float(self.stop_requested), float(self.save_requested)
         tail[FINISHED], tail[OVER] = float(finished), float(over)
         tail[NUM_SUMS + rank] = self._first_fault(parameters)
         tail[NUM_SUMS + num_ranks + rank] = 1 + (0 if self.weighs_samples else self.step) % MARK_MODULUS
@@ -489,7 +491,8 @@ class LocalSGDWorker:
 
     def _read_tail(self, tail: list[float], parameters: list[Parameter]) -> None:
         num_ranks = self._exchange.num_ranks
-        self.stop_agreed, self.is_over = tail[STOP] > 0, tail[OVER] > 0
+        self._agree_on_requests(tail[STOP], tail[SAVE])
+        self.is_over = tail[OVER] > 0
         self.num_finished = round(tail[FINISHED])
         faults, marks = tail[NUM_SUMS : NUM_SUMS + num_ranks], tail[NUM_SUMS + num_ranks :]
         if len(set(marks)) > 1:
@@ -506,6 +509,11 @@ class LocalSGDWorker:
                     "Nothing was averaged. Lower the learning rate, or clip gradients."
                 )
 
+    def _agree_on_requests(self, num_stop: float, num_save: float) -> None:
+        self.stop_agreed, self.save_agreed = num_stop > 0, num_save > 0
+        if self.save_agreed:
+            self.save_requested = False
+
     def _first_fault(self, parameters: list[Parameter]) -> Tensor:
         """Return the number, from 1, of the first parameter that is not finite; 0 where all are; on the device."""
         fault = torch.zeros((), device=self._device())
@@ -520,8 +528,10 @@ class LocalSGDWorker:
         norm = torch.zeros_like(distance)
         for index, (parameter, mean) in enumerate(zip(flight.parameters, means, strict=True)):
             own = as_real(parameter.detach()) if flight.snapshots is None else flight.snapshots[index]
-            distance += torch.linalg.vector_norm(own - mean).double() ** 2
-            norm += torch.linalg.vector_norm(mean).double() ** 2
+            stride = max(1, mean.numel() // NUM_SAMPLED)
+            sample = mean.reshape(-1)[::stride]
+            distance += stride * torch.linalg.vector_norm(own.reshape(-1)[::stride] - sample).double() ** 2
+            norm += stride * torch.linalg.vector_norm(sample).double() ** 2
             if self._needs_start:
                 start = self._start[parameter]
                 if self.method.outer != "none":
@@ -688,7 +698,7 @@ class LocalSGDWorker:
         """Move this rank's own state."""
         for tensors in (self._start, self._velocity, self._buffer_start):
             for key, tensor in list(tensors.items()):  # type: ignore[attr-defined]
-                tensors[key] = tensor.to(device)  # type: ignore[index]
+                tensors[key] = tensor.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: its weights, the optimizer's state, where it is in the interval.

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
@@ -130,6 +130,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         self._audit = CollectiveAudit() if audit else None
         self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
         self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
+        self._save_is_due = False
         self._is_showing = False
         self._losses: list[Tensor] = []  # since the last step of any optimizer
         self._looks = _Looks(self)
@@ -144,6 +145,13 @@ class LocalSGDStrategy(LowBandwidthStrategy):
                     strategy_registry.register(
                         preset + suffix, cls, description=description, start_method=start_method, **arguments
                     )
+
+    @override
+    def _forget_last_fit(self) -> None:
+        super()._forget_last_fit()
+        self._losses.clear()
+        self._is_showing = self._has_ended_epoch = self._save_is_due = False
+        self._val_check_batch = None
 
     @property
     def _local_workers(self) -> list[LocalSGDWorker]:
@@ -217,10 +225,10 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         self._replaced.append((owner, name))
 
     def _defer_sigterm(self, trainer: pl.Trainer) -> None:
-        """Let a SIGTERM wait for the next average, where all ranks hear of it.
+        """Let a SIGTERM, and SLURM's signal to save and requeue, wait for the next average, where all hear of it.
 
-        Lightning (2.6) broadcasts before every batch whether rank 0 got one, which keeps all ranks in lock-step; and
-        again in the signal handler, where nobody listens.
+        Lightning (2.6) broadcasts before every batch whether rank 0 got a SIGTERM, which keeps all ranks in
+        lock-step; and again in the signal handler, where nobody listens.
         """
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -231,11 +239,16 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             for worker in self._local_workers:
                 worker.stop_requested = True
 
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGTERM)
-            for index, each in enumerate(getattr(handler, "signal_handlers", [])):
-                if each == connector._sigterm_notifier_fn:
-                    handler.signal_handlers[index] = request_stop  # type: ignore[union-attr]
+        def request_save(signum: int, frame: Any) -> None:
+            for worker in self._local_workers:
+                worker.save_requested = True
+
+        if threading.current_thread() is not threading.main_thread():
+            return
+        deferred = {connector._sigterm_notifier_fn: request_stop, connector._slurm_sigusr_handler_fn: request_save}
+        for signum in signal.valid_signals():
+            handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
+            handlers[:] = [deferred.get(each, each) for each in handlers]
 
     def _defer_timers(self, trainer: pl.Trainer) -> None:
         """Let callbacks that ask rank 0 for the time after every batch do so after an average only."""
@@ -330,6 +343,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         trainer = self.lightning_module.trainer
         if worker.stop_agreed:
             trainer._signal_connector.received_sigterm = True  # Lightning raises at the end of this batch, everywhere
+        self._save_is_due |= worker.save_agreed
         if self._is_uneven and worker.num_finished and self._uneven_policy == "stop":
             self._end_epoch(trainer)
         if worker.is_over:
@@ -391,7 +405,19 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         while worker.num_finished < self.world_size:
             worker.average(finished=True, over=is_over)
             self._hear(worker)
+            if worker.stop_agreed:  # the others leave after this average, in mid-epoch
+                raise SIGTERMException
         self._has_ended_epoch = True
+
+    def _save_if_due(self) -> None:
+        """Save and requeue, as SLURM's signal asked for; where data are uneven, at the end of the epoch."""
+        if self._save_is_due and (self._has_ended_epoch or not self._is_uneven):
+            self._save_is_due = False
+            assert self.lightning_module is not None
+            self.lightning_module.trainer._signal_connector._slurm_sigusr_handler_fn(
+                signal.SIGUSR1,
+                None,  # type: ignore[arg-type]  # the frame, of which it makes no use
+            )
 
     # Looking ----------------------------------------------------------------------------------------------------
 
@@ -403,11 +429,11 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module._trainer
-        if self._audit is not None:
-            self._audit.check()
-            self._audit.pause()
         if self._is_showing or trainer is None:
             return
+        if self._audit is not None and not trainer.interrupted:
+            self._audit.check()
+            self._audit.pause()
         if all(worker.is_consensus for worker in self._local_workers):
             return
         if trainer.interrupted:
@@ -439,13 +465,12 @@ class LocalSGDStrategy(LowBandwidthStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._workers or self._is_showing or not self._is_fitting():
-            return super().lightning_module_state_dict()
-        self._show()
-        return {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
-            for name, value in super().lightning_module_state_dict().items()
-        }
+        if self._workers and self._is_fitting():
+            self._show()
+        state = super().lightning_module_state_dict()
+        if self._is_showing:  # which ends before somebody else may have written it to disk
+            state = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+        return state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -488,13 +513,9 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     def _agree_on_monitored(self, trainer: pl.Trainer) -> None:
         """Replace the metrics that somebody monitors by their mean over ranks, so that all ranks decide alike."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        names = {
-            c.monitor for c in callbacks if isinstance(c, (Checkpoint, EarlyStopping)) and getattr(c, "monitor", None)
-        }
-        names |= {
-            config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.monitor
-        }
-        wanted = sorted(str(name) for name in names)
+        names = {getattr(each, "monitor", None) for each in callbacks if isinstance(each, (Checkpoint, EarlyStopping))}
+        names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+        wanted = sorted(str(name) for name in names if name)
         metrics = trainer.callback_metrics
         if not wanted:
             return
@@ -509,7 +530,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             if not count:
                 continue
             mean = torch.tensor(total / count, device=self.root_device)
-            for _, metric in results.valid_items() if results is not None else ():
+            for _, metric in () if results is None else results.valid_items():
+                assert results is not None
                 if name in results._forked_name(metric, on_step=False) and metric._computed is not None:
                     metric._computed = mean.to(metric._computed.dtype) if isinstance(metric._computed, Tensor) else mean
             trainer._logger_connector._callback_metrics[name] = mean.to(torch.float32)
@@ -583,6 +605,7 @@ class _Looks(Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._strategy._wait_for_others()
+        self._strategy._save_if_due()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._strategy._begin_epoch(trainer)

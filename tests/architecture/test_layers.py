@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_lowbw
-from lightning_lowbw import DGC, DGCStrategy
+from lightning_lowbw import DGC, AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGD, LocalSGDStrategy
 from lightning_lowbw.strategies import register
 
 PACKAGE = "lightning_lowbw"
@@ -101,11 +101,12 @@ def test_a_layer_imports_only_what_lies_below(module: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["methods", "callbacks"])
 def test_siblings_do_not_import_each_other(folder: str) -> None:
-    """Methods meet in the strategies only; their shared roles are in protocol.py, which is free to all."""
+    """Methods meet in the strategies only; what siblings share is in one module, which is free to all."""
+    shared = f"{PACKAGE}.{folder}.{'protocol' if folder == 'methods' else 'epochs'}"
     for module in MODULES:
         if layer_of(module) == folder:
             siblings = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.{folder}")]
-            assert [name for name in siblings if not is_under(name, f"{PACKAGE}.{folder}.protocol")] == [], module
+            assert [name for name in siblings if not is_under(name, shared)] == [], module
 
 
 def test_only_the_command_line_imports_hydra() -> None:
@@ -153,13 +154,18 @@ def test_modules_and_public_definitions_say_what_they_are(module: Path) -> None:
 
 def test_what_is_exported() -> None:
     assert sorted(lightning_lowbw.__all__) == [
+        "AdaptiveLocalSGDStrategy",
+        "AveragingSchedule",
         "ConfigurationError",
         "DGC",
         "DGCStrategy",
         "DisagreementError",
+        "LocalSGD",
+        "LocalSGDStrategy",
         "NonFiniteGradientError",
         "SparsityWarmup",
         "TrafficMonitor",
+        "UnexpectedCollectiveError",
     ]
     for name in lightning_lowbw.__all__:
         assert getattr(lightning_lowbw, name).__name__ == name
@@ -173,6 +179,20 @@ def test_the_strategy_has_the_defaults_of_the_method() -> None:
     assert list(of_strategy.items()) == list(of_method.items())
     assert not [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert DGCStrategy().method == DGC()
+
+
+def test_the_averaging_strategies_have_the_defaults_of_the_method() -> None:
+    """Each has the knobs of the method that it is about, under the same names but for the first k."""
+    of_method = {field.name: field.default for field in dataclasses.fields(LocalSGD) if field.init}
+    of_strategy = {}
+    for strategy in (LocalSGDStrategy, AdaptiveLocalSGDStrategy):
+        for p in inspect.signature(strategy).parameters.values():
+            if p.name in of_method and (strategy, p.name) != (AdaptiveLocalSGDStrategy, "rule"):
+                assert p.default == of_method[p.name], p.name
+                of_strategy[p.name] = p.default
+    assert {**of_strategy, "rule": "fixed"} == of_method
+    assert LocalSGDStrategy().method == LocalSGD()
+    assert AdaptiveLocalSGDStrategy().method == LocalSGD(k_steps=1, rule="fleet")
 
 
 def test_the_strategy_hands_every_argument_on() -> None:
@@ -190,18 +210,26 @@ def test_the_strategy_hands_every_argument_on() -> None:
     assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]
 
 
-START_METHODS = {"dgc": "popen", "dgc_spawn": "spawn", "dgc_fork": "fork", "dgc_notebook": "fork"}
+NAMES = {
+    "dgc": DGCStrategy,
+    "local_sgd": LocalSGDStrategy,
+    "post_local_sgd": LocalSGDStrategy,
+    "diloco": LocalSGDStrategy,
+    "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
+}
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 def test_strategies_are_known_by_name() -> None:
     names = [name for name in StrategyRegistry.available_strategies() if is_ours(name)]
-    assert sorted(names) == sorted(START_METHODS)
-    for name, start_method in START_METHODS.items():
-        strategy = StrategyRegistry.get(name)
-        assert type(strategy) is DGCStrategy
-        assert strategy._start_method == start_method
+    assert sorted(names) == sorted(name + suffix for name in NAMES for suffix in START_METHODS)
+    for name, cls in NAMES.items():
         assert "ddp" not in name  # Lightning treats such names in its own way
         assert name == name.lower()
+        for suffix, start_method in START_METHODS.items():
+            strategy = StrategyRegistry.get(name + suffix)
+            assert type(strategy) is cls
+            assert strategy._start_method == start_method
 
 
 def is_ours(name: str) -> bool:

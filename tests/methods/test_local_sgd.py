@@ -167,7 +167,7 @@ def test_one_rank_is_plain_training() -> None:
 def test_bytes_are_those_of_one_all_reduce_every_k_steps() -> None:
     num_ranks, shapes = 3, {"a": (64, 64), "b": (100,)}
     results = run_ranks(partial(train, LocalSGD(k_steps=4, begin_step=0), "sgd", 12, shapes=shapes), num_ranks)
-    numel = 64 * 64 + 100 + 7 + 2 * num_ranks
+    numel = 64 * 64 + 100 + 8 + 2 * num_ranks
     for result in results:
         assert result["ledger"].sent_bytes == 3 * all_reduce_bytes(4 * numel, num_ranks)
         assert result["ledger"].dense_bytes == 12 * all_reduce_bytes(4 * (64 * 64 + 100), num_ranks)

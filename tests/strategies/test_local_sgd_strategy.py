@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -457,6 +458,33 @@ def test_a_sigterm_on_one_rank_ends_all_at_the_next_average(
     assert torch.load(path, weights_only=False)["global_step"] == expected
 
 
+def fit_until_requeued() -> list[tuple[int, str]]:
+    num_ranks = dist.get_world_size()
+    saved: list[tuple[int, str]] = []
+
+    class Slurm(pl.Callback):
+        """What SLURM's environment registers, and its signal on one rank."""
+
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            connector = trainer._signal_connector
+            connector._slurm_sigusr_handler_fn = lambda *_: saved.append((trainer.global_step, weights(module)))
+            connector._register_signal(signal.SIGUSR1, _HandlersCompose([connector._slurm_sigusr_handler_fn]))
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[Slurm()])
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS))
+    return saved
+
+
+def test_slurms_signal_on_one_rank_saves_on_all_after_the_next_average() -> None:
+    first, second = run_ranks(fit_until_requeued, 2)
+    assert [step for step, _ in first] == [5]
+    assert first == second
+
+
 def fit_timed() -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     asked: list[int] = []
@@ -517,6 +545,19 @@ def test_the_last_step_of_one_rank_ends_the_training_of_all() -> None:
     results = run_ranks(fit_uneven, 3, "finish", 9)
     assert [result["steps"] for result in results] == [7, 9, 9]
     assert len({result["end"] for result in results}) == 1
+
+
+def fit_uneven_until_killed() -> int:
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4, begin_step=0), 2, callbacks=[Kill()])
+    try:  # rank 0 is out of data after 2 batches, rank 1 gets its signal after 3
+        trainer.fit(Tiny(), uneven_loader([2, 9][dist.get_rank()]), uneven_loader(1))
+    except SIGTERMException:
+        return trainer.global_step
+    return -1
+
+
+def test_a_sigterm_ends_those_who_wait_for_data_of_others() -> None:
+    assert run_ranks(fit_uneven_until_killed, 2) == [2, 4]
 
 
 def average_weighted() -> Tensor:
