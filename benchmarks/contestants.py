@@ -83,7 +83,14 @@ DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01
 LOCAL_SGD = Contestant(
     f"local_sgd / {LOCAL_STEPS}", lambda: LocalSGDStrategy(LOCAL_STEPS, **COMMON), LOCAL_STEPS, 1 / LOCAL_STEPS, 2
 )
+HIDDEN_LOCAL_SGD = Contestant(
+    f"local_sgd / {LOCAL_STEPS}, hidden",
+    lambda: LocalSGDStrategy(LOCAL_STEPS, delay_steps=LOCAL_STEPS - 1, **COMMON),
+    LOCAL_STEPS,
+    1 / LOCAL_STEPS,
+    LOCAL_STEPS + 2,  # the second average waits for nothing: its predecessor has landed
+)
 
-ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC, LOCAL_SGD]
+ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC, LOCAL_SGD, HIDDEN_LOCAL_SGD]
 SHORT = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], DGC]
 BY_NAME = {contestant.name: contestant for contestant in ALL}

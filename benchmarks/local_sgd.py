@@ -96,6 +96,38 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def put_into_card() -> None:
+    """Replace the marked block of the method card by what the benchmarks have written."""
+    from benchmarks.slow_link import Cell
+    from benchmarks.slow_link import to_markdown as lab_table
+
+    card = RESULTS.parents[1] / "docs/methods/local_sgd.md"
+    begin, end = "<!-- measured:begin -->", "<!-- measured:end -->"
+    results = json.loads((RESULTS / "local_sgd.json").read_text())
+    lab = json.loads((RESULTS / "slow_link_full.json").read_text())
+    methods = ("no communication", "ddp", "dgc", "torch local SGD / 8", "local_sgd / 8", "local_sgd / 8, hidden")
+    cells = [
+        cell
+        for cell in (Cell(**cell) for cell in lab["cells"])
+        if (cell.workload, cell.num_nodes) == ("mlp-25M", 2)
+        and cell.rate in ("1gbit", "100mbit")
+        and cell.method in methods
+    ]
+    num_seeds = len({row["seed"] for row in results["rows"]})
+    parts = [
+        f"2 nodes at {results['rate']}, byte-level transformer on Python's own source, {NUM_STEPS} steps, {num_seeds} "
+        f'seeds (`benchmarks/local_sgd.py`, torch {results["environment"]["torch"]}); "there": ResNet-50 on ImageNet, '
+        "4 nodes of 8 V100, in the documentation of PaddlePaddle Fleet:\n",
+        to_markdown(results["rows"]),
+        'In the lab, 25M MLP (`benchmarks/slow_link.py --full`; "hidden" is `delay_steps=7`):\n',
+        lab_table(cells),
+        "With ranks that are slow now and then (`benchmarks/straggler.py`): "
+        + (RESULTS / "straggler.md").read_text().rstrip(),
+    ]
+    before, rest = card.read_text().split(begin)
+    card.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"\n{end}{rest.split(end)[1]}")
+
+
 def main() -> None:
     """Start the ranks in the lab, then write what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,7 +136,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--resume", action="store_true", help="keep the seeds that are in the result already")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
+    parser.add_argument("--card", action="store_true", help="only put the results into the method card")
     options = parser.parse_args()
+    if options.card:
+        put_into_card()
+        return
     if options.rank_output is not None:
         train_all(options.seeds, options.rank_output)
         return

@@ -214,8 +214,8 @@ def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     parts.append(summarise_headline(headline_cells, headline_results["batch"], headline_cells[0].rate))
     curves = json.loads((RESULTS / "time_to_loss.json").read_text())
     parts.append(
-        f"Loss against wall-clock at {curves['rate']}: a byte-level transformer on Python's own source, 2 nodes, means "
-        "over seeds (`python benchmarks/time_to_loss.py`):\n"
+        f"Loss against wall-clock at {curves['rate']}: a byte-level transformer on Python's own source, 2 nodes; "
+        "losses are means over seeds, seconds medians (`python benchmarks/time_to_loss.py`):\n"
     )
     parts += [(RESULTS / "time_to_loss.md").read_text(), "![loss against time](benchmarks/results/time_to_loss.png)"]
     readme.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"\n{end}{rest.split(end)[1]}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -72,6 +73,16 @@ class CollectiveAudit:
     def pause(self) -> None:
         """What is issued up to the next `begin` is allowed."""
         self._sequence_number = None
+
+    @contextmanager
+    def allowing(self) -> Iterator[None]:
+        """Allow what is issued in a `with` block, and nothing before it."""
+        self.check()
+        was_on = self._sequence_number is not None
+        self.pause()
+        yield
+        if was_on:
+            self.begin()
 
     def check(self) -> None:
         """Raise if something was issued since `begin`.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 from pathlib import Path
 
 from lightning_lowbw.lab.launcher import Report, launch
-from lightning_lowbw.lab.network import LabError, Network, parse_rate
+from lightning_lowbw.lab.network import ENDING, LabError, Network, parse_rate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,16 +44,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give the command to run behind --, for instance: lowbw-lab --nodes 2 -- python train.py")
     if options.nodes < 1 or options.ranks_per_node < 1:
         parser.error(f"--nodes {options.nodes} --ranks-per-node {options.ranks_per_node}: give numbers >= 1")
-    on_sigterm = signal.signal(signal.SIGTERM, _terminate)
+    ending = [number for number in ENDING[1:] if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, _terminate) for number in ending}
     try:
         rates = _rates(options.inter, options.nodes)
+        changes = [_change(text) for text in options.change]
+        if options.report is not None and not options.report.absolute().parent.is_dir():
+            raise LabError(f"--report {options.report}: there is no such folder; make it first.")
         with Network(rates, delay_ms=options.delay) as network:
             report = launch(
                 network,
                 command,
                 ranks_per_node=options.ranks_per_node,
                 pin=not options.no_pin,
-                changes=[_change(text) for text in options.change],
+                changes=changes,
                 timeout_s=options.timeout,
             )
     except LabError as error:
@@ -62,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write("lowbw-lab: interrupted; the ranks have ended, the network is gone.\n")
         return 130
     finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if report.timed_out:
+        sys.stderr.write(f"lowbw-lab: the ranks did not end within {options.timeout:g} s; they have been ended.\n")
     sys.stderr.write(_describe(report))
     if options.report is not None:
         options.report.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -81,9 +89,12 @@ def _rates(text: str, num_nodes: int) -> list[float | None]:
 def _change(text: str) -> tuple[float, float | None]:
     seconds, _, rate = text.partition(":")
     try:
-        return float(seconds), parse_rate(rate)
-    except ValueError as error:
-        raise LabError(f"--change {text}: give SECONDS:RATE, for instance 30:100mbit.") from error
+        change = float(seconds), parse_rate(rate)
+    except (ValueError, LabError) as error:
+        raise LabError(f"--change {text}: give SECONDS:RATE, for instance 30:100mbit ({error}).") from error
+    if not 0 <= change[0] < math.inf:
+        raise LabError(f"--change {text}: give a time >= 0, in seconds after the start.")
+    return change
 
 
 def _describe(report: Report) -> str:

@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from lightning_lowbw.lab.network import INTERFACE, LabError, Network, Traffic
+from lightning_lowbw.lab.network import INTERFACE, LabError, Network, Traffic, uninterrupted
 
 MASTER_PORT = 29500  # free in a namespace of our own
 POLL_S = 0.02
 GRACE_S = 5.0  # between asking the ranks to end and ending them
-TAIL_LINES = 30  # of a failed rank's output
+TAIL_LINES, TAIL_BYTES = 30, 1 << 16  # of a failed rank's output
+TIMED_OUT = 124  # as the command `timeout` has it
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,19 +33,23 @@ class Report:
         seconds: from the start of the first rank to the end of the last.
         exit_status: of each rank; negative is a signal.
         traffic: of each node's interface, by the kernel.
+        failed: the ranks that failed of themselves; the others were ended because of it.
+        timed_out: whether all were ended because the time was over.
     """
 
     seconds: float
     exit_status: list[int]
     traffic: list[Traffic]
+    failed: list[int]
+    timed_out: bool = False
 
     @property
     def status(self) -> int:
-        """The exit status of the rank that failed, 128 + signal as a shell has it; 0 if none did."""
-        failed = [status for status in self.exit_status if status != 0]
-        # The others were ended because of it.
-        first = next((status for status in failed if status != -signal.SIGTERM), failed[0] if failed else 0)
-        return 128 - first if first < 0 else first
+        """The exit status of the first rank that failed, 128 + signal as a shell has it; 124 if the time was over."""
+        if self.timed_out:
+            return TIMED_OUT
+        status = self.exit_status[self.failed[0]] if self.failed else 0
+        return 128 - status if status < 0 else status
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -70,12 +75,12 @@ def launch(
         ranks_per_node: ranks that share a node's link; among themselves they talk unthrottled.
         pin: divide the cores among the ranks; OMP_NUM_THREADS, unless it is set, becomes a rank's share.
         environment: added to that of this process.
-        changes: (seconds after the start, rate in bit/s of all links), in order.
-        timeout_s: all ranks are ended after so many seconds.
+        changes: (seconds after the start, rate in bit/s of all links).
+        timeout_s: all ranks are ended after so many seconds; the report says so.
         output: where rank 0's output goes; by default to this process's own.
 
     Raises:
-        LabError: the time is over.
+        LabError: a rate could not be changed.
         KeyboardInterrupt: handed on, after the ranks have ended.
     """
     num_ranks = network.num_nodes * ranks_per_node
@@ -83,7 +88,7 @@ def launch(
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
-        stack.enter_context(_changing(network, changes))
+        failures = stack.enter_context(_changing(network, changes))
         ranks = stack.enter_context(_started())
         for rank in range(num_ranks):
             node, local_rank = divmod(rank, ranks_per_node)
@@ -93,28 +98,35 @@ def launch(
                     ["ip", "netns", "exec", network.namespace(node), *command],
                     env={
                         "OMP_NUM_THREADS": str(len(cores) if pin else max(1, len(cores) // num_ranks)),
-                        **os.environ,
+                        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
                         **_torchrun_environment(network, node, local_rank, ranks_per_node),
                         **(environment or {}),
                     },
+                    stdin=None if rank == 0 else subprocess.DEVNULL,
                     stdout=output if rank == 0 else logs[rank],
                     stderr=output if rank == 0 else subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=lambda cores=cores: _prepare_child(cores),
                 )
             )
+        timed_out = False
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            if timeout_s is not None and time.monotonic() - started > timeout_s:
-                raise LabError(f"The ranks did not end within {timeout_s:g} s; they have been ended.")
+            if failures:
+                raise LabError(f"The rate could not be changed: {failures[0]}") from failures[0]
+            timed_out = timeout_s is not None and time.monotonic() - started > timeout_s
+            if timed_out:
+                break
             time.sleep(POLL_S)
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
         _end(ranks, GRACE_S)
-        for rank, (process, log) in enumerate(zip(ranks, logs, strict=True)):
-            if process.returncode not in (0, -signal.SIGTERM) and rank > 0:
-                _show_tail(rank, log)
+        network.end_processes()
+        for rank in range(1, num_ranks) if timed_out else failed:
+            if rank > 0:
+                _show_tail(rank, logs[rank])
     seconds = time.monotonic() - started
     after = [network.traffic(node) for node in range(network.num_nodes)]
     traffic = [late - early for early, late in zip(before, after, strict=True)]
-    return Report(seconds, [process.returncode for process in ranks], traffic)
+    return Report(seconds, [process.returncode for process in ranks], traffic, failed, timed_out)
 
 
 def _torchrun_environment(network: Network, node: int, local_rank: int, ranks_per_node: int) -> dict[str, str]:
@@ -159,41 +171,59 @@ def _started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
-    """Ask the ranks that still run to end, with their own children; then end them."""
-    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
-        for process in ranks:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        deadline = None if patience_s is None else time.monotonic() + patience_s
+    """Ask the ranks that still run to end, with their own children; then end them. A Ctrl-C shortens the first."""
+    interrupted = None
+    try:
+        _signal(ranks, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
         for process in ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt as error:
+        interrupted = error
+    with uninterrupted():
+        _signal(ranks, signal.SIGKILL)
+        for process in ranks:
+            process.wait()
+    if interrupted is not None:
+        raise interrupted
+
+
+def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
 
 @contextlib.contextmanager
-def _changing(network: Network, changes: Sequence[tuple[float, float | None]]) -> Iterator[None]:
-    """Change the rates of all links at the given times, beside the run."""
+def _changing(network: Network, changes: Sequence[tuple[float, float | None]]) -> Iterator[list[LabError]]:
+    """Change the rates of all links at the given times, beside the run; yield what goes wrong."""
     over = threading.Event()
+    failures: list[LabError] = []
     started = time.monotonic()
 
     def change() -> None:
-        for seconds, rate in changes:
+        for seconds, rate in sorted(changes, key=lambda change: change[0]):
             if over.wait(max(0.0, started + seconds - time.monotonic())):
                 return
-            for node in range(network.num_nodes):
-                network.set_rate(node, rate)
+            try:
+                for node in range(network.num_nodes):
+                    network.set_rate(node, rate)
+            except LabError as error:
+                failures.append(error)
+                return
 
     thread = threading.Thread(target=change, name="lowbw-lab rates", daemon=True)
     thread.start()
     try:
-        yield
+        yield failures
     finally:
         over.set()
         thread.join()
 
 
 def _show_tail(rank: int, log: IO[bytes]) -> None:
-    log.seek(0)
+    log.seek(-min(TAIL_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
     tail = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-    sys.stderr.write("\n".join([f"rank {rank} failed; its last lines:", *(f"  {line}" for line in tail), ""]))
+    sys.stderr.write("\n".join([f"rank {rank}, its last lines:", *(f"  {line}" for line in tail), ""]))

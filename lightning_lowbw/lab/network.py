@@ -8,14 +8,17 @@ removed by the next one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +26,7 @@ from types import TracebackType
 INTERFACE = "eth0"  # of each node, inside its namespace
 SUBNET = "10.213.0"
 MAX_NODES = 250
+MIN_RATE, MAX_RATE = 1e3, 1e12
 UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # The bucket: what may pass at once after a pause. A large one would let a whole sparse message through for free; one
@@ -30,7 +34,11 @@ UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # rate.
 MIN_BURST_BYTES = 64 * 1024
 BURST_S = 0.4e-3
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 QUEUE_S = 0.1  # what waits longer is dropped, which TCP takes as the sign to slow down
+
+
+_numbers = itertools.count()  # of the networks of this process
 
 
 class LabError(RuntimeError):
@@ -52,18 +60,23 @@ def parse_rate(text: str) -> float | None:
     """Return a rate in bit/s, or None for "unlimited".
 
     Raises:
-        LabError: it is not a positive number with one of the units bit, kbit, mbit, gbit.
+        LabError: it is not a number with one of the units bit, kbit, mbit, gbit, or out of range.
 
     Example:
         >>> parse_rate("2.5gbit"), parse_rate("unlimited")
         (2500000000.0, None)
     """
+    text = text.strip().lower()
     if text == "unlimited":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit", text.strip().lower())
-    if match is None or float(match[1]) == 0:
-        raise LabError(f"rate {text!r}: give a number with a unit, such as 1gbit, 200mbit or 512kbit, or 'unlimited'.")
-    return float(match[1]) * UNITS[f"{match[2] or ''}bit"]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit", text)
+    rate = 0.0 if match is None else float(match[1]) * UNITS[f"{match[2] or ''}bit"]
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise LabError(
+            f"rate {text!r}: give a number with a unit, such as 1gbit, 200mbit or 512kbit (from 1kbit to 1000gbit), or "
+            "'unlimited'."
+        )
+    return rate
 
 
 class Network:
@@ -80,11 +93,11 @@ class Network:
     def __init__(self, rates: Sequence[float | None], *, delay_ms: float = 0.0) -> None:
         if not 1 <= len(rates) <= MAX_NODES:
             raise LabError(f"{len(rates)} nodes: give 1 to {MAX_NODES}.")
-        if delay_ms < 0:
+        if not 0 <= delay_ms < math.inf:
             raise LabError(f"delay of {delay_ms} ms: give a number >= 0.")
         self.rates = list(rates)
         self.delay_ms = delay_ms
-        self._prefix = f"lowbw-lab-{_identity(os.getpid())}"
+        self._prefix = f"lowbw-lab-{_identity(os.getpid())}-{next(_numbers)}"
 
     @property
     def num_nodes(self) -> int:
@@ -104,8 +117,13 @@ class Network:
         remove_leftovers()
         try:
             self._set_up()
-        except BaseException:
+        except BaseException as error:
             self._tear_down()
+            if isinstance(error, LabError) and "not permitted" in str(error):
+                raise LabError(
+                    f"Root may not make network namespaces here ({error}). In a container start it with --privileged, "
+                    "or with the capabilities SYS_ADMIN and NET_ADMIN."
+                ) from error
             raise
         return self
 
@@ -165,10 +183,26 @@ class Network:
                 "'modprobe sch_netem', or leave the delay out."
             ) from error
 
+    def end_processes(self) -> None:
+        """End what still runs on the nodes: children that a script has left behind."""
+        for node in range(self.num_nodes):
+            _end_processes(self.namespace(node))
+
     def _tear_down(self) -> None:
-        for name in _namespaces():
-            if name.startswith(f"{self._prefix}-"):
-                _remove(name)
+        with uninterrupted():
+            for name in _namespaces():
+                if name.startswith(f"{self._prefix}-"):
+                    _remove(name)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let signals that would end the lab wait until the block is left; for its children, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check_requirements() -> None:
@@ -183,7 +217,7 @@ def check_requirements() -> None:
         if shutil.which(program) is None:
             raise LabError(f"{program!r} is not installed: apt-get install iproute2 (or your system's package of it).")
     if os.geteuid() != 0:
-        raise LabError(f"Network namespaces need root: sudo {' '.join(sys.argv) or 'lowbw-lab'}")
+        raise LabError(f"Network namespaces need root: sudo {shlex.join(sys.argv) or 'lowbw-lab'}")
 
 
 def remove_leftovers() -> list[str]:
@@ -212,11 +246,15 @@ def _namespaces() -> list[str]:
 
 def _remove(namespace: str) -> None:
     """End the processes in a namespace of ours, then delete it; its interfaces go with it."""
+    _end_processes(namespace)
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+
+
+def _end_processes(namespace: str) -> None:
     pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
 
 def _run(*command: str) -> str:

@@ -251,9 +251,14 @@ class LocalSGDWorker:
         return (self._period or self.method.schedule.first()).k if self.method.rule != "fixed" else self.method.k_steps
 
     @property
-    def is_consensus(self) -> bool:
+    def parameters_agree(self) -> bool:
         """Whether the parameters are the same on all ranks; known without asking them."""
         return self.steps_since_average == 0 and self._flight is None
+
+    @property
+    def is_consensus(self) -> bool:
+        """Whether there is nothing that `show_consensus` would average. A forward pass moves buffers at any time."""
+        return self.parameters_agree and not self._buffer_start
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return what is worth logging; nothing is communicated."""
@@ -362,6 +367,7 @@ class LocalSGDWorker:
             self._loss_weight = LOSS_DECAY * self._loss_weight + 1.0
             self._step_loss = None
         if not was_local:
+            self.num_samples = 0.0
             if self.is_local:
                 self._loss, self._loss_weight = None, 0.0
             self.begin_local()
@@ -637,7 +643,6 @@ class LocalSGDWorker:
 
     # Looking at the consensus -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def show_consensus(self) -> None:
         """Put the mean of the replicas into the model, until `hide_consensus`. The training does not notice.
 
@@ -645,6 +650,10 @@ class LocalSGDWorker:
         """
         if self.is_consensus or self._own is not None:
             return
+        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives an evaluation
+            self._show_consensus()
+
+    def _show_consensus(self) -> None:
         tensors = self._all_tensors()
         self._own = [tensor.detach().clone() for tensor in tensors]
         in_flight = [] if self._flight is None else self._flight.parameters
@@ -696,9 +705,9 @@ class LocalSGDWorker:
 
     def to(self, device: torch.device) -> None:
         """Move this rank's own state."""
-        for tensors in (self._start, self._velocity, self._buffer_start):
-            for key, tensor in list(tensors.items()):  # type: ignore[attr-defined]
-                tensors[key] = tensor.to(device)
+        for of_parameters in (self._start, self._velocity):
+            of_parameters.update({parameter: tensor.to(device) for parameter, tensor in of_parameters.items()})
+        self._buffer_start = {name: tensor.to(device) for name, tensor in self._buffer_start.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: its weights, the optimizer's state, where it is in the interval.
@@ -706,7 +715,7 @@ class LocalSGDWorker:
         An average in flight is waited for; nothing is communicated.
         """
         own = {}
-        if not self.is_consensus:
+        if not self.parameters_agree:
             shown = self._all_tensors() if self._own is None else self._own
             own = {name: tensor.detach().cpu().clone() for name, tensor in zip(self._all_names(), shown, strict=True)}
         flight = None

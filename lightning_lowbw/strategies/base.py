@@ -80,6 +80,7 @@ class LowBandwidthStrategy(DDPStrategy):
         self._precision_state: dict[str, Any] | None = None
         self._run_id = ""
         self._shards_written: dict[str, list[str]] = {}  # by folder, the latest last
+        self._saved_as: dict[str, _PATH] = {}  # rank 0's path, by this rank's own
         self._num_saves = 0
 
     @classmethod
@@ -396,12 +397,14 @@ class LowBandwidthStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         if self._workers and "optimizer_states" in checkpoint:  # not one of weights only
+            filepath = self._path_of_rank_zero(filepath)
             self._num_saves += 1  # in step on all ranks: Lightning saves on all of them
             folder = shards.folder_of(filepath)
             metadata = {
                 "num_ranks": self.world_size,
                 "folder": folder.replace("\\", "/").rsplit("/", 1)[-1],
                 "save_id": f"{self._run_id}-{self._num_saves}",
+                "method": self.method.describe()["method"],
             }
             shard = {
                 "save_id": metadata["save_id"],
@@ -419,6 +422,18 @@ class LowBandwidthStrategy(DDPStrategy):
             checkpoint = {**checkpoint, shards.METADATA_KEY: metadata}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
+        """Return where rank 0 saves: names with metrics in them differ between ranks, and only rank 0 writes the file.
+
+        Collective: all ranks; not while an exception unwinds, where they need not all be here.
+        """
+        assert self.lightning_module is not None
+        if self.world_size == 1 or self.lightning_module.trainer.interrupted:
+            return filepath
+        path = self.broadcast(filepath)
+        self._saved_as[str(filepath)] = path
+        return path
+
     def _drop_old_shards(self, folder: str, path: str) -> None:
         """Delete this rank's shards of saves to the same place, but the last: its checkpoint is still the one there."""
         written = self._shards_written.setdefault(folder, [])
@@ -430,6 +445,7 @@ class LowBandwidthStrategy(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
+        filepath = self._saved_as.pop(str(filepath), filepath)
         self._shards_written.pop(shards.folder_of(filepath), None)
         if self.local_rank == 0:  # of each node: disks need not be shared
             with contextlib.suppress(FileNotFoundError):  # another node was faster
@@ -444,12 +460,12 @@ class LowBandwidthStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         metadata = checkpoint.get(shards.METADATA_KEY)
-        if metadata is None:
+        if metadata is None or metadata["method"] != self.method.describe()["method"]:
             for worker in self.workers:
                 worker.step = checkpoint["global_step"] // max(1, len(self.workers))
             rank_zero_info(
-                f"The checkpoint was not written by this package: strategy {self.strategy_name!r} starts at its "
-                "step, with nothing unsent."
+                f"The checkpoint was not written by this method: strategy {self.strategy_name!r} starts with the "
+                "weights, the optimizer and the step in it, and with nothing else."
             )
             return
         assert self._resume_path is not None

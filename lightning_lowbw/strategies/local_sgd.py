@@ -161,6 +161,11 @@ class LocalSGDStrategy(LowBandwidthStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigurationError(
+                "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD is to send nothing "
+                "between averages, which take in batch norm's statistics. Leave it out."
+            )
         super().setup(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if self._workers and self.world_size > 1 and self._looks not in callbacks:
@@ -176,11 +181,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._audit is not None:
-            self._audit.uninstall()
-        while self._replaced:
-            owner, name = self._replaced.pop()
-            delattr(owner, name)
+        self._restore()
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and self._looks in trainer.callbacks:  # type: ignore[attr-defined]
@@ -195,6 +196,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         super().on_train_start()
         if self.world_size == 1:
             return
+        self._restore()
         self._agree_on_data(trainer)
         self._defer_sigterm(trainer)
         self._defer_timers(trainer)
@@ -219,6 +221,14 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             )
         self.reconfigure(dataclasses.replace(self.method, begin_step=round(begin * num_steps)))
         rank_zero_info(f"{self.strategy_name}: synchronous up to step {self.method.begin_step} of {num_steps:.0f}.")
+
+    def _restore(self) -> None:
+        """Undo what `on_train_start` has replaced; a tuner in a callback starts the training twice."""
+        if self._audit is not None:
+            self._audit.uninstall()
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            vars(owner).pop(name, None)
 
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         setattr(owner, name, value)
@@ -246,6 +256,9 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         if threading.current_thread() is not threading.main_thread():
             return
         deferred = {connector._sigterm_notifier_fn: request_stop, connector._slurm_sigusr_handler_fn: request_save}
+        if connector.received_sigterm:  # on this rank, before there was anybody to tell
+            connector.received_sigterm = False
+            request_stop(signal.SIGTERM, None)
         for signum in signal.valid_signals():
             handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
             handlers[:] = [deferred.get(each, each) for each in handlers]
@@ -253,18 +266,24 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     def _defer_timers(self, trainer: pl.Trainer) -> None:
         """Let callbacks that ask rank 0 for the time after every batch do so after an average only."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            is_timer = isinstance(callback, Timer)
-            if is_timer or (isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None):
-                if self._is_uneven:
-                    raise ConfigurationError(
-                        f"{type(callback).__name__} by wall-clock time needs all ranks after every average, and some "
-                        "have fewer batches than others. Leave it out (Trainer(max_time=None)), or make the data even."
-                    )
-                self._replace(
-                    callback,
-                    "on_train_batch_end",
-                    functools.partial(self._if_communicating, callback.on_train_batch_end),
+            if self._audit is not None and isinstance(callback, Checkpoint):
+                hook = functools.partial(self._as_a_look, callback.on_train_batch_end)
+                self._replace(callback, "on_train_batch_end", hook)
+            saves_by_time = isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+            saves_by_step = isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
+            if self._is_uneven and (isinstance(callback, Timer) or saves_by_time or saves_by_step):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} by time or by step needs all ranks in mid-epoch, and some have fewer "
+                    "batches than others. Let it act at the end of an epoch, or make the data even."
                 )
+            if isinstance(callback, Timer) or saves_by_time:
+                hook = functools.partial(self._if_communicating, callback.on_train_batch_end)
+                self._replace(callback, "on_train_batch_end", hook)
+
+    def _as_a_look(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        assert self._audit is not None
+        with self._audit.allowing():
+            hook(*args, **kwargs)
 
     def _if_communicating(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._may_communicate:
@@ -297,6 +316,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         super().on_train_batch_start(batch, batch_idx)
         all_local = all(worker.is_local for worker in self.workers)
         self._may_communicate = not all_local
+        if self.world_size > 1:
+            self._choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
         if self._is_uneven:
             for worker in self._local_workers:
                 worker.num_samples += _num_samples(batch)
@@ -368,7 +389,12 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             problem = "value_dtype and delay_steps want equal weights"
         elif not isinstance(self.method.begin_step, int):
             problem = f"begin_step={self.method.begin_step!r} is not known in advance; give a number of steps"
-        elif self.method.schedule.is_always_synchronous or self.method.begin_step >= min(lengths):
+        elif trainer.val_check_batch not in (trainer.num_training_batches, math.inf):
+            problem = "validation in the middle of an epoch needs all of them"
+        elif (
+            self.method.schedule.is_always_synchronous
+            or self.method.begin_step >= min(lengths) / trainer.accumulate_grad_batches
+        ):
             problem = "all steps of the shortest rank's first epoch are synchronous"
         if problem is not None:
             raise ConfigurationError(
@@ -390,6 +416,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
         self._has_ended_epoch = False
+        if trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
+            self._agree_on_data(trainer)
         if self._val_check_batch is not None:
             trainer.val_check_batch, self._val_check_batch = self._val_check_batch, None
 
@@ -397,10 +425,21 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         """At the end of this rank's epoch: take part in the averages of the others until all are there."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        if not self._is_uneven or not (trainer.fit_loop.epoch_loop._num_ready_batches_reached() or is_over):
-            return
+        is_over = self._must_stop(trainer) or 0 <= trainer.max_steps <= trainer.global_step
+        if self._is_uneven and (trainer.fit_loop.epoch_loop._num_ready_batches_reached() or is_over):
+            self._take_part_until_the_end(is_over)
+
+    @staticmethod
+    def _must_stop(trainer: pl.Trainer) -> bool:
+        return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+    def _take_part_until_the_end(self, is_over: bool) -> None:
         (worker,) = self._local_workers
+        if not worker.is_local:
+            raise ConfigurationError(
+                f"This rank is out of data after {worker.step} optimizer steps, and the first "
+                f"{self.method.begin_step} are synchronous: give a smaller begin_step."
+            )
         worker.num_finished = 0
         while worker.num_finished < self.world_size:
             worker.average(finished=True, over=is_over)
@@ -434,18 +473,17 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         if self._audit is not None and not trainer.interrupted:
             self._audit.check()
             self._audit.pause()
+        if trainer.interrupted:
+            if not all(worker.parameters_agree for worker in self._local_workers):
+                rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
+            return
+        if self._is_uneven and not self._has_ended_epoch and not trainer.sanity_checking:
+            raise ConfigurationError(
+                "Validation and checkpoints in the middle of an epoch need all ranks, and some have fewer batches "
+                "than others: do both at the end of the epoch."
+            )
         if all(worker.is_consensus for worker in self._local_workers):
             return
-        if trainer.interrupted:
-            rank_zero_warn(
-                "The training was interrupted between two averages: this checkpoint has the weights of rank 0."
-            )
-            return
-        if self._is_uneven and not self._has_ended_epoch:
-            raise ConfigurationError(
-                "Validation and checkpoints in the middle of an epoch need all ranks, and some have fewer batches than "
-                "others: do both at the end of the epoch."
-            )
         self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
         for worker in self._local_workers:
             worker.show_consensus()
@@ -485,6 +523,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
 
     def _finish(self) -> None:
         """Leave the consensus in the model, before the callbacks' `on_train_end`."""
+        if self._is_uneven and not self._has_ended_epoch:  # somebody has stopped the training in mid-epoch
+            self._take_part_until_the_end(is_over=True)
         self._show()
         self._is_showing = False
         self._own_buffers = {}

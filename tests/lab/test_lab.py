@@ -58,9 +58,10 @@ else:
 """
 
 
-def namespaces() -> list[str]:
+def namespaces(pid: int | None = None) -> list[str]:
+    """Return those of a lab: other labs of this machine are none of our business."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    return [line.split()[0] for line in listed.splitlines() if line.startswith("lowbw-lab-")]
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"lowbw-lab-{pid or os.getpid()}x")]
 
 
 def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -> tuple[float, list[int]]:
@@ -82,13 +83,13 @@ def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("200mbit", 2e8), ("9600bit", 9600), ("unlimited", None)],
+    [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("200mbit", 2e8), ("9600bit", 9600), (" Unlimited", None)],
 )
 def test_rates(text: str, rate: float | None) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1", "0mbit", "-1gbit", "1gb", "1 gbit/s"])
+@pytest.mark.parametrize("text", ["", "fast", "1", "0mbit", "-1gbit", "1gb", "1 gbit/s", "7bit", "9999999gbit"])
 def test_bad_rates(text: str) -> None:
     with pytest.raises(LabError, match="1gbit, 200mbit"):
         parse_rate(text)
@@ -108,7 +109,17 @@ def test_without_tc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyt
     assert "apt-get install iproute2" in message or "this is" in message
 
 
-@pytest.mark.parametrize("arguments", [["--nodes", "3", "--inter", "1gbit,1gbit"], ["--change", "soon:1gbit"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nodes", "3", "--inter", "1gbit,1gbit"],
+        ["--change", "soon:1gbit"],
+        ["--change", "1:quick"],
+        ["--change", "inf:1gbit"],
+        ["--change=-1:1gbit"],
+        ["--delay", "nan"],
+    ],
+)
 def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--", "true"]) == 2
     assert "give" in capsys.readouterr().err
@@ -162,10 +173,52 @@ class TestWithRoot:
         assert "no more" in capfd.readouterr().err
         assert namespaces() == []
 
-    def test_a_timeout_ends_all(self, capfd: pytest.CaptureFixture[str]) -> None:
-        assert main(["--timeout", "0.5", "--", sys.executable, "-c", "import time; time.sleep(60)"]) == 2
-        assert "within 0.5 s" in capfd.readouterr().err
+    @pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: sys.exit(77)"])
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_the_rank_that_failed_is_blamed(
+        self, failing: int, handler: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lightning_lowbw.lab.launcher.GRACE_S", 0.5)
+        script = (
+            "import os, signal, sys, time\n"
+            f"if os.environ['RANK'] == '{failing}': time.sleep(1.0); sys.exit(3)\n"
+            f"signal.signal(signal.SIGTERM, {handler}); print('I am well', flush=True); time.sleep(60)"
+        )
+        assert main(["--inter", "unlimited", "--", sys.executable, "-c", script]) == 3
+        assert "rank 1, its last lines" not in capfd.readouterr().err or failing == 1
+
+    def test_a_timeout_ends_all_and_shows_them(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        path = tmp_path / "report.json"
+        script = "import os, time; print('waiting as', os.environ['RANK'], flush=True); time.sleep(60)"
+        assert main(["--timeout", "1", "--report", str(path), "--", sys.executable, "-c", script]) == 124
+        shown = capfd.readouterr()
+        assert "within 1 s" in shown.err
+        assert "waiting as 1" in shown.err
+        assert '"timed_out": true' in path.read_text()
         assert namespaces() == []
+
+    def test_two_networks_in_one_process(self) -> None:
+        with Network([None]) as one:
+            with Network([None]) as two:
+                assert two.traffic(0).sent_bytes >= 0
+                assert len(namespaces()) == 4
+            assert one.traffic(0).sent_bytes >= 0
+
+    def test_changes_come_in_the_order_of_their_times(self) -> None:
+        with Network([1e6, 1e6]) as network:
+            report = launch(network, ["sleep", "0.6"], changes=[(0.3, 3e6), (0.1, 2e6)])
+            assert network.rates == [3e6, 3e6]
+        assert report.status == 0
+
+    def test_a_change_that_fails_ends_the_run(self) -> None:
+        with Network([1e6]) as network, pytest.raises(LabError, match="could not be changed"):
+            launch(network, ["sleep", "60"], changes=[(0.1, 0.1)])
+
+    def test_what_a_script_leaves_behind_ends_with_it(self) -> None:
+        with Network([None]) as network:
+            assert launch(network, ["bash", "-c", "setsid sleep 300 & true"]).status == 0
+            left = subprocess.run(["ip", "netns", "pids", network.namespace(0)], capture_output=True, text=True)
+            assert left.stdout == ""
 
     def test_the_report_is_written(self, tmp_path: Path) -> None:
         path = tmp_path / "report.json"
@@ -177,11 +230,13 @@ class TestWithRoot:
         assert status == 0 or (status == 2 and "network emulator" in capfd.readouterr().err)
         assert namespaces() == []
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
     def test_nothing_is_left_behind(self, number: signal.Signals, tmp_path: Path) -> None:
         marker = tmp_path / "rank"
         script = (
-            "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+            "import os, subprocess, sys, time\n"
+            "child = subprocess.Popen(['sleep', '60'], start_new_session=True, stderr=subprocess.DEVNULL)\n"
+            "open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {child.pid}'); time.sleep(60)"
         )
         program = "import sys; from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
         lab = subprocess.Popen(
@@ -194,15 +249,15 @@ class TestWithRoot:
         deadline = time.monotonic() + 60
         while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
-        pids = [int(file.read_text()) for file in files]
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
         lab.send_signal(number)
         _, message = lab.communicate(timeout=30)
         if number == signal.SIGKILL:
-            # Killed: the ranks die with it; the namespaces wait for the next run.
-            assert len(remove_leftovers()) == 3
+            # Killed: the ranks die with it; their children and the namespaces wait for the next run.
+            assert len([name for name in remove_leftovers() if name.startswith(f"lowbw-lab-{lab.pid}x")]) == 3
         else:
             assert lab.returncode == 130
             assert "interrupted" in message
-        assert namespaces() == []
+        assert namespaces(lab.pid) == []
         for pid in pids:
             assert _identity(pid) == ""  # gone, or waiting to be reaped

@@ -450,6 +450,41 @@ def test_looking_at_the_consensus_changes_nothing(case: str, optimizer: str) -> 
     assert looked == run_ranks(look_often, num_ranks, STATEFUL[case], optimizer, False)
 
 
+def look_in_inference_mode() -> list[str]:
+    worker, parameters = attach(LocalSGD(k_steps=4, begin_step=0), "sgd")
+    bits = []
+    for step in range(9):
+        bits += train_on(worker, parameters, range(step, step + 1))
+        with torch.inference_mode():  # as Lightning evaluates, but not on gloo
+            worker.show_consensus()
+            worker.hide_consensus()
+    return bits
+
+
+def test_looking_in_inference_mode_changes_nothing() -> None:
+    assert run_ranks(look_in_inference_mode, 2) == [
+        train[:9] for train in run_ranks(look_often, 2, {"k_steps": 4, "begin_step": 0}, "sgd", False)
+    ]
+
+
+def weigh_samples() -> float:
+    weight = Parameter(torch.zeros(()))
+    worker = LocalSGD(k_steps=2, begin_step=3).attach(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+    worker.weighs_samples = True
+    for step in range(5):
+        worker.num_samples += 100.0 * (1 + dist.get_rank()) if step < 3 else 4.0 - dist.get_rank()
+        weight.grad = torch.tensor(-1.0 - dist.get_rank())
+        with worker.stepping():
+            worker.exchange()
+            worker.optimizer.step()
+    return float(weight)
+
+
+def test_samples_of_synchronous_steps_do_not_weigh() -> None:
+    # three steps of 1.5, then two of 1 (8 samples) or of 2 (6 samples)
+    assert run_ranks(weigh_samples, 2) == [pytest.approx(4.5 + (8 * 2 + 6 * 4) / 14)] * 2
+
+
 def stop_and_resume(choices: dict[str, Any], optimizer: str, at: int) -> tuple[list[str], list[str]]:
     worker, parameters = attach(LocalSGD(**choices), optimizer)
     train_on(worker, parameters, range(at))
@@ -460,10 +495,11 @@ def stop_and_resume(choices: dict[str, Any], optimizer: str, at: int) -> tuple[l
 
     worker, parameters = attach(LocalSGD(**choices), optimizer)
     with torch.no_grad():
-        for name, parameter in parameters.items():  # a consensus here: a checkpoint has it
-            parameter.copy_(weights[name])
-        for name, buffer in worker._buffers.items():
-            buffer.copy_(buffers[name])
+        if not state["own"]:  # a plain checkpoint has them
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+            for name, buffer in worker._buffers.items():
+                buffer.copy_(buffers[name])
     worker.load_state_dict(state)
     worker.check_schedule()
     return straight, train_on(worker, parameters, range(at, 16))

@@ -23,12 +23,14 @@ from lightning_lowbw import (
     AdaptiveLocalSGDStrategy,
     AveragingSchedule,
     ConfigurationError,
+    DGCStrategy,
     LocalSGDStrategy,
     NonFiniteGradientError,
     TrafficMonitor,
     UnexpectedCollectiveError,
 )
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.core.volume import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.tiny import BATCH, Tiny, amp_with_scaler, make_data, make_trainer, sgd
 
@@ -127,6 +129,46 @@ def test_averages_come_when_they_should_and_nothing_is_sent_between(accumulate: 
             assert [step for step in range(begin + 1, STEPS + 1) if same[step - 1]] == due
 
 
+def monitor() -> tuple[list[dict[str, float]], int, list[float]]:
+    rows: list[dict[str, float]] = []
+    distances = []
+
+    class Logged(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            rows.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("traffic/")})
+
+    model = Tiny(partial(torch.optim.SGD, lr=1e-12))  # the fifth step moves nothing: what differs has been set here
+
+    class Drift(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            if trainer.global_step == 4:
+                with torch.no_grad():
+                    for p in module.parameters():
+                        if p.requires_grad:
+                            p.add_(0.1 * (dist.get_rank() + 1) * torch.randn(p.shape))
+                own = torch.cat([p.detach().reshape(-1) for p in module.parameters() if p.requires_grad])
+                mean = torch.stack(gathered(own)).mean(0)
+                distances.append(float((own - mean).norm() / mean.norm()))
+
+    callbacks = [TrafficMonitor(prog_bar=False), Logged(), Drift()]
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4), dist.get_world_size(), callbacks=callbacks)
+    trainer.fit(model, make_data(2, 9))
+    return rows, sum(p.numel() for p in model.parameters() if p.requires_grad), distances
+
+
+def test_what_is_logged() -> None:
+    for rows, numel, distances in run_ranks(monitor, 2):
+        buffers = 2 * 64  # running mean and variance; the count of batches is apart
+        average = all_reduce_bytes(4 * (numel + buffers + 8 + 2 * 2), 2) + all_reduce_bytes(8, 2)
+        sent = [row["traffic/bytes_sent"] for row in rows]
+        assert sent[1:] == [0, 0, 0, average, 0, 0, 0, average]
+        assert [row["traffic/averages"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+        assert {row["traffic/k_steps"] for row in rows} == {4.0}
+        assert rows[1]["traffic/exposed_s"] == 0.0
+        assert rows[4]["traffic/exposed_s"] > 0.0
+        assert rows[4]["traffic/consensus_distance"] == pytest.approx(distances[0], rel=1e-3)
+
+
 class Chatty(Tiny):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -205,6 +247,83 @@ def test_validating_and_saving_change_nothing(kwargs: dict[str, Any], tmp_path: 
     looked = run_ranks(fit_and_look, 2, True, kwargs, str(tmp_path))
     assert quiet == looked
     assert quiet[0]["after"][2] != quiet[1]["after"][2], "the ranks were not local"
+
+
+def look_at_buffers(accumulate: int) -> list[str]:
+    """Look after the last synchronous step, right after averages, and in the middle of an accumulation."""
+    num_ranks = dist.get_world_size()
+    trace = Trace()
+    trainer = make_trainer(
+        LocalSGDStrategy(k_steps=2, begin_step=3 if accumulate == 1 else 0),
+        num_ranks,
+        callbacks=[trace],
+        val_check_interval=1,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS), make_data(num_ranks, 1))
+    return trace.shown[2 * 3 if accumulate == 1 else 2 :]  # before: as in DDP, and the sanity check
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_all_ranks_see_the_same_buffers(accumulate: int) -> None:
+    first, second = run_ranks(look_at_buffers, 2, accumulate)
+    assert len(first) > 12
+    assert first == second
+
+
+def fit_with_unsynced_names(folder: str, resume: str) -> tuple[str, list[str]]:
+    num_ranks = dist.get_world_size()
+
+    class Named(Tiny):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mine", float(self.global_rank))
+            return loss
+
+    saver = ModelCheckpoint(folder, filename="{step}-{mine:.1f}", every_n_train_steps=3, save_top_k=1, monitor="mine")
+    trace = Trace()
+    trainer = make_trainer(
+        LocalSGDStrategy(k_steps=4, audit=True), num_ranks, callbacks=[saver, trace], enable_checkpointing=True
+    )
+    trainer.fit(Named(data_by_step=True), make_data(num_ranks, STEPS), ckpt_path=resume or None)
+    return str(saver.best_model_path), trace.after
+
+
+def test_shards_lie_beside_the_file_of_rank_0(tmp_path: Path) -> None:
+    """Rank 1 would name the file after its own metric."""
+    straight = run_ranks(fit_with_unsynced_names, 2, str(tmp_path), "")
+    (path,) = tmp_path.glob("*.ckpt")
+    (folder,) = tmp_path.glob("*.ranks")
+    assert folder.name == path.name + ".ranks"
+    assert len(list(folder.iterdir())) == 2
+    step = torch.load(path, weights_only=False)["global_step"]
+    resumed = run_ranks(fit_with_unsynced_names, 2, str(tmp_path / "more"), str(path))
+    for (_, before), (_, after) in zip(straight, resumed, strict=True):
+        assert before[step:] == after
+
+
+def go_over(path: str, first: str, second: str) -> str:
+    num_ranks = dist.get_world_size()
+    strategies = {"dgc": lambda: DGCStrategy(min_numel=100), "local_sgd": lambda: LocalSGDStrategy(k_steps=3)}
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(path)
+
+    make_trainer(strategies[first](), num_ranks, callbacks=[Save()]).fit(Tiny(), make_data(num_ranks, STEPS))
+    model = Tiny()
+    trainer = make_trainer(strategies[second](), num_ranks)
+    trainer.fit(model, make_data(num_ranks, STEPS), ckpt_path=path)
+    assert trainer.global_step == STEPS
+    assert trainer.strategy.workers[0].step == STEPS
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("order", [("dgc", "local_sgd"), ("local_sgd", "dgc")])
+def test_another_method_goes_on_with_the_weights(order: tuple[str, str], tmp_path: Path) -> None:
+    first, second = run_ranks(go_over, 2, str(tmp_path / "some.ckpt"), *order)
+    assert first == second
 
 
 def fit_and_save(path: str) -> dict[str, Any]:
@@ -377,6 +496,16 @@ def fit_gan(adaptive: bool) -> dict[str, Any]:
         "buffers": buffers,
         "end": weights(model),
     }
+
+
+def fit_gan_with_unused() -> int:
+    strategy = LocalSGDStrategy(3, audit=True, find_unused_parameters=True)
+    make_trainer(strategy, dist.get_world_size()).fit(Gan(), make_data(2, 8))
+    return strategy._local_workers[0].num_averages
+
+
+def test_manual_optimization_is_local_where_ddp_looks_for_unused_parameters() -> None:
+    assert run_ranks(fit_gan_with_unused, 2) == [2, 2]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -560,6 +689,36 @@ def test_a_sigterm_ends_those_who_wait_for_data_of_others() -> None:
     assert run_ranks(fit_uneven_until_killed, 2) == [2, 4]
 
 
+def fit_uneven_with(what: str) -> tuple[int, str]:
+    """Things that stop a training early, with 7 and 10 batches."""
+
+    class StopInMidEpoch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 4
+
+    class Worse(Tiny):
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            self.log("worse", float(self.trainer.current_epoch))
+
+    stop = EarlyStopping("worse", patience=1) if what == "early stopping" else StopInMidEpoch()
+    strategy = LocalSGDStrategy(k_steps=3, begin_step=0)
+    trainer = make_trainer(strategy, 2, callbacks=[stop], max_epochs=6, min_epochs=4 if what == "early stopping" else 1)
+    model = Worse()
+    trainer.fit(model, uneven_loader([7, 10][dist.get_rank()]), uneven_loader(1))
+    return trainer.global_step, weights(model)
+
+
+def test_early_stopping_waits_for_min_epochs_on_uneven_data() -> None:
+    (short, first), (long, second) = run_ranks(fit_uneven_with, 2, "early stopping")
+    assert (short, long) == (28, 40)
+    assert first == second
+
+
+def test_a_stop_in_mid_epoch_leaves_a_consensus_on_uneven_data() -> None:
+    (_, first), (_, second) = run_ranks(fit_uneven_with, 2, "stop")
+    assert first == second
+
+
 def average_weighted() -> Tensor:
     class Constant(pl.LightningModule):
         """Its weight moves by 1 per step on rank 0, by 2 on rank 1."""
@@ -587,7 +746,12 @@ def test_replicas_are_weighted_by_samples() -> None:
 
 def fit_uneven_refused(trouble: str) -> str:
     options: dict[str, Any] = {"val_check_interval": 3} if trouble == "validation" else {}
+    if trouble == "checkpoint":
+        options |= {"callbacks": [ModelCheckpoint(every_n_train_steps=4)], "enable_checkpointing": True}
+    if trouble == "accumulation":
+        options |= {"accumulate_grad_batches": 3}
     kwargs: dict[str, Any] = {"begin_step": 8} if trouble == "synchronous" else {}
+    kwargs |= {"begin_step": 2} if trouble == "accumulation" else {}
     kwargs |= {"delay_steps": 1} if trouble == "delay" else {}
     trainer = make_trainer(LocalSGDStrategy(**{"k_steps": 4, "begin_step": 0, **kwargs}), 2, **options)
     try:
@@ -598,7 +762,14 @@ def fit_uneven_refused(trouble: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "word"), [("synchronous", "synchronous"), ("delay", "delay_steps"), ("validation", "end of the epoch")]
+    ("trouble", "word"),
+    [
+        ("synchronous", "synchronous"),
+        ("accumulation", "synchronous"),
+        ("delay", "delay_steps"),
+        ("validation", "validation in the middle"),
+        ("checkpoint", "end of an epoch"),
+    ],
 )
 def test_what_uneven_data_do_not_allow_is_refused(trouble: str, word: str) -> None:
     for message in run_ranks(fit_uneven_refused, 2, trouble):
@@ -654,6 +825,46 @@ def fit_scheduled(callback: dict[str, Any], strategy: dict[str, Any]) -> tuple[A
 )
 def test_begin_in_epochs_and_in_fractions(callback: dict[str, Any], strategy: dict[str, Any], expected: Any) -> None:
     assert run_ranks(fit_scheduled, 2, callback, strategy) == [expected] * 2
+
+
+def fit_with_finder(folder: str) -> list[str]:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    num_ranks = dist.get_world_size()
+
+    class WithRate(Tiny):
+        lr = 0.01
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    model = WithRate()
+    options = {
+        "callbacks": [LearningRateFinder(num_training_steps=12)],
+        "max_time": {"hours": 1},
+        "default_root_dir": folder,
+    }
+    trainer = make_trainer(LocalSGDStrategy(k_steps=3), num_ranks, **options)
+    trainer.fit(model, make_data(num_ranks, 20))
+    return [digest(model.parameters())]
+
+
+def test_a_tuner_in_a_callback_starts_the_training_twice(tmp_path: Path) -> None:
+    first, second = run_ranks(fit_with_finder, 2, str(tmp_path))
+    assert first == second
+
+
+def fit_with_sync_batchnorm() -> str:
+    try:
+        make_trainer(LocalSGDStrategy(), 2, sync_batchnorm=True).fit(Tiny(), make_data(2, 4))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_synchronised_batch_norm_is_refused() -> None:
+    for message in run_ranks(fit_with_sync_batchnorm, 2):
+        assert "sync_batchnorm" in message
 
 
 def fit_with_swa() -> list[str]:
