@@ -282,9 +282,8 @@ def fit_with_unsynced_names(folder: str, resume: str) -> tuple[str, list[str]]:
 
     saver = ModelCheckpoint(folder, filename="{step}-{mine:.1f}", every_n_train_steps=3, save_top_k=1, monitor="mine")
     trace = Trace()
-    trainer = make_trainer(
-        LocalSGDStrategy(k_steps=4, audit=True), num_ranks, callbacks=[saver, trace], enable_checkpointing=True
-    )
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True}
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4, audit=True), num_ranks, callbacks=[saver, trace], **options)
     trainer.fit(Named(data_by_step=True), make_data(num_ranks, STEPS), ckpt_path=resume or None)
     return str(saver.best_model_path), trace.after
 
@@ -311,9 +310,11 @@ def go_over(path: str, first: str, second: str) -> str:
             if trainer.global_step == 5:
                 trainer.save_checkpoint(path)
 
-    make_trainer(strategies[first](), num_ranks, callbacks=[Save()]).fit(Tiny(), make_data(num_ranks, STEPS))
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
+    trainer = make_trainer(strategies[first](), num_ranks, callbacks=[Save()], **options)
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS))
     model = Tiny()
-    trainer = make_trainer(strategies[second](), num_ranks)
+    trainer = make_trainer(strategies[second](), num_ranks, **options)
     trainer.fit(model, make_data(num_ranks, STEPS), ckpt_path=path)
     assert trainer.global_step == STEPS
     assert trainer.strategy.workers[0].step == STEPS
