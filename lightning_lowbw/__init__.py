@@ -6,6 +6,7 @@ Importing this package makes the strategies known to Lightning by name: `Trainer
 from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
+from lightning_lowbw.core.topology import Topology
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
@@ -14,7 +15,13 @@ from lightning_lowbw.errors import (
 )
 from lightning_lowbw.methods.dgc import DGC
 from lightning_lowbw.methods.local_sgd import LocalSGD
-from lightning_lowbw.strategies import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrategy, register
+from lightning_lowbw.strategies import (
+    AdaptiveLocalSGDStrategy,
+    DGCStrategy,
+    HierarchicalStrategy,
+    LocalSGDStrategy,
+    register,
+)
 
 __version__ = "0.1.0"
 
@@ -25,10 +32,12 @@ __all__ = [
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",
+    "HierarchicalStrategy",
     "LocalSGD",
     "LocalSGDStrategy",
     "NonFiniteGradientError",
     "SparsityWarmup",
+    "Topology",
     "TrafficMonitor",
     "UnexpectedCollectiveError",
 ]

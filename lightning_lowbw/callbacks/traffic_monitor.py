@@ -20,6 +20,8 @@ class _Totals:
     steps: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
     dense_bytes: int = 0
     exposed_s: float = 0.0
 
@@ -32,6 +34,7 @@ class TrafficMonitor(Callback):
     - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
     - ``compression_ratio``: bytes that DDP would have sent / bytes sent; above 1 is better
     - ``exposed_s``: seconds in which the step waited for an exchange
+    - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
     and what the method has to tell, with a number behind it where there are several optimizers. Of "dgc":
 
@@ -83,6 +86,9 @@ class TrafficMonitor(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, LowBandwidthStrategy):
             silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
+            if now.intra_bytes or now.inter_bytes:
+                silent["traffic/bytes_intra_node"] = float(now.intra_bytes - last.intra_bytes)
+                silent["traffic/bytes_inter_node"] = float(now.inter_bytes - last.inter_bytes)
             every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
             is_due = bool(every) and now.steps // every != last.steps // every
             for number, worker in enumerate(strategy.workers):
@@ -99,4 +105,4 @@ def _read(trainer: pl.Trainer) -> _Totals:
         return _Totals(**{name: getattr(strategy.ledger, name) for name in _Totals.__dataclass_fields__})
     nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
     total = trainer.global_step * all_reduce_bytes(nbytes, trainer.world_size)
-    return _Totals(trainer.global_step, total, total, total)
+    return _Totals(trainer.global_step, total, total, dense_bytes=total)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,8 @@ class TrafficLedger:
         steps: optimizer steps accounted for.
         sent_bytes: bytes sent, by the formulas of `core.volume`.
         received_bytes: bytes received; the same in the ring algorithms used here.
+        intra_bytes: of the bytes sent, those inside a node, where a topology tells.
+        inter_bytes: of the bytes sent, those between nodes, where a topology tells.
         dense_bytes: bytes plain DDP would have sent for the gradients of the same steps.
         exposed_s: seconds in which the training waited for an exchange. On CUDA measured with events, a few steps
             late and without the dense phase, whose communication runs beside the backward pass.
@@ -30,16 +33,22 @@ class TrafficLedger:
     steps: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
     dense_bytes: int = 0
     exposed_s: float = 0.0
     _pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=lambda: deque(maxlen=MAX_PENDING), repr=False, compare=False
     )
 
-    def record(self, nbytes: int) -> None:
-        """Add one collective that moved `nbytes` in each direction."""
+    def record(self, nbytes: int, level: Literal["intra", "inter"] | None = None) -> None:
+        """Add one collective that moved `nbytes` in each direction, on a level of the topology if there is one."""
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
+        if level == "intra":
+            self.intra_bytes += nbytes
+        elif level == "inter":
+            self.inter_bytes += nbytes
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:

@@ -15,3 +15,11 @@ def all_reduce_bytes(nbytes: int, num_ranks: int) -> int:
 def all_gather_bytes(nbytes: int, num_ranks: int) -> int:
     """Return the bytes a rank sends in a ring all-gather of `nbytes` from each rank: (W - 1) * nbytes."""
     return (num_ranks - 1) * nbytes
+
+
+def reduce_scatter_bytes(nbytes: int, num_ranks: int) -> int:
+    """Return the bytes a rank sends to reduce a message of `nbytes` in parts, one per rank: (W - 1) / W * nbytes.
+
+    As many as it sends to gather the parts.
+    """
+    return (num_ranks - 1) * nbytes // num_ranks

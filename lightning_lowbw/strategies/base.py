@@ -224,8 +224,11 @@ class LowBandwidthStrategy(DDPStrategy):
         self.ledger.dense_bytes += nbytes
         buffer.mul_(1.0 / num_ranks)  # the reducer multiplies; a division has other bits unless N is a power of two
         work = dist.all_reduce(buffer, group=group, async_op=True)
-        self._last_launch_s = time.perf_counter()
+        self._note_launch()
         return work.get_future().then(lambda future: future.value()[0])
+
+    def _note_launch(self) -> None:
+        self._last_launch_s = time.perf_counter()
 
     def _all_reduce_views(self, buffer: Tensor, views: list[Tensor]) -> torch.futures.Future[torch.Tensor]:
         def copy_back(future: torch.futures.Future[torch.Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_lowbw
-from lightning_lowbw import DGC, AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGD, LocalSGDStrategy
+from lightning_lowbw import DGC, AdaptiveLocalSGDStrategy, DGCStrategy, HierarchicalStrategy, LocalSGD, LocalSGDStrategy
 from lightning_lowbw.strategies import register
 
 PACKAGE = "lightning_lowbw"
@@ -160,10 +160,12 @@ def test_what_is_exported() -> None:
         "DGC",
         "DGCStrategy",
         "DisagreementError",
+        "HierarchicalStrategy",
         "LocalSGD",
         "LocalSGDStrategy",
         "NonFiniteGradientError",
         "SparsityWarmup",
+        "Topology",
         "TrafficMonitor",
         "UnexpectedCollectiveError",
     ]
@@ -216,6 +218,7 @@ NAMES = {
     "post_local_sgd": LocalSGDStrategy,
     "diloco": LocalSGDStrategy,
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
+    "hierarchical": HierarchicalStrategy,
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

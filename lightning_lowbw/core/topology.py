@@ -1,0 +1,110 @@
+"""Where the ranks are: which of them share a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_lowbw.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of each node, in the order of the nodes.
+
+    Ranks need not be contiguous, and nodes need not be of one size; what cannot do without says so.
+
+    Args:
+        nodes: the ranks of each node, in any order; the lowest of a node is its leader.
+
+    Raises:
+        ConfigurationError: a rank is missing or named twice, or a node is empty.
+
+    Example:
+        >>> topology = Topology.blocks(world_size=6, ranks_per_node=2)
+        >>> topology.nodes, topology.node_of(3), topology.local_rank_of(3)
+        (((0, 1), (2, 3), (4, 5)), 1, 1)
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(tuple(sorted(node)) for node in self.nodes))
+        ranks = sorted(rank for node in self.nodes for rank in node)
+        if ranks != list(range(len(ranks))) or not all(self.nodes) or not ranks:
+            raise ConfigurationError(
+                f"topology {self.nodes}: each rank from 0 on belongs to exactly one node, and no node is empty."
+            )
+
+    @classmethod
+    def blocks(cls, world_size: int, ranks_per_node: int) -> Topology:
+        """Return nodes of `ranks_per_node` neighbouring ranks.
+
+        Raises:
+            ConfigurationError: the world is not divisible.
+        """
+        if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+            raise ConfigurationError(f"ranks_per_node={ranks_per_node!r}: give an integer >= 1.")
+        if world_size % ranks_per_node:
+            raise ConfigurationError(
+                f"{world_size} ranks cannot be divided into nodes of ranks_per_node={ranks_per_node}; give a divisor."
+            )
+        starts = range(0, world_size, ranks_per_node)
+        return cls(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str]) -> Topology:
+        """Return one node per distinct name; `hosts` has the name of each rank's."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in by_host.values()))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.nodes)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The lowest rank of each node."""
+        return tuple(node[0] for node in self.nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The size of each node.
+
+        Raises:
+            ConfigurationError: they differ; names them.
+        """
+        sizes = {len(node) for node in self.nodes}
+        if len(sizes) > 1:
+            shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
+            raise ConfigurationError(
+                f"The nodes have different numbers of ranks ({shown}): start as many on each, or use "
+                "algorithm='leader'."
+            )
+        return sizes.pop()
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of a rank's node."""
+        return next(index for index, node in enumerate(self.nodes) if rank in node)
+
+    def local_rank_of(self, rank: int) -> int:
+        """Return a rank's place in its node."""
+        return self.nodes[self.node_of(rank)].index(rank)
+
+    def peers(self, local_rank: int) -> tuple[int, ...]:
+        """Return the ranks with one place in all nodes: those that exchange a shard. Needs nodes of one size."""
+        assert local_rank < self.ranks_per_node
+        return tuple(node[local_rank] for node in self.nodes)
+
+
+def _shown(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"{len(ranks)} ({', '.join(map(str, ranks))})"

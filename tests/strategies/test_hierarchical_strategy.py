@@ -1,0 +1,152 @@
+"""Two levels in Lightning: DDP within rounding, replicas equal to the bit, and no order of events that hangs."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lightning_lowbw import ConfigurationError, DisagreementError, HierarchicalStrategy, Topology, TrafficMonitor
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.core.volume import all_reduce_bytes
+from tests.ranks import run_ranks
+from tests.tiny import Tiny, make_data, make_trainer
+
+STEPS = 8
+
+
+def fit(kwargs: dict[str, Any] | None, trainer_options: dict[str, Any]) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    model = Tiny(unused=bool((kwargs or {}).get("find_unused_parameters")))
+    strategy = (
+        DDPStrategy(find_unused_parameters=model.never is not None)
+        if kwargs is None
+        else HierarchicalStrategy(**kwargs)
+    )
+    trainer = make_trainer(strategy, num_ranks, **trainer_options)
+    trainer.fit(model, make_data(num_ranks, STEPS))
+    ledger = getattr(strategy, "ledger", None)
+    return {
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "digest": digest(model.parameters()),
+        "inter": ledger and ledger.inter_bytes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "options"),
+    [
+        ({"ranks_per_node": 2}, {}),
+        ({"ranks_per_node": 2, "algorithm": "leader"}, {}),
+        ({"topology": Topology(((0, 2), (1, 3))), "gradient_as_bucket_view": True}, {}),
+        ({"topology": Topology(((0, 1, 2), (3,))), "algorithm": "leader"}, {}),
+        ({"ranks_per_node": 2, "bucket_cap_mb": 0.001}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+    ],
+)
+def test_equal_to_ddp_within_rounding(kwargs: dict[str, Any], options: dict[str, Any]) -> None:
+    dense = run_ranks(fit, 4, None, options)
+    results = run_ranks(fit, 4, kwargs, options)
+    assert len({result["digest"] for result in results}) == 1
+    assert sum(result["inter"] for result in results) > 0
+    for name, value in results[0]["weights"].items():
+        torch.testing.assert_close(value, dense[0]["weights"][name], rtol=1e-4, atol=1e-5)
+
+
+class Deep(Tiny):
+    """Many small buckets, and ranks that dawdle in other places each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.wider(torch.relu(self.norm(self.wide(x)))))
+        for layer in self.many:
+            hidden = torch.tanh(layer(hidden))
+            if hidden.requires_grad:
+                hidden.register_hook(self.dawdle)
+        return self.head(hidden)
+
+    def dawdle(self, gradient: Tensor) -> None:
+        if random.random() < 0.2:
+            time.sleep(0.002 * random.random())
+
+
+def fit_deep(algorithm: Any) -> tuple[str, list[float]]:
+    num_ranks = dist.get_world_size()
+    random.seed(dist.get_rank())
+    model = Deep()
+    strategy = HierarchicalStrategy(2, algorithm, bucket_cap_mb=0.005)
+    trainer = make_trainer(strategy, num_ranks, callbacks=[TrafficMonitor(prog_bar=False)])
+    trainer.fit(model, make_data(num_ranks, 25))
+    return digest(model.parameters()), [float(trainer.callback_metrics["traffic/bytes_inter_node"])]
+
+
+@pytest.mark.parametrize("algorithm", ["sharded", "leader"])
+def test_many_buckets_in_any_order_of_events(algorithm: str) -> None:
+    results = run_ranks(fit_deep, 4, algorithm)
+    assert len({weights for weights, _ in results}) == 1
+    numel = sum(p.numel() for p in Deep().parameters() if p.requires_grad)
+    total = sum(sent for _, (sent,) in results)
+    assert total == pytest.approx(2 * all_reduce_bytes(4 * numel, 2), rel=0.01)  # each of two nodes: once
+
+
+def fit_trouble(kwargs: dict[str, Any], by_rank: list[Any]) -> str:
+    arguments = {**kwargs, **({"ranks_per_node": by_rank[dist.get_rank()]} if by_rank else {})}
+    try:
+        make_trainer(HierarchicalStrategy(**arguments), dist.get_world_size()).fit(Tiny(), make_data(4, 2))
+    except (ConfigurationError, DisagreementError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "by_rank", "word"),
+    [
+        ({"ranks_per_node": 3}, [], "cannot be divided"),
+        ({"topology": Topology(((0, 1), (2,)))}, [], "has 3 ranks, the world 4"),
+        ({"topology": Topology(((0, 1, 2), (3,)))}, [], "algorithm='leader'"),
+        ({}, [2, 2, 4, 2], "rank 2 has 4"),
+    ],
+)
+def test_topologies_that_do_not_fit(kwargs: dict[str, Any], by_rank: list[Any], word: str) -> None:
+    for message in run_ranks(fit_trouble, 4, kwargs, by_rank):
+        assert word in message
+
+
+def fit_flat(kwargs: dict[str, Any]) -> tuple[str, int, list[str]]:
+    import warnings
+
+    num_ranks = dist.get_world_size()
+    model = Tiny()
+    strategy = HierarchicalStrategy(**kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, num_ranks).fit(model, make_data(num_ranks, STEPS))
+    return digest(model.parameters()), strategy.ledger.inter_bytes, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ranks_per_node": 1}, {"ranks_per_node": 2}])
+def test_one_level_is_said_and_is_ddp(kwargs: dict[str, Any]) -> None:
+    dense = run_ranks(fit, 2, None, {})
+    results = run_ranks(fit_flat, 2, kwargs)
+    assert any("one level only" in warning for warning in results[0][2])
+    assert all(weights == dense[0]["digest"] and inter == 0 for weights, inter, _ in results)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for wrong in (
+        {"algorithm": "ring"},
+        {"inter_dtype": "int8"},
+        {"ranks_per_node": 0},
+        {"ranks_per_node": 2, "topology": Topology(((0,), (1,)))},
+        {"ranks_per_nodes": 2},
+    ):
+        with pytest.raises(ConfigurationError):
+            HierarchicalStrategy(**wrong)
