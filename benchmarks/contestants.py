@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
 
 ONE_BUCKET_MB = 4096
 LOCAL_STEPS = 8
@@ -93,4 +93,7 @@ HIDDEN_LOCAL_SGD = Contestant(
 
 ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC, LOCAL_SGD, HIDDEN_LOCAL_SGD]
 SHORT = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], DGC]
-BY_NAME = {contestant.name: contestant for contestant in ALL}
+SHARDED = Contestant("hierarchical, sharded", lambda: HierarchicalStrategy(**COMMON), num_untimed_steps=2)
+LEADER = Contestant("hierarchical, leader", lambda: HierarchicalStrategy(algorithm="leader", **COMMON), 1, 1.0, 2)
+TWO_LEVEL = [NO_COMMUNICATION, DDP, LEADER, SHARDED, DGC]  # for nodes of several ranks
+BY_NAME = {contestant.name: contestant for contestant in (*ALL, *TWO_LEVEL)}

@@ -3,6 +3,7 @@
     sudo .venv/bin/python benchmarks/slow_link.py            # a short grid, under 15 minutes on two cores
     sudo .venv/bin/python benchmarks/slow_link.py --full     # all models, links and node counts
     sudo .venv/bin/python benchmarks/slow_link.py --headline # where DDP takes 6.6 x the limit
+    sudo .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks
 
 Writes benchmarks/results/slow_link*.json with the environment, a Markdown table and a plot. Every number in a table
 comes from there.
@@ -29,7 +30,7 @@ import matplotlib
 import torch
 
 import lightning_lowbw
-from benchmarks.contestants import ALL, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, Contestant
+from benchmarks.contestants import ALL, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.lab import Network, launch, parse_rate
@@ -61,6 +62,7 @@ class Cell:
     step_s: list[float] = field(default_factory=list)
     interface_bytes: list[float] = field(default_factory=list)
     formula_bytes: float | None = None
+    ranks_per_node: int = 1
 
     @property
     def median_s(self) -> float:
@@ -75,16 +77,23 @@ def num_steps(contestant: Contestant, dense_bytes: int, rate: float | None, comp
 
 
 def run_cells(
-    workload: str, num_nodes: int, rate: str, contestants: list[Contestant], repetitions: int, batch: int | None = None
+    workload: str,
+    num_nodes: int,
+    rate: str,
+    contestants: list[Contestant],
+    repetitions: int,
+    batch: int | None = None,
+    ranks_per_node: int = 1,
 ) -> list[Cell]:
     """Measure all contestants on one link; they take turns within one group of processes."""
     parameters = Timed(WORKLOADS[workload]).parameters()
-    dense_bytes = all_reduce_bytes(sum(parameter.nbytes for parameter in parameters), num_nodes)
+    num_ranks = num_nodes * ranks_per_node
+    dense_bytes = all_reduce_bytes(sum(parameter.nbytes for parameter in parameters), num_ranks)
     bits_per_s = parse_rate(rate)
     job = {
         "workload": workload,
         "batch": batch,
-        "threads": max(1, (os.cpu_count() or 1) // num_nodes),
+        "threads": max(1, (os.cpu_count() or 1) // num_ranks),
         "repetitions": repetitions,
         "contestants": [
             {"name": each.name, "num_steps": num_steps(each, dense_bytes, bits_per_s, 0.4)} for each in contestants
@@ -94,7 +103,7 @@ def run_cells(
         job_path, records_path = Path(folder) / "job.json", Path(folder) / "records.json"
         job_path.write_text(json.dumps(job))
         command = [sys.executable, str(WORKER), str(job_path), str(records_path)]
-        report = launch(network, command, timeout_s=3600.0)
+        report = launch(network, command, ranks_per_node=ranks_per_node, timeout_s=3600.0)
         if report.status != 0:
             raise SystemExit(f"The ranks failed on {workload}, {num_nodes} nodes, {rate}.")
         records = json.loads(records_path.read_text())
@@ -112,6 +121,7 @@ def run_cells(
                 [record["step_s"] for record in mine],
                 [record["interface_bytes"] for record in mine],
                 by_formula,
+                ranks_per_node,
             )
         )
     return cells
@@ -151,7 +161,7 @@ def to_markdown(cells: list[Cell]) -> str:
             + " | ".join(
                 [
                     cell.workload,
-                    str(cell.num_nodes),
+                    str(cell.num_nodes) if cell.ranks_per_node == 1 else f"{cell.num_nodes} x {cell.ranks_per_node}",
                     cell.rate,
                     cell.method,
                     f"{cell.median_s:.3f}",
@@ -221,6 +231,17 @@ def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     readme.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"\n{end}{rest.split(end)[1]}")
 
 
+def put_into_card(results: dict[str, Any]) -> None:
+    """Replace the marked block of docs/methods/hierarchical.md."""
+    card = Path(__file__).resolve().parents[1] / "docs/methods/hierarchical.md"
+    begin, end = "<!-- two_level:begin -->", "<!-- two_level:end -->"
+    before, rest = card.read_text().split(begin)
+    where = "In the lab ({cpu}, {num_cpus} cores), bytes of one node: `{command}`.\n"
+    note = where.format(**results["environment"], command=results["command"])
+    table = to_markdown([Cell(**cell) for cell in results["cells"]])
+    card.write_text(f"{before}{begin}\n{note}\n{table}{end}{rest.split(end)[1]}")
+
+
 def headline(rate: str, batches: list[int]) -> None:
     """Find the batch at which the dense step takes about 6.6 times the limit, and show the speed-up there."""
     contestants = [NO_COMMUNICATION, DDP, DGC]
@@ -269,6 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--headline", action="store_true")
+    parser.add_argument("--two-level", action="store_true")
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS))
     parser.add_argument("--nodes", nargs="+", type=int)
     parser.add_argument("--rates", nargs="+")
@@ -276,13 +298,21 @@ def main() -> None:
     parser.add_argument("--name")
     parser.add_argument("--resume", action="store_true", help="keep the links already in the result, measure the rest")
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 32, 48, 64], help="tried by --headline")
-    parser.add_argument("--readme-from", type=Path, metavar="JSON", help="put the table of a result into README.md")
+    parser.add_argument(
+        "--readme-from",
+        type=Path,
+        metavar="JSON",
+        help="put the table of a result into README.md (with --two-level into the card)",
+    )
     options = parser.parse_args()
     if options.headline:
         headline("1gbit", options.batches)
         return
     if options.readme_from is not None:
         results = json.loads(options.readme_from.read_text())
+        if options.two_level:
+            put_into_card(results)
+            return
         put_into_readme([Cell(**cell) for cell in results["cells"]], results)
         return
     grid = {
@@ -295,8 +325,8 @@ def main() -> None:
             else ["unlimited", "1gbit", "200mbit"]
         ),
     }
-    contestants = ALL if options.full else SHORT
-    name = options.name or ("slow_link_full" if options.full else "slow_link")
+    contestants = TWO_LEVEL if options.two_level else ALL if options.full else SHORT
+    name = options.name or ("two_level" if options.two_level else "slow_link_full" if options.full else "slow_link")
     cells: list[Cell] = []
     if options.resume and (RESULTS / f"{name}.json").exists():
         cells = [Cell(**cell) for cell in json.loads((RESULTS / f"{name}.json").read_text())["cells"]]
@@ -305,7 +335,9 @@ def main() -> None:
             for rate in grid["rates"]:
                 if any((cell.workload, cell.num_nodes, cell.rate) == (workload, nodes, rate) for cell in cells):
                     continue
-                cells += run_cells(workload, nodes, rate, contestants, options.repetitions or 3)
+                ranks_per_node = 2 if options.two_level else 1
+                repetitions = options.repetitions or 3
+                cells += run_cells(workload, nodes, rate, contestants, repetitions, None, ranks_per_node)
                 print(to_markdown(cells[-len(contestants) :]), flush=True)
                 write(name, cells)
     fastest = {

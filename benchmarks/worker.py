@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
+from lightning_lowbw import HierarchicalStrategy
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
 INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -49,8 +50,12 @@ class Window(pl.Callback):
 
 
 def _ledger_bytes(trainer: pl.Trainer) -> float:
+    """Return what this rank sent; of a strategy on two levels, what it sent to other nodes."""
     strategy = trainer.strategy
-    return float(strategy.ledger.sent_bytes) if isinstance(strategy, LowBandwidthStrategy) else float("nan")
+    if not isinstance(strategy, LowBandwidthStrategy):
+        return float("nan")
+    ledger = strategy.ledger
+    return float(ledger.inter_bytes if ledger.intra_bytes else ledger.sent_bytes)
 
 
 def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[str, Any]:
@@ -60,8 +65,8 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
     trainer = pl.Trainer(
         strategy=contestant.make(),
         accelerator="cpu",
-        devices=1,
-        num_nodes=int(os.environ["WORLD_SIZE"]),
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_steps=num_untimed_steps + num_steps,
         callbacks=[window],
         logger=False,
@@ -71,7 +76,12 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
         use_distributed_sampler=False,
     )
     trainer.fit(Timed(workload), loader(workload, num_untimed_steps + num_steps))
-    ledger_bytes = None if math.isnan(window.ledger_bytes) else window.ledger_bytes
+    # Of the node. On one level in rings: what its last rank sends.
+    by_rank: list[float] = [0.0] * int(os.environ["WORLD_SIZE"])
+    dist.all_gather_object(by_rank, window.ledger_bytes)
+    is_two_level = isinstance(trainer.strategy, HierarchicalStrategy)
+    of_node = sum(by_rank[: int(os.environ["LOCAL_WORLD_SIZE"])]) if is_two_level else by_rank[0]
+    ledger_bytes = None if math.isnan(of_node) else of_node
     return {"step_s": window.step_s, "interface_bytes": window.sent_bytes, "ledger_bytes": ledger_bytes}
 
 

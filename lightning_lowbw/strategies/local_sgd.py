@@ -6,6 +6,7 @@ unused parameters), nor by Lightning (its broadcast of SIGTERM before every batc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -197,6 +198,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         if self.world_size == 1:
             return
         self._restore()
+        self._warn_if_never_local(trainer)
         self._agree_on_data(trainer)
         self._defer_sigterm(trainer)
         self._defer_timers(trainer)
@@ -221,6 +223,26 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             )
         self.reconfigure(dataclasses.replace(self.method, begin_step=round(begin * num_steps)))
         rank_zero_info(f"{self.strategy_name}: synchronous up to step {self.method.begin_step} of {num_steps:.0f}.")
+
+    def _warn_if_never_local(self, trainer: pl.Trainer) -> None:
+        begin = self.method.begin_step
+        if (
+            begin == FIRST_LR_DECAY
+            and not trainer.lr_scheduler_configs
+            and trainer.lightning_module.automatic_optimization
+        ):
+            rank_zero_warn(
+                f"begin_step={begin!r}, and the module has no learning-rate scheduler: the rate never falls, so this "
+                "trains as DDP. Give a number of steps or a fraction of the run."
+            )
+        elif isinstance(begin, int) and not self.method.schedule.is_always_synchronous:
+            with contextlib.suppress(MisconfigurationException):  # the number of steps cannot be known
+                num_steps = trainer.estimated_stepping_batches
+                if begin >= num_steps:
+                    rank_zero_warn(
+                        f"This run has {num_steps:.0f} optimizer steps, and the first {begin} are synchronous "
+                        f"(begin_step): it trains as DDP. Let the local phase begin earlier, or train longer."
+                    )
 
     def _restore(self) -> None:
         """Undo what `on_train_start` has replaced; a tuner in a callback starts the training twice."""

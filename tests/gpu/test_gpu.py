@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_lowbw import DGC, DGCStrategy
+from lightning_lowbw import DGC, DGCStrategy, LocalSGD
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.methods.local_sgd import LocalSGDWorker
 from tests.ranks import run_ranks
 from tests.tiny import sgd
 
@@ -21,12 +22,21 @@ pytestmark = [
 ]
 
 
-def train(device: str, value_dtype: str) -> tuple[list[torch.Tensor], str]:
+METHODS: dict[str, Any] = {
+    "dgc": DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.99)),
+    "dgc bfloat16": DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.99), value_dtype="bfloat16"),
+    "local": LocalSGD(k_steps=3),
+    "local bfloat16": LocalSGD(k_steps=3, value_dtype="bfloat16"),
+    "local delayed": LocalSGD(k_steps=4, delay_steps=2, outer="nesterov"),
+}
+
+
+def train(device: str, name: str) -> tuple[list[torch.Tensor], str]:
     """Train in a plain loop, all ranks on one device, gloo between them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4)).to(device)
     optimizer = sgd(model.parameters())
-    method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.99), value_dtype=value_dtype)
+    method = METHODS[name]
     worker = method.attach(optimizer, model.named_parameters())
     for step in range(10):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -36,12 +46,14 @@ def train(device: str, value_dtype: str) -> tuple[list[torch.Tensor], str]:
         with worker.stepping():
             worker.exchange()
             optimizer.step()
+    if isinstance(worker, LocalSGDWorker):
+        worker.finish()
     return [p.detach().cpu() for p in model.parameters()], digest(model.parameters())
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
-def test_cuda_tensors_through_gloo(value_dtype: str) -> None:
-    on_gpu, on_cpu = run_ranks(train, 2, "cuda", value_dtype), run_ranks(train, 2, "cpu", value_dtype)
+@pytest.mark.parametrize("name", list(METHODS))
+def test_cuda_tensors_through_gloo(name: str) -> None:
+    on_gpu, on_cpu = run_ranks(train, 2, "cuda", name), run_ranks(train, 2, "cpu", name)
     assert on_gpu[0][1] == on_gpu[1][1]
     for a, b in zip(on_gpu[0][0], on_cpu[0][0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

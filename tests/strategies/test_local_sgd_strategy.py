@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -866,6 +867,21 @@ def fit_with_sync_batchnorm() -> str:
 def test_synchronised_batch_norm_is_refused() -> None:
     for message in run_ranks(fit_with_sync_batchnorm, 2):
         assert "sync_batchnorm" in message
+
+
+def fit_never_local(begin: Any) -> list[str]:
+    num_ranks = dist.get_world_size()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(LocalSGDStrategy(begin_step=begin), num_ranks).fit(Tiny(), make_data(num_ranks, 4))
+    return [str(warning.message) for warning in caught if "trains as DDP" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("begin", "word"), [("first_lr_decay", "scheduler"), (4, "4 optimizer steps"), (3, "")])
+def test_a_run_that_never_becomes_local_is_told(begin: Any, word: str) -> None:
+    messages = run_ranks(fit_never_local, 2, begin)[0]
+    assert len(messages) == bool(word)
+    assert all(word in message for message in messages)
 
 
 def fit_with_swa() -> list[str]:
