@@ -32,7 +32,8 @@ class TrafficMonitor(Callback):
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
     - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
-    - ``compression_ratio``: bytes that DDP would have sent / bytes sent; above 1 is better
+    - ``compression_ratio``: bytes that DDP would have sent since something was sent last / bytes sent; above 1 is
+      better; where something was sent
     - ``exposed_s``: seconds in which the step waited for an exchange
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
@@ -60,6 +61,7 @@ class TrafficMonitor(Callback):
     def __init__(self, *, prog_bar: bool = True) -> None:
         self.prog_bar = prog_bar
         self._last = _Totals()
+        self._dense_bytes_at_last_send = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, DDPStrategy):
@@ -70,6 +72,7 @@ class TrafficMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = _read(trainer)
+        self._dense_bytes_at_last_send = self._last.dense_bytes
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -78,10 +81,11 @@ class TrafficMonitor(Callback):
         if now.steps == last.steps:  # accumulating
             return
         self._last = now
-        sent, dense = now.sent_bytes - last.sent_bytes, now.dense_bytes - last.dense_bytes
+        sent = now.sent_bytes - last.sent_bytes
         shown = {"traffic/bytes_sent": float(sent)}
         if sent:
-            shown["traffic/compression_ratio"] = dense / sent
+            shown["traffic/compression_ratio"] = (now.dense_bytes - self._dense_bytes_at_last_send) / sent
+            self._dense_bytes_at_last_send = now.dense_bytes
         silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
         strategy = trainer.strategy
         if isinstance(strategy, LowBandwidthStrategy):

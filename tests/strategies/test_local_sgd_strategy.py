@@ -165,6 +165,7 @@ def test_what_is_logged() -> None:
         assert sent[1:] == [0, 0, 0, average, 0, 0, 0, average]
         assert [row["traffic/averages"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
         assert {row["traffic/k_steps"] for row in rows} == {4.0}
+        assert rows[4]["traffic/compression_ratio"] == pytest.approx(4 * all_reduce_bytes(4 * numel, 2) / average)
         assert rows[1]["traffic/exposed_s"] == 0.0
         assert rows[4]["traffic/exposed_s"] > 0.0
         assert rows[4]["traffic/consensus_distance"] == pytest.approx(distances[0], rel=1e-3)
