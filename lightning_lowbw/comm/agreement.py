@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.ops.reference import as_real
 
 MAX_DIFFERENCES = 8  # lines of an error message
 
@@ -76,7 +77,7 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total: Tensor | int = 0
     for tensor in tensors:
-        bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = as_real(tensor)
         total = total + bits.detach().view(integers[bits.itemsize]).sum()
     return total
 

@@ -11,18 +11,14 @@ from torch import Tensor
 
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.ops.reference import as_real
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a tensor is summed: float32, or float64 for itself; complex numbers as two of these."""
-    return torch.promote_types(torch.view_as_real(tensor).dtype if tensor.is_complex() else tensor.dtype, torch.float32)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as real, with a last dimension of 2; any other as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.promote_types(as_real(tensor).dtype, torch.float32)
 
 
 @dataclass(frozen=True)

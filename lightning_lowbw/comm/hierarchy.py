@@ -127,7 +127,7 @@ def _reduce_scatter(tensor: Tensor, num_ranks: int, group: dist.ProcessGroup | N
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """Return the group of some ranks, made at the first call; all ranks call this in one order."""
-    key = (id(dist.group.WORLD), ranks)
+    key = (dist.group.WORLD, ranks)  # a world that was made anew has groups of its own
     if key not in _groups:
         _groups[key] = dist.new_group(list(ranks))
     return _groups[key]

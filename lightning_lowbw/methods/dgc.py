@@ -38,7 +38,7 @@ from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import correct_, flat, scatter_mean_, take_
+from lightning_lowbw.ops.reference import as_real, correct_, flat, scatter_mean_, take_
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 MARK_MODULUS = 1 << 10
@@ -361,7 +361,7 @@ class DGCWorker:
                 gradient = slot.parameter.grad
                 if gradient is None or _is_sparse_layout(gradient):
                     gradient = torch.zeros_like(slot.parameter)
-                parts.append(flat(_as_real(gradient)))
+                parts.append(flat(as_real(gradient)))
                 dtype = torch.promote_types(dtype, parts[-1].dtype)
         used = [float(slot.parameter.grad is not None) for slot in self._slots]
         num_ranks, own = self._exchange.num_ranks, len(used) + self._exchange.rank
@@ -388,12 +388,12 @@ class DGCWorker:
                 return False
         offset, kept = 0, []
         for slot, num_users in zip(self._slots, used, strict=True):
-            numel = _as_real(slot.parameter).numel() if slot.k is None else 0
+            numel = as_real(slot.parameter).numel() if slot.k is None else 0
             if num_users:
                 if slot.parameter.grad is None:
                     slot.parameter.grad = torch.zeros_like(slot.parameter)
                 if slot.k is None:
-                    target = _as_real(slot.parameter.grad)
+                    target = as_real(slot.parameter.grad)
                     target.copy_(mean[offset : offset + numel].view(target.shape))
                 kept.append(slot)
             offset += numel
@@ -548,7 +548,7 @@ class DGCWorker:
             elif _is_sparse_layout(gradient):
                 return torch.tensor(-1.0 - number, device=device)
             else:  # the extremes: unlike a norm they do not overflow, and a NaN is both
-                least, largest = torch.aminmax(_as_real(gradient))
+                least, largest = torch.aminmax(as_real(gradient))
                 is_finite.append(least.isfinite() & largest.isfinite())
         is_bad = ~torch.stack(is_finite)
         return torch.where(is_bad.any(), is_bad.float().argmax() + 1, 0).float()
@@ -668,10 +668,6 @@ class DGCWorker:
             everything = [p for group in self.optimizer.param_groups for p in group["params"]]
             self._names[parameter] = f"optimizer.{next(i for i, p in enumerate(everything) if p is parameter)}"
         return self._names[parameter]
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _is_sparse_layout(gradient: Tensor | None) -> bool:

@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, as_real, wide_dtype
+from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, wide_dtype
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
 from lightning_lowbw.core.codec import VALUE_DTYPES
 from lightning_lowbw.core.outer import OuterName, OuterOptimizer
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.ops.reference import as_real
 
 InnerMomentum = Literal["local", "average", "reset"]
 LOSS_DECAY = 0.9  # of the running mean of the loss since the last average
@@ -455,7 +456,6 @@ class LocalSGDWorker:
             moments,
             [_wide(p) for p in parameters] if self.method.delay_steps else None,
             {name: _wide(b) for name, b in self._buffers.items()} if self.method.delay_steps else {},
-            self.steps_since_average,
         )
 
     def _land(self) -> None:
@@ -798,7 +798,6 @@ class LocalSGDWorker:
                 [],
                 [snapshot.to(device) for snapshot in saved["snapshots"]],
                 {name: snapshot.to(device) for name, snapshot in saved["buffer_snapshots"].items()},
-                self.steps_since_average,
             )
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -844,10 +843,9 @@ class _Flight:
     moments: list[Tensor]
     snapshots: list[Tensor] | None  # of the parameters when it was begun, where local steps go on meanwhile
     buffer_snapshots: dict[str, Tensor]
-    num_steps: int
 
 
-_NO_FLIGHT = _Flight([], _Landed([], torch.empty(0)), [], None, {}, 0)
+_NO_FLIGHT = _Flight([], _Landed([], torch.empty(0)), [], None, {})
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real, with a last dimension of 2; any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def flat(tensor: Tensor) -> Tensor:
     """View a tensor as one dimension, in logical (row-major) order; a copy if its memory is laid out otherwise."""
     return tensor.reshape(-1)

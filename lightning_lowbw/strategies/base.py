@@ -60,6 +60,9 @@ class LowBandwidthStrategy(DDPStrategy):
     """
 
     strategy_name: str
+    # Names to register instead of the strategy's own, with the arguments of each: names are all that
+    # Trainer(strategy="...") can tell.
+    presets: Mapping[str, Mapping[str, Any]] = {}
 
     def __init__(self, method: Method, **kwargs: Any) -> None:
         _check_keywords(type(self), kwargs)
@@ -86,11 +89,14 @@ class LowBandwidthStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-            name = cls.strategy_name + suffix
-            if name not in strategy_registry.available_strategies():
-                description = f"{cls.__name__} with `start_method` '{start_method}'"
-                strategy_registry.register(name, cls, description=description, start_method=start_method)
+        for preset, arguments in (cls.presets or {cls.strategy_name: {}}).items():
+            for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+                name = preset + suffix
+                if name not in strategy_registry.available_strategies():
+                    description = f"{cls.__name__} with {arguments or 'defaults'}, `start_method` '{start_method}'"
+                    strategy_registry.register(
+                        name, cls, description=description, start_method=start_method, **arguments
+                    )
 
     @property
     def workers(self) -> list[Worker]:

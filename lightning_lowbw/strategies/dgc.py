@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_lowbw.methods.dgc import DGC
@@ -76,6 +77,7 @@ class DGCStrategy(LowBandwidthStrategy):
         )
         super().__init__(method, **kwargs)
         self._broadcast_buffers = kwargs.get("broadcast_buffers")
+        self._other_buffers: list[Tensor] = []  # than the running statistics
 
     @override
     def on_train_start(self) -> None:
@@ -93,15 +95,18 @@ class DGCStrategy(LowBandwidthStrategy):
     # The running statistics of batch norm -----------------------------------------------------------------------
 
     @override
+    def _choose_buffers(self, model: DistributedDataParallel) -> None:
+        statistics = {id(buffer) for buffer in self._statistics().values()}
+        self._other_buffers = [buffer for buffer in model.modules_buffers if id(buffer) not in statistics]
+        super()._choose_buffers(model)
+
+    @override
     def _buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
         """Return all buffers in the dense phase, and in the sparse phase all but the running statistics.
 
         Those of ResNet-50 are 213 KB per forward pass, more than its sparse gradients, and no training step reads them.
         """
-        if not self._owns_statistics():
-            return everything
-        statistics = {id(buffer) for buffer in self._statistics().values()}
-        return [buffer for buffer in everything if id(buffer) not in statistics]
+        return self._other_buffers if self._owns_statistics() else everything
 
     def _statistics(self) -> dict[str, Tensor]:
         """Return the buffers of the layers that keep running statistics, by name."""

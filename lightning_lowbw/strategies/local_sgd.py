@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -33,12 +32,13 @@ from typing_extensions import override
 
 from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.audit import CollectiveAudit
-from lightning_lowbw.comm.averaging import MeanInFlight, as_real
+from lightning_lowbw.comm.averaging import MeanInFlight
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, Rule
 from lightning_lowbw.core.outer import OuterName
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.methods.local_sgd import InnerMomentum, LocalSGD, LocalSGDWorker
+from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
 Uneven = Literal["finish", "stop"]
@@ -80,8 +80,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     """
 
     strategy_name = "local_sgd"
-    # Beside its own name, with the arguments of each; names are all that Trainer(strategy="...") can tell.
-    presets: dict[str, dict[str, Any]] = {  # noqa: RUF012 - of the class, never written
+    presets = {  # noqa: RUF012 - of the class, never written
         "local_sgd": {},
         "post_local_sgd": {"begin_step": FIRST_LR_DECAY},
         "diloco": {"k_steps": 100, "begin_step": 0, "outer": "nesterov"},
@@ -135,17 +134,6 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         self._is_showing = False
         self._losses: list[Tensor] = []  # since the last step of any optimizer
         self._looks = _Looks(self)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for preset, arguments in cls.presets.items():
-            for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
-                if preset + suffix not in strategy_registry.available_strategies():
-                    description = f"{cls.__name__} with {arguments or 'defaults'}, `start_method` '{start_method}'"
-                    strategy_registry.register(
-                        preset + suffix, cls, description=description, start_method=start_method, **arguments
-                    )
 
     @override
     def _forget_last_fit(self) -> None:
