@@ -95,5 +95,14 @@ ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC, 
 SHORT = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], DGC]
 SHARDED = Contestant("hierarchical, sharded", lambda: HierarchicalStrategy(**COMMON), num_untimed_steps=2)
 LEADER = Contestant("hierarchical, leader", lambda: HierarchicalStrategy(algorithm="leader", **COMMON), 1, 1.0, 2)
-TWO_LEVEL = [NO_COMMUNICATION, DDP, LEADER, SHARDED, DGC]  # for nodes of several ranks
+TWO_LEVEL_DGC = Contestant("dgc, two levels", lambda: DGCStrategy(sparsity=[0.999], topology="auto", **COMMON), 1, 0.01)
+TWO_LEVEL_LOCAL_SGD = Contestant(
+    f"local_sgd / {LOCAL_STEPS}, two levels",
+    lambda: LocalSGDStrategy(LOCAL_STEPS, topology="auto", **COMMON),
+    LOCAL_STEPS,
+    1 / LOCAL_STEPS,
+    2,
+)
+# For nodes of several ranks.
+TWO_LEVEL = [NO_COMMUNICATION, DDP, LEADER, SHARDED, DGC, TWO_LEVEL_DGC, LOCAL_SGD, TWO_LEVEL_LOCAL_SGD]
 BY_NAME = {contestant.name: contestant for contestant in (*ALL, *TWO_LEVEL)}

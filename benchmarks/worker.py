@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
-from lightning_lowbw import HierarchicalStrategy
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
 INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -79,8 +78,8 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
     # Of the node. On one level in rings: what its last rank sends.
     by_rank: list[float] = [0.0] * int(os.environ["WORLD_SIZE"])
     dist.all_gather_object(by_rank, window.ledger_bytes)
-    is_two_level = isinstance(trainer.strategy, HierarchicalStrategy)
-    of_node = sum(by_rank[: int(os.environ["LOCAL_WORLD_SIZE"])]) if is_two_level else by_rank[0]
+    has_levels = isinstance(trainer.strategy, LowBandwidthStrategy) and trainer.strategy.ledger.intra_bytes > 0
+    of_node = sum(by_rank[: int(os.environ["LOCAL_WORLD_SIZE"])]) if has_levels else by_rank[0]
     ledger_bytes = None if math.isnan(of_node) else of_node
     return {"step_s": window.step_s, "interface_bytes": window.sent_bytes, "ledger_bytes": ledger_bytes}
 

@@ -106,6 +106,16 @@ def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
         ]
 
 
+@pytest.mark.parametrize("strategy", ["dgc", "local_sgd", "adaptive_local_sgd", "hierarchical"])
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [("default", None), ("flat", "flat"), ("auto", "auto"), ("ranks_per_node", 2), ("nodes", [[0, 1], [2, 3]])],
+)
+def test_each_topology_goes_with_each_strategy(strategy: str, topology: str, expected: object, composing: None) -> None:
+    built = instantiate(compose_train(f"strategy={strategy}", f"topology={topology}").strategy)
+    assert built._topology == (("auto" if strategy == "hierarchical" else "flat") if expected is None else expected)
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,11 +46,13 @@ class CollectiveAudit:
 
     def __init__(self) -> None:
         self._calls: list[str] = []
+        self._ignored: Collection[dist.ProcessGroup | None] = ()
         self._originals: dict[tuple[Any, str], Callable[..., Any]] = {}
         self._sequence_number: int | None = None
 
-    def install(self) -> None:
-        """Wrap the collectives."""
+    def install(self, ignoring: Collection[dist.ProcessGroup | None] = ()) -> None:
+        """Wrap the collectives, but for those on some groups: the levels of a topology, which are not the world."""
+        self._ignored = ignoring
         for module in (dist, distributed_c10d):
             for name in COLLECTIVES:
                 if hasattr(module, name):
@@ -110,7 +112,8 @@ class CollectiveAudit:
     def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._calls.append(f"{name} at {_caller()}")
+            if not any(kwargs.get("group") is group for group in self._ignored):
+                self._calls.append(f"{name} at {_caller()}")
             return original(*args, **kwargs)
 
         return recorded

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.ops.reference import as_real
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's
@@ -25,7 +25,7 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 class _Bucket:
     members: list[int]  # indices into the tensors
     message: Tensor
-    work: dist.Work
+    work: Any  # has a wait()
 
 
 class MeanInFlight:
@@ -64,10 +64,7 @@ class MeanInFlight:
                 offset += part.numel()
             if extra:
                 message[offset:] = tail
-            work = dist.all_reduce(message, group=exchange.group, async_op=True)
-            exchange.ledger.record(all_reduce_bytes(message.nbytes, exchange.num_ranks))
-            assert work is not None
-            self._buckets.append(_Bucket(members, message, work))
+            self._buckets.append(_Bucket(members, message, exchange.begin_all_reduce_(message)))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
         """Wait for it (on CUDA the stream does).
@@ -88,6 +85,33 @@ class MeanInFlight:
                 means[index] = bucket.message[offset : offset + numel].view(self._shapes[index])
                 offset += numel
         return means, self._buckets[0].message[-self._num_extra :].to(torch.float32)
+
+
+def average_gradients_(
+    parameters: Sequence[Parameter], flags: Sequence[float], exchange: Exchange, device: torch.device
+) -> list[float]:
+    """Replace the gradients of some parameters by their mean over ranks; one that nobody has stays None, as in DDP.
+
+    In place:
+        `.grad`; one that is not strided counts as zeros, and stays.
+
+    Collective: all ranks, with the same parameters; blocking.
+
+    Args:
+        flags: numbers to be summed over the ranks beside it; returned.
+    """
+    gradients = [
+        torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
+    ]
+    used = [float(p.grad is not None) for p in parameters]
+    tail = torch.tensor([*flags, *used, 0.0], device=device)
+    means, tail = MeanInFlight(gradients, tail, 1.0 / exchange.num_ranks, exchange).wait()
+    sums: list[float] = tail.tolist()
+    for parameter, mean, num_used in zip(parameters, means, sums[len(flags) : -1], strict=True):
+        if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):
+            parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+            as_real(parameter.grad).copy_(mean)
+    return sums[: len(flags)]
 
 
 def _fill_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -111,6 +135,9 @@ class NarrowMean:
     Each rank sends every other one that one's part of its vector, the owners average their parts and send the means
     to all. What the rounding takes away, of the vector and of the mean, is added the next time.
 
+    On two levels only what is sent between nodes is narrow: the vectors are averaged inside each node first, and each
+    of its ranks does this for a part of them.
+
     Wire:
         2 (W - 1) / W elements of `value_dtype` per element, half of the float32 all-reduce.
 
@@ -122,7 +149,12 @@ class NarrowMean:
     """
 
     def __init__(self, numel: int, value_dtype: torch.dtype, exchange: Exchange, device: torch.device) -> None:
-        self.value_dtype = value_dtype
+        self.value_dtype, self.numel = value_dtype, numel
+        self._levels = exchange.levels
+        if self._levels is not None:
+            assert self._levels.peers is not None
+            numel = -(-numel // self._levels.node.num_ranks)
+            exchange = self._levels.peers
         self._exchange = exchange
         self._part = -(-numel // exchange.num_ranks)
         self.vector_error = torch.zeros(numel, device=device)
@@ -136,6 +168,15 @@ class NarrowMean:
 
         Collective: all ranks, blocking; one all-to-all, one all-gather.
         """
+        if self._levels is None:
+            return self._reduce(vector)
+        with self._exchange.ledger.waiting(vector.device):
+            part = self._levels.reduce_scatter(vector).div_(self._levels.node.num_ranks)
+        mean = self._reduce(part)
+        with self._exchange.ledger.waiting(vector.device):
+            return self._levels.all_gather_parts(mean, vector.numel())
+
+    def _reduce(self, vector: Tensor) -> Tensor:
         num_ranks, numel = self._exchange.num_ranks, vector.numel()
         wanted = self.vector_error.add_(vector)
         narrow = torch.zeros(num_ranks * self._part, dtype=self.value_dtype, device=vector.device)

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+Level = Literal["intra", "inter"]
+
 # Pairs of CUDA events that nobody has read yet; older ones are dropped rather than waited for.
 MAX_PENDING = 256
 
@@ -41,7 +43,7 @@ class TrafficLedger:
         default_factory=lambda: deque(maxlen=MAX_PENDING), repr=False, compare=False
     )
 
-    def record(self, nbytes: int, level: Literal["intra", "inter"] | None = None) -> None:
+    def record(self, nbytes: int, level: Level | None = None) -> None:
         """Add one collective that moved `nbytes` in each direction, on a level of the topology if there is one."""
         self.sent_bytes += nbytes
         self.received_bytes += nbytes

@@ -76,20 +76,24 @@ class Topology:
         return tuple(node[0] for node in self.nodes)
 
     @property
+    def has_equal_nodes(self) -> bool:
+        """Whether all nodes have the same number of ranks."""
+        return len(set(map(len, self.nodes))) == 1
+
+    @property
     def ranks_per_node(self) -> int:
         """The size of each node.
 
         Raises:
             ConfigurationError: they differ; names them.
         """
-        sizes = {len(node) for node in self.nodes}
-        if len(sizes) > 1:
+        if not self.has_equal_nodes:
             shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
             raise ConfigurationError(
-                f"The nodes have different numbers of ranks ({shown}): start as many on each, or use "
-                "algorithm='leader'."
+                f"The nodes have different numbers of ranks ({shown}), which only local SGD and "
+                "HierarchicalStrategy(algorithm='leader') can do with: start as many on each."
             )
-        return sizes.pop()
+        return len(self.nodes[0])
 
     def node_of(self, rank: int) -> int:
         """Return the index of a rank's node."""

@@ -14,6 +14,10 @@ One step of one rank, with G its own mean gradient as torch gives it (not divide
     step      plain SGD, for momentum and decay are done
 
 u is the optimizer's own `momentum_buffer`; v, the residual, is the only state that is added.
+
+On two levels a node is what a rank is here: N counts nodes, and G is the mean gradient of the node, which its ranks
+agree on in the backward pass. u and v are kept, corrected and searched in parts, one per rank of the node; they tell
+each other what each has found, so that the node sends the k largest of the whole tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import pad
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbw.comm.agreement import checksum
+from lightning_lowbw.comm.averaging import average_gradients_
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.codec import MAX_NUMEL, VALUE_DTYPES, IndexValueCodec
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
@@ -126,25 +133,28 @@ class DGC:
     def merge_states(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
 
-        The update is 1/N sum v_k: mean over the old ranks, given to each of the new ones, leaves it as it was. Reads
-        one state at a time.
+        The update is 1/N sum v_k: mean over the old ranks (nodes, on two levels), given to each of the new ones, leaves
+        it as it was. Reads one state at a time.
         """
         merged: dict[str, Any] = {}
         dtypes: dict[tuple[str, str], torch.dtype] = {}
-        num_states = 0
+        num_states, num_places = 0, 1
         for state in states:
             num_states += 1
+            place, num_places = state.get("place", (0, 1))
             if not merged:
                 merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
             for name, entry in state["tensors"].items():
+                shape = entry.get("shape", entry["residual"].shape)
+                part = _part(math.prod(shape), place, num_places)
                 for key, value in entry.items():
                     if isinstance(value, Tensor):
                         dtypes[name, key] = value.dtype
-                        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-                        total = merged["tensors"][name].get(key)
-                        merged["tensors"][name][key] = wide.clone() if total is None else total.add_(wide)
+                        wide = torch.promote_types(value.dtype, torch.float32)
+                        total = merged["tensors"][name].setdefault(key, torch.zeros(shape, dtype=wide))
+                        total.view(-1)[part] += flat(value).to(wide)
         for (name, key), dtype in dtypes.items():
-            merged["tensors"][name][key] = merged["tensors"][name][key].div_(num_states).to(dtype)
+            merged["tensors"][name][key] = merged["tensors"][name][key].mul_(num_places / num_states).to(dtype)
         return merged
 
 
@@ -174,7 +184,8 @@ class DGCWorker:
     Attributes:
         method: the configuration; may be replaced between steps, on all ranks alike.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
-        residuals: v of each parameter that has been sparse; float32, the parameter's shape.
+        residuals: v of each parameter that has been sparse; float32, the parameter's shape. On two levels this rank's
+            part of it, flat.
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
     """
 
@@ -191,6 +202,10 @@ class DGCWorker:
         self.last_density = 1.0
         self._last_residual_norm: float | None = None
         self.residuals: dict[Parameter, Tensor] = {}
+        self._velocities: dict[Parameter, Tensor] = {}  # u, where this rank keeps a part of it
+        self._place = (0, 1)  # of this rank among those of its node that share the work
+        if exchange.levels is not None:
+            self._place = exchange.levels.place, exchange.levels.node.num_ranks
         self._exchange = exchange
         self._names = {parameter: name for name, parameter in named_parameters}
         self._selectors: dict[tuple[Parameter, str], Selector] = {}
@@ -209,7 +224,7 @@ class DGCWorker:
                     f"exclude={list(method.exclude)}: {pattern!r} matches no parameter of the model; they are named "
                     f"{', '.join(list(self._names.values())[:8])}, ..."
                 )
-        if not self._is_sgd and exchange.num_ranks > 1 and exchange.rank == 0:
+        if not self._is_sgd and exchange.num_senders > 1 and exchange.rank == 0:
             warnings.warn(
                 f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
                 "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers; a "
@@ -222,12 +237,17 @@ class DGCWorker:
     @property
     def is_sparse(self) -> bool:
         """Whether the coming step is a sparse one."""
-        return self._exchange.num_ranks > 1 and not self.method.schedule.is_dense(self.step)
+        return self._exchange.num_senders > 1 and not self.method.schedule.is_dense(self.step)
 
     @property
     def reduces_in_backward(self) -> bool:
         """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
         return not self.is_sparse
+
+    @property
+    def reduces_in_node(self) -> bool:
+        """Whether the coming step's gradients are all-reduced inside each node: in sparse steps on two levels."""
+        return self.is_sparse and self._exchange.levels is not None
 
     @property
     def is_local(self) -> bool:
@@ -237,7 +257,7 @@ class DGCWorker:
     @property
     def clip_factor(self) -> float:
         """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8)."""
-        return math.sqrt(self._exchange.num_ranks) if self.is_sparse else 1.0
+        return math.sqrt(self._exchange.num_senders) if self.is_sparse else 1.0
 
     @property
     def density(self) -> float:
@@ -263,7 +283,7 @@ class DGCWorker:
         Raises:
             ConfigurationError: on all ranks.
         """
-        if self.residuals and self._exchange.num_ranks > 1 and not self.is_sparse:
+        if self.residuals and self._exchange.num_senders > 1 and not self.is_sparse:
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
                 f"on with the schedule it was trained with; now it is {self.method.schedule}. (A SparsityWarmup "
@@ -289,15 +309,17 @@ class DGCWorker:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
             and weight decay of SGD's param groups are 0 until `stepping` ends.
 
-        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it; blocking.
+        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it; blocking. On two levels the
+        ranks of a node gather what each has found between the two.
 
         Wire:
             Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
-            Sparse: `IndexValueCodec.nbytes`.
+            Sparse: `IndexValueCodec.nbytes`; on two levels from each node.
 
         Args:
-            clip: clips `.grad` in place; called before anything is sent.
-            reduced: parameters whose `.grad` is the mean over ranks already (by DDP); regarded in the dense phase.
+            clip: clips `.grad` in place; called before anything is sent between ranks, on two levels between nodes.
+            reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks in the dense phase, over the
+                node in the sparse phase on two levels; else not regarded.
             skip_nonfinite: return False where a gradient is not finite, instead of raising.
             num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
                 one has skipped a step that the others take, are found out.
@@ -310,19 +332,37 @@ class DGCWorker:
             DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
-        if self._exchange.num_ranks == 1:
-            return not self.residuals or self._apply_residuals(skip_nonfinite)
-        self._begin(reduced)
-        if not self._slots:
-            return True
+        if self._exchange.num_ranks > 1:
+            self._begin(reduced)
+            if self._slots and not self._exchange_slots(clip, reduced, skip_nonfinite, num_backwards):
+                return False
+        return self._exchange.num_senders > 1 or not self.residuals or self._apply_residuals(skip_nonfinite)
+
+    def _exchange_slots(
+        self,
+        clip: Callable[[], None] | None,
+        reduced: Collection[Parameter],
+        skip_nonfinite: bool,
+        num_backwards: int,
+    ) -> bool:
+        exchange = self._exchange
         dense_bytes = sum(slot.parameter.nbytes for slot in self._slots)
-        self._exchange.ledger.dense_bytes += all_reduce_bytes(dense_bytes, self._exchange.num_ranks)
+        exchange.ledger.dense_bytes += all_reduce_bytes(dense_bytes, exchange.num_ranks)
+        if self.reduces_in_node:
+            assert exchange.node is not None
+            others = [slot.parameter for slot in self._slots if slot.parameter not in reduced]
+            if others:
+                average_gradients_(others, [], exchange.node, others[0].device)
         message = self.prepare_dense(clip, num_backwards)
-        self._exchange.all_reduce_(message)
+        exchange.all_reduce_(message)
         if not self.finish_dense(message, skip_nonfinite=skip_nonfinite):
             return False
         if any(slot.k is not None for slot in self._slots):
-            self.finish_sparse(list(self._exchange.all_gather(self.prepare_sparse())))
+            if exchange.levels is None:
+                message = self.prepare_sparse()
+            else:
+                message = self.choose(list(exchange.levels.node.all_gather(self.prepare_candidates())))
+            self.finish_sparse(list(exchange.gather_from_senders(message)))
         return True
 
     @contextmanager
@@ -425,6 +465,62 @@ class DGCWorker:
         return self.method.codec.encode(parts)
 
     @torch.no_grad()
+    def prepare_candidates(self) -> Tensor:
+        """Correct this rank's part of the sparse tensors; return the elements of it that the node may have to send.
+
+        These are the k largest of the part, for all of the tensor's k largest may be in it.
+
+        Returns:
+            A message for the ranks of the node: uint8, the same size on all of them.
+        """
+        parts = []
+        for slot in self._slots:
+            if slot.k is None:
+                continue
+            residual, _ = self._correct_sparse(slot)
+            indices = self._selector(slot.parameter)(residual, min(slot.k, residual.numel()))
+            padding = (0, self._num_candidates(slot, 0) - indices.numel())
+            parts.append((pad(indices, padding), pad(residual[indices], padding)))
+        return IndexValueCodec("float32").encode(parts)
+
+    @torch.no_grad()
+    def choose(self, messages: Sequence[Tensor]) -> Tensor:
+        """Choose the k largest of each tensor among the candidates of the node's ranks; mask them in this rank's part.
+
+        Returns:
+            The node's message: uint8, the same bits on all of its ranks.
+        """
+        slots = [slot for slot in self._slots if slot.k is not None]
+        counts = [self._num_candidates(slot, 0) for slot in slots]
+        decoded = [IndexValueCodec("float32").decode(message, counts) for message in messages]
+        parts = []
+        for number, slot in enumerate(slots):
+            indices, values = [], []
+            for place, candidates in enumerate(decoded):
+                count = self._num_candidates(slot, place)
+                start = _part(slot.parameter.numel(), place, len(messages)).start
+                indices.append(candidates[number][0][:count] + start)
+                values.append(candidates[number][1][:count])
+            all_indices, all_values = torch.cat(indices), torch.cat(values)
+            # Stable: all ranks choose the same of equal ones.
+            largest = all_values.abs().sort(descending=True, stable=True).indices[: slot.k].sort().values
+            chosen = all_indices[largest]
+            own = self._own_part(slot.parameter)
+            mine = chosen[(chosen >= own.start) & (chosen < own.stop)] - own.start
+            take = partial(take_, value_dtype=self.method.codec.torch_dtype, masking=self.method.momentum_masking)
+            take(self.residuals[slot.parameter], self._velocities.get(slot.parameter), mine)
+            # What the owners have taken, rounded as they did.
+            sent = take(all_values[largest], None, torch.arange(chosen.numel(), device=chosen.device))
+            parts.append((chosen, sent))
+        return self.method.codec.encode(parts)
+
+    def _num_candidates(self, slot: Slot, place: int) -> int:
+        """Return how many elements a part may have to send; of the first part, the longest."""
+        assert slot.k is not None
+        part = _part(slot.parameter.numel(), place, self._place[1])
+        return min(slot.k, part.stop - part.start)
+
+    @torch.no_grad()
     def finish_sparse(self, messages: Sequence[Tensor]) -> None:
         """Average the messages of all ranks, in rank order, into the gradients of the sparse tensors."""
         slots = [slot for slot in self._slots if slot.k is not None]
@@ -443,7 +539,25 @@ class DGCWorker:
 
     def to(self, device: torch.device) -> None:
         """Move the residuals, as Lightning moves model and optimizer state at the end of a fit."""
-        self.residuals = {parameter: residual.to(device) for parameter, residual in self.residuals.items()}
+        for tensors in (self.residuals, self._velocities):
+            tensors.update({parameter: tensor.to(device) for parameter, tensor in tensors.items()})
+
+    @torch.no_grad()
+    def whole_momentum(self) -> dict[Parameter, Tensor]:
+        """Return the velocities that this node keeps in parts, as `momentum_buffer` has them; empty on one level.
+
+        Collective: the ranks of a node, blocking.
+        """
+        levels = self._exchange.levels
+        whole = {}
+        for parameter, velocity in self._velocities.items():
+            assert levels is not None
+            longest = _part(parameter.numel(), 0, self._place[1]).stop
+            padded = pad(velocity, (0, longest - velocity.numel()))
+            gathered = levels.node.all_gather(padded.view(torch.uint8)).view(-1).view(velocity.dtype)
+            whole[parameter] = torch.empty_like(parameter, requires_grad=False)
+            whole[parameter].copy_(gathered[: parameter.numel()].view(parameter.shape))
+        return whole
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -454,12 +568,15 @@ class DGCWorker:
             entry: dict[str, Any] = {
                 "residual": residual.cpu().clone(),
                 "threshold": self._selector(parameter).threshold,
+                "shape": tuple(parameter.shape),
             }
-            momentum_buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
+            momentum_buffer = self._velocities.get(parameter)
+            if momentum_buffer is None:
+                momentum_buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if self._is_sgd and momentum_buffer is not None:
                 entry["momentum_buffer"] = momentum_buffer.detach().cpu().clone()
             tensors[self._name(parameter)] = entry
-        return {"step": self.step, "tensors": tensors}
+        return {"step": self.step, "tensors": tensors, "place": self._place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`; the optimizer's own state must have been loaded before.
@@ -469,20 +586,25 @@ class DGCWorker:
         """
         parameters = {self._name(p): p for group in self.optimizer.param_groups for p in group["params"]}
         self.step = state["step"]
-        self.residuals.clear()
-        self._selectors.clear()
+        for own in (self.residuals, self._velocities, self._selectors):
+            own.clear()
+        is_own_part = tuple(state.get("place", (0, 1))) == self._place
         for name, entry in state["tensors"].items():
             parameter = parameters.get(name)
-            if parameter is None or parameter.shape != entry["residual"].shape:
+            shape = tuple(entry.get("shape", entry["residual"].shape))
+            if parameter is None or tuple(parameter.shape) != shape:
                 has = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
                 raise ConfigurationError(
-                    f"The checkpoint keeps a residual of shape {tuple(entry['residual'].shape)} for {name!r}; the "
+                    f"The checkpoint keeps a residual of shape {shape} for {name!r}; the "
                     f"optimizer has {has}. Resume with the model that was saved, or load its weights alone."
                 )
-            self._residual(parameter).copy_(entry["residual"])
             self._selector(parameter).threshold = entry.get("threshold", 0.0)
+            targets = {"residual": self._residual(parameter)}
             if "momentum_buffer" in entry:
-                self._momentum_buffer(parameter).copy_(entry["momentum_buffer"])
+                targets["momentum_buffer"] = self._velocity(parameter)
+            for key, target in targets.items():
+                value = entry[key].to(target.device)
+                target.copy_(value if is_own_part else self._own(parameter, value))
 
     # Details ----------------------------------------------------------------------------------------------------
 
@@ -501,7 +623,7 @@ class DGCWorker:
                     parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
                     continue
                 compresses = is_sparse and self._compresses(parameter)
-                if parameter in self.residuals and not compresses:
+                if parameter in self.residuals and not compresses and self._exchange.num_senders > 1:
                     raise ConfigurationError(
                         f"Step {self.step} would send {self._name(parameter)!r} dense, but gradients that earlier "
                         "sparse steps did not send are kept for it. Go on with the schedule, min_numel and exclude "
@@ -582,26 +704,26 @@ class DGCWorker:
                 return values[key]
         return group.get(key, default) if self._is_sgd else default
 
-    def _decayed(self, slot: Slot) -> Tensor:
+    def _decayed(self, slot: Slot, gradient: Tensor, weight: Tensor) -> Tensor:
         """Make g = G + c w out of the gradient, in the sign that torch's SGD gives it; in place, for the result of
         the exchange overwrites it anyway."""
-        gradient = slot.parameter.grad
-        assert gradient is not None
         if not self._is_sgd:
             return gradient
         weight_decay = self._user_value(slot.group, "weight_decay")
         if slot.sign < 0:
             gradient.neg_()
-        return gradient.add_(slot.parameter.detach(), alpha=weight_decay) if weight_decay != 0 else gradient
+        return gradient.add_(weight, alpha=weight_decay) if weight_decay != 0 else gradient
 
     def _correct_sparse(self, slot: Slot) -> tuple[Tensor, Tensor | None]:
         """Add this rank's gradient to its residual; return the residual, and the velocity where there is momentum."""
         residual, momentum_buffer = self._residual(slot.parameter), None
         momentum = self._user_value(slot.group, "momentum", 0.0)
         if momentum != 0:
-            momentum_buffer = self._momentum_buffer(slot.parameter)
+            momentum_buffer = self._velocity(slot.parameter)
         nesterov = self._user_value(slot.group, "nesterov", False)
-        correct_(residual, momentum_buffer, self._decayed(slot), momentum=momentum, nesterov=nesterov)
+        assert slot.parameter.grad is not None
+        gradient, weight = (self._own(slot.parameter, t) for t in (slot.parameter.grad, slot.parameter.detach()))
+        correct_(residual, momentum_buffer, self._decayed(slot, gradient, weight), momentum=momentum, nesterov=nesterov)
         return residual, momentum_buffer
 
     def _apply_residuals(self, skip_nonfinite: bool) -> bool:
@@ -633,21 +755,38 @@ class DGCWorker:
     def _correct_dense(self, slot: Slot) -> None:
         """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
         momentum = self._user_value(slot.group, "momentum")
-        gradient = self._decayed(slot)
+        assert slot.parameter.grad is not None
+        gradient = self._decayed(slot, slot.parameter.grad, slot.parameter.detach())
         if momentum != 0:
             momentum_buffer = self._momentum_buffer(slot.parameter)
             momentum_buffer.mul_(momentum).add_(gradient)
             nesterov = self._user_value(slot.group, "nesterov")
             gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
-        assert slot.parameter.grad is not None
         slot.parameter.grad.copy_(gradient)
         if slot.sign < 0:
             slot.parameter.grad.neg_()
 
     def _residual(self, parameter: Parameter) -> Tensor:
         if parameter not in self.residuals:
-            self.residuals[parameter] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            shape = self._own(parameter, parameter.detach()).shape
+            self.residuals[parameter] = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         return self.residuals[parameter]
+
+    def _own_part(self, parameter: Parameter) -> slice:
+        return _part(parameter.numel(), *self._place)
+
+    def _own(self, parameter: Parameter, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the parameter's shape, flat; on one level all of it, as it is."""
+        return tensor if self._place[1] == 1 else flat(tensor)[self._own_part(parameter)]
+
+    def _velocity(self, parameter: Parameter) -> Tensor:
+        """Return u of a sparse parameter: the optimizer's own, of which on two levels this rank's part is kept."""
+        if self._place[1] == 1:
+            return self._momentum_buffer(parameter)
+        if parameter not in self._velocities:
+            self._velocities[parameter] = self._own(parameter, self._momentum_buffer(parameter)).clone()
+            del self.optimizer.state[parameter]["momentum_buffer"]
+        return self._velocities[parameter]
 
     def _momentum_buffer(self, parameter: Parameter) -> Tensor:
         """Return the optimizer's own velocity; the hand-over from the dense phase is that nothing is to be done."""
@@ -668,6 +807,12 @@ class DGCWorker:
             everything = [p for group in self.optimizer.param_groups for p in group["params"]]
             self._names[parameter] = f"optimizer.{next(i for i, p in enumerate(everything) if p is parameter)}"
         return self._names[parameter]
+
+
+def _part(numel: int, place: int, num_places: int) -> slice:
+    """Return the part of a flat tensor that the rank at a place of its node keeps; the last may be shorter."""
+    size = -(-numel // num_places)
+    return slice(min(place * size, numel), min((place + 1) * size, numel))
 
 
 def _is_sparse_layout(gradient: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, wide_dtype
+from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, average_gradients_, wide_dtype
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
 from lightning_lowbw.core.codec import VALUE_DTYPES
@@ -61,6 +61,8 @@ class LocalSGD:
             with the progress made meanwhile kept. 0 waits for it. Less than k_steps.
         value_dtype: "float32", or "bfloat16" or "float16": what is sent of the parameters is then their change since
             the last average, with error feedback.
+        node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
+            on the mean of their gradients.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.
@@ -77,6 +79,7 @@ class LocalSGD:
     inner_momentum: InnerMomentum = "local"
     delay_steps: int = 0
     value_dtype: str = "float32"
+    node_k_steps: int = 1
     schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
     outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
 
@@ -88,6 +91,8 @@ class LocalSGD:
         for name, allowed in (("inner_momentum", get_args(InnerMomentum)), ("value_dtype", VALUE_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
+        if isinstance(self.node_k_steps, bool) or not isinstance(self.node_k_steps, int) or self.node_k_steps < 1:
+            raise ConfigurationError(f"node_k_steps={self.node_k_steps!r}: give a number of steps, an integer >= 1.")
         delay = self.delay_steps
         if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < max(self.k_steps, 1):
             raise ConfigurationError(
@@ -223,7 +228,7 @@ class LocalSGDWorker:
     def is_local(self) -> bool:
         """Whether the coming step communicates nothing before the optimizer has stepped."""
         return (
-            self._exchange.num_ranks > 1
+            self._exchange.num_senders > 1
             and not self.method.schedule.is_always_synchronous
             and self._begin is not None
             and self.step >= self._begin
@@ -238,6 +243,11 @@ class LocalSGDWorker:
     def reduces_in_backward(self) -> bool:
         """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
         return not self.is_local
+
+    @property
+    def reduces_in_node(self) -> bool:
+        """Whether gradients are all-reduced inside each node in the coming step: in local ones on two levels."""
+        return self.is_local and self._exchange.node is not None and self.method.node_k_steps == 1
 
     @property
     def clip_factor(self) -> float:
@@ -300,16 +310,17 @@ class LocalSGDWorker:
         skip_nonfinite: bool = False,
         num_backwards: int = 0,
     ) -> bool:
-        """Make the gradients of a synchronous step the mean over ranks; a local step communicates nothing.
+        """Make the gradients of a synchronous step the mean over ranks, of a local one the mean over the node.
 
         In place:
             `.grad` of the optimizer's parameters that are not in `reduced`.
 
-        Collective: all ranks, in synchronous steps; one all-reduce, blocking.
+        Collective: all ranks in synchronous steps, those of a node in local ones if there are two levels; one
+        all-reduce, blocking. Else a local step communicates nothing.
 
         Args:
             clip: unused; a synchronous step is clipped after the exchange, a local one by its owner.
-            reduced: parameters whose `.grad` is the mean over ranks already (by DDP).
+            reduced: parameters whose `.grad` is that mean already (by DDP).
             skip_nonfinite: unused; what is not finite is all-reduced as DDP does.
             num_backwards: unused.
 
@@ -318,25 +329,20 @@ class LocalSGDWorker:
         """
         if self._exchange.num_ranks == 1:
             return True
+        mine = [p for p in self._parameters() if p.requires_grad and p not in reduced]
         if self.is_local:
             self.begin_local()
+            if self.reduces_in_node and mine:
+                assert self._exchange.node is not None
+                average_gradients_(mine, [], self._exchange.node, self._device())
             return True
         num_ranks = self._exchange.num_ranks
-        mine = [p for p in self._parameters() if p.requires_grad and p not in reduced]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
         lr = self._lr()
         has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
         self._highest_lr = max(lr, self._highest_lr)
-        used = [float(p.grad is not None) for p in mine]
         flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
-        tail = torch.tensor([*flags, *used], device=self._device())
-        means, tail = MeanInFlight(gradients, tail, 1.0 / num_ranks, self._exchange).wait()
-        for parameter, mean, num_used in zip(mine, means, tail[3:].tolist(), strict=True):
-            if num_used:
-                parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-                as_real(parameter.grad).copy_(mean)
+        num_stop, num_save, num_decayed = average_gradients_(mine, flags, self._exchange, self._device())
         self._exchange.ledger.dense_bytes += all_reduce_bytes(sum(p.nbytes for p in mine), num_ranks)
-        num_stop, num_save, num_decayed = tail[:3].tolist()
         self._agree_on_requests(num_stop, num_save)
         if num_decayed and self.method.begin_step == FIRST_LR_DECAY and self._begin is None:
             self._local_since = self.step + 1  # this step's gradients are the mean already
@@ -382,6 +388,8 @@ class LocalSGDWorker:
             self._land()
         if self.steps_since_average >= max(self.k_steps, self.method.delay_steps + 1):
             self.average()
+        elif self._exchange.node is not None and self.steps_since_average % self.method.node_k_steps == 0:
+            self._average_in_node()
 
     @torch.no_grad()
     def begin_local(self) -> None:
@@ -428,6 +436,17 @@ class LocalSGDWorker:
         self._loss, self._loss_weight, self.num_samples = None, 0.0, 0.0
         if not self.method.delay_steps:
             self._land()
+
+    def _average_in_node(self) -> None:
+        """Average what has moved over the ranks of the node; with a period of 1 their gradients have been."""
+        if self.method.node_k_steps == 1:
+            return
+        assert self._exchange.node is not None
+        parameters, tail = list(self._moved), torch.zeros(1, device=self._device())
+        weight = 1.0 / self._exchange.node.num_ranks
+        means, _ = MeanInFlight(parameters, tail, weight, self._exchange.node).wait()
+        for parameter, mean in zip(parameters, means, strict=True):
+            as_real(parameter).copy_(mean)
 
     def _take_off(self, finished: bool, over: bool) -> _Flight:
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
@@ -561,7 +580,7 @@ class LocalSGDWorker:
         if self._narrow is None:
             dtype = getattr(torch, self.method.value_dtype)
             self._narrow = NarrowMean(numel, dtype, self._exchange, self._device())
-        if self._narrow.vector_error.numel() != numel or len(everything) < len(self._parameters()):
+        if self._narrow.numel != numel or len(everything) < len(self._parameters()):
             raise ConfigurationError(
                 f"value_dtype={self.method.value_dtype!r} needs a fixed set of parameters, none of them float64; "
                 "leave it out where param groups are added during the training."
@@ -747,7 +766,11 @@ class LocalSGDWorker:
             "velocity": {self._name(p): u.cpu().clone() for p, u in self._velocity.items()},
             "narrow": None
             if narrow is None
-            else {"vector_error": narrow.vector_error.cpu().clone(), "mean_error": narrow.mean_error.cpu().clone()},
+            else {
+                "numel": narrow.numel,
+                "vector_error": narrow.vector_error.cpu().clone(),
+                "mean_error": narrow.mean_error.cpu().clone(),
+            },
             "flight": flight,
             "optimizer": _cpu(self.optimizer.state_dict()),
         }
@@ -784,11 +807,10 @@ class LocalSGDWorker:
         self._velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
         self._narrow = None
         if state["narrow"] is not None:
-            numel = state["narrow"]["vector_error"].numel()
             dtype = getattr(torch, self.method.value_dtype)
-            self._narrow = NarrowMean(numel, dtype, self._exchange, device)
-            for name, error in state["narrow"].items():
-                getattr(self._narrow, name).copy_(error)
+            self._narrow = NarrowMean(state["narrow"]["numel"], dtype, self._exchange, device)
+            for name in ("vector_error", "mean_error"):
+                getattr(self._narrow, name).copy_(state["narrow"][name])
         self._flight = None
         if state["flight"] is not None:
             saved = state["flight"]

@@ -27,6 +27,11 @@ class Worker(Protocol):
         ...
 
     @property
+    def reduces_in_node(self) -> bool:
+        """Whether the coming step's are all-reduced inside each node instead, and what follows is the node's."""
+        ...
+
+    @property
     def is_local(self) -> bool:
         """Whether the coming step communicates nothing before the optimizer has stepped."""
         ...

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.hierarchy import Algorithm, Hierarchy, TopologyChoice, check_choice, resolve
 from lightning_lowbw.comm.ledger import TrafficLedger
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError
@@ -53,6 +54,10 @@ class LowBandwidthStrategy(DDPStrategy):
 
     Args:
         method: the configuration; a plain value.
+        topology: "flat" or, for two levels, "auto" (asks the launcher and the host names), a number of ranks per node,
+            the ranks of each node, or a `Topology`.
+        algorithm: of dense all-reduces on two levels; None takes "sharded" where nodes are of one size, else "leader".
+        inter_dtype: None, or what these send between nodes.
         **kwargs: keyword arguments of `DDPStrategy` and `DistributedDataParallel`, checked against their signatures.
 
     Raises:
@@ -64,10 +69,21 @@ class LowBandwidthStrategy(DDPStrategy):
     # Trainer(strategy="...") can tell.
     presets: Mapping[str, Mapping[str, Any]] = {}
 
-    def __init__(self, method: Method, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        method: Method,
+        *,
+        topology: TopologyChoice = "flat",
+        algorithm: Algorithm | None = None,
+        inter_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         _check_keywords(type(self), kwargs)
+        check_choice(topology)
         super().__init__(**kwargs)
         self.method = method
+        self._topology, self._algorithm, self._inter_dtype = topology, algorithm, inter_dtype
+        self._hierarchy: Hierarchy | None = None
         self.ledger = TrafficLedger()
         self._workers: dict[int, Worker] = {}  # by id of the optimizer
         self._step_hooks: list[RemovableHandle] = []
@@ -89,7 +105,10 @@ class LowBandwidthStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for preset, arguments in (cls.presets or {cls.strategy_name: {}}).items():
+        presets = dict(cls.presets or {cls.strategy_name: {}})
+        if "hierarchical" not in presets:
+            presets |= {f"{name}_hierarchical": {**preset, "topology": "auto"} for name, preset in presets.items()}
+        for preset, arguments in presets.items():
             for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
                 name = preset + suffix
                 if name not in strategy_registry.available_strategies():
@@ -128,7 +147,7 @@ class LowBandwidthStrategy(DDPStrategy):
             return
         assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
-        exchange = Exchange(self.model.process_group, self.ledger)
+        exchange = Exchange(self.model.process_group, self.ledger, hierarchy=self._hierarchy)
         named_parameters = list(self.lightning_module.named_parameters())
         with failing_together():
             for optimizer in self.optimizers:
@@ -170,9 +189,38 @@ class LowBandwidthStrategy(DDPStrategy):
             {"class": type(self).__name__, **self.method.describe(), **ddp},
         )
         agree("model", _facts_about_model(self.lightning_module))
+        self._hierarchy = self._make_hierarchy()
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         self._choose_buffers(self.model)
+
+    def _make_hierarchy(self) -> Hierarchy | None:
+        """Return the two levels; None where ranks are all alike.
+
+        Collective: all ranks.
+        """
+        choice = {"topology": self._topology, "algorithm": self._algorithm, "inter_dtype": self._inter_dtype}
+        agree("topology", choice)
+        topology = resolve(self._topology, self.world_size)
+        if topology is None or self.world_size == 1:
+            return None
+        with failing_together():
+            algorithm = self._algorithm or ("sharded" if topology.has_equal_nodes else "leader")
+            if algorithm == "sharded":
+                _ = topology.ranks_per_node  # raises where they differ
+        if topology.num_nodes == self.world_size:
+            rank_zero_warn(
+                f"strategy={self.strategy_name!r}, topology={self._topology!r}: one rank on each node, so there is one "
+                "level only, and this trains as with topology='flat'."
+            )
+            return None
+        if topology.num_nodes == 1:
+            rank_zero_warn(
+                f"strategy={self.strategy_name!r}, topology={self._topology!r}: all ranks are on one node, so there is "
+                "one level only, and no slow network between nodes: this trains as DDP."
+            )
+        rank_zero_info(f"{self.strategy_name}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
+        return Hierarchy(topology, algorithm, self._inter_dtype, self.ledger)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -183,6 +231,8 @@ class LowBandwidthStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._restore_clipping()
+        if self._hierarchy is not None:
+            self._hierarchy.close()
         while self._step_hooks:
             self._step_hooks.pop().remove()
         for worker in self.workers:
@@ -203,47 +253,63 @@ class LowBandwidthStrategy(DDPStrategy):
     # Seam 1: the gradient hook ----------------------------------------------------------------------------------
 
     def _gradient_hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """All-reduce a bucket as DDP does, or pass it through; by parameter, where optimizers are in two phases."""
+        """All-reduce a bucket as DDP does, all-reduce it inside the node, or pass it through.
+
+        By parameter, where optimizers are in different phases.
+        """
         buffer = bucket.buffer()
-        passing = [worker for worker in self.workers if not worker.reduces_in_backward]
-        if not passing:
-            return self._all_reduce(buffer)
-        if len(passing) < len(self.workers):
-            passed = {p for worker in passing for group in worker.optimizer.param_groups for p in group["params"]}
+        reductions = {self._reduction(worker) for worker in self.workers} or {self._all_reduce}
+        if len(reductions) == 1:
+            (reduction,) = reductions
+            return _done(buffer) if reduction is None else reduction(buffer)
+        by_parameter = {
+            parameter: self._reduction(worker)
+            for worker in self.workers
+            for group in worker.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        pending = [_done(buffer)]
+        for reduction in (self._all_reduce, self._all_reduce_in_node):
             views = [
                 view
                 for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
-                if parameter not in passed
+                if by_parameter.get(parameter, self._all_reduce) == reduction
             ]
             if views:
-                return self._all_reduce_views(buffer, views)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
+                pending.append(_reduce_views(views, reduction))
+        return torch.futures.collect_all(pending).then(_first_value)
+
+    def _reduction(self, worker: Worker) -> Callable[[Tensor], torch.futures.Future[Tensor]] | None:
+        """Return how a bucket of a worker's gradients is reduced in the coming step; None: not at all."""
+        if worker.reduces_in_backward:
+            return self._all_reduce
+        return self._all_reduce_in_node if worker.reduces_in_node else None
 
     def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
         assert isinstance(self.model, DistributedDataParallel)
         group = self.model.process_group
         num_ranks = dist.get_world_size(group)
         nbytes = all_reduce_bytes(buffer.nbytes, num_ranks)
-        self.ledger.record(nbytes)
         self.ledger.dense_bytes += nbytes
         buffer.mul_(1.0 / num_ranks)  # the reducer multiplies; a division has other bits unless N is a power of two
+        if self._hierarchy is not None and self._hierarchy.topology.num_nodes > 1:
+            future = self._hierarchy.all_reduce(buffer)
+            self._note_launch()
+            return future
+        self.ledger.record(nbytes)
         work = dist.all_reduce(buffer, group=group, async_op=True)
         self._note_launch()
         return work.get_future().then(lambda future: future.value()[0])
 
+    def _all_reduce_in_node(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+        assert self._hierarchy is not None
+        buffer.mul_(1.0 / self._hierarchy.node.num_ranks)
+        future = self._hierarchy.all_reduce_in_node(buffer)
+        self._note_launch()
+        return future
+
     def _note_launch(self) -> None:
         self._last_launch_s = time.perf_counter()
-
-    def _all_reduce_views(self, buffer: Tensor, views: list[Tensor]) -> torch.futures.Future[torch.Tensor]:
-        def copy_back(future: torch.futures.Future[torch.Tensor]) -> Tensor:
-            sizes = [view.numel() for view in views]
-            for view, mean in zip(views, future.value().split(sizes), strict=True):
-                view.copy_(mean.view(view.shape))
-            return buffer
-
-        return self._all_reduce(torch.cat([view.reshape(-1) for view in views])).then(copy_back)
 
     # Seams 2 and 3: the end of the closure, and after the step --------------------------------------------------
 
@@ -298,7 +364,7 @@ class LowBandwidthStrategy(DDPStrategy):
         optimizer, module = worker.optimizer, self.lightning_module
         assert module is not None
         if worker.is_local:  # its own gradient, in the hands of Lightning alone
-            worker.exchange()
+            worker.exchange(reduced=self._reduced(worker))
             return
         if self._last_launch_s is not None:
             if self.root_device.type == "cpu":
@@ -324,7 +390,7 @@ class LowBandwidthStrategy(DDPStrategy):
                     gradient_clip_algorithm=trainer.gradient_clip_algorithm,
                 )
 
-        reduced = self._reduced_by_ddp
+        reduced = self._reduced(worker)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is None or not scaler.is_enabled():
             worker.exchange(clip=clip, reduced=reduced, num_backwards=self._num_backwards)
@@ -344,6 +410,10 @@ class LowBandwidthStrategy(DDPStrategy):
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._reduced_by_ddp = frozenset(p for p in model.parameters() if p.requires_grad)
         return super()._setup_model(model)
+
+    def _reduced(self, worker: Worker) -> frozenset[torch.nn.Parameter]:
+        """Return the parameters whose gradients the backward pass has reduced, where it is to do so."""
+        return self._reduced_by_ddp
 
     # Clipping ---------------------------------------------------------------------------------------------------
 
@@ -414,6 +484,7 @@ class LowBandwidthStrategy(DDPStrategy):
                 "folder": folder.replace("\\", "/").rsplit("/", 1)[-1],
                 "save_id": f"{self._run_id}-{self._num_saves}",
                 "method": self.method.describe()["method"],
+                "nodes": self._nodes(),
             }
             shard = {
                 "save_id": metadata["save_id"],
@@ -430,6 +501,11 @@ class LowBandwidthStrategy(DDPStrategy):
             self._drop_old_shards(folder, path)
             checkpoint = {**checkpoint, shards.METADATA_KEY: metadata}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _nodes(self) -> list[list[int]] | None:
+        """Return the ranks of each node where there are two levels."""
+        levels = self._hierarchy if self._hierarchy is not None and self._hierarchy.topology.num_nodes > 1 else None
+        return None if levels is None else [list(node) for node in levels.topology.nodes]
 
     def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
         """Return where rank 0 saves: names with metrics in them differ between ranks, and only rank 0 writes the file.
@@ -478,7 +554,7 @@ class LowBandwidthStrategy(DDPStrategy):
             )
             return
         assert self._resume_path is not None
-        same_ranks = metadata["num_ranks"] == self.world_size
+        same_ranks = metadata["num_ranks"] == self.world_size and metadata.get("nodes") == self._nodes()
         load = functools.partial(shards.load, self.checkpoint_io, self._resume_path, metadata)
         with failing_together():
             if same_ranks:
@@ -497,8 +573,9 @@ class LowBandwidthStrategy(DDPStrategy):
                     buffer.copy_(shard["buffers"][name])
         else:
             rank_zero_info(
-                f"The checkpoint was written by {metadata['num_ranks']} ranks, {self.world_size} go on: each starts "
-                "with the mean of what these had of their own."
+                f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}, "
+                f"{self.world_size}{_on(self._nodes())} go on: each starts with the mean of what these had of "
+                "their own."
             )
 
     @override
@@ -509,6 +586,32 @@ class LowBandwidthStrategy(DDPStrategy):
             if self._precision_state:
                 self.precision_plugin.load_state_dict(self._precision_state)
             self._rng_state = self._precision_state = None
+
+
+def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _reduce_views(
+    views: list[Tensor], reduction: Callable[[Tensor], torch.futures.Future[Tensor]]
+) -> torch.futures.Future[Tensor]:
+    def copy_back(future: torch.futures.Future[Tensor]) -> Tensor:
+        for view, mean in zip(views, future.value().split([view.numel() for view in views]), strict=True):
+            view.copy_(mean.view(view.shape))
+        return future.value()
+
+    return reduction(torch.cat([view.reshape(-1) for view in views])).then(copy_back)
+
+
+def _first_value(futures: torch.futures.Future[list[torch.futures.Future[Tensor]]]) -> Tensor:
+    values = [future.value() for future in futures.value()]  # raises what one of them has raised
+    return values[0]
+
+
+def _on(nodes: list[list[int]] | None) -> str:
+    return "" if nodes is None else f" on nodes {nodes}"
 
 
 def _check_keywords(strategy: type, kwargs: Mapping[str, Any]) -> None:

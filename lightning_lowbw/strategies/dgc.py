@@ -13,9 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.methods.dgc import DGC
+from lightning_lowbw.comm.hierarchy import TopologyChoice
+from lightning_lowbw.methods.dgc import DGC, DGCWorker
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
 
@@ -35,6 +37,8 @@ class DGCStrategy(LowBandwidthStrategy):
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
         value_dtype: "float32", "bfloat16" or "float16", for the values on the wire.
+        topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
+            ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
             `broadcast_buffers` left out: as DDP in the dense phase; in the sparse phase the running statistics of
             batch norm stay with each rank, and those of rank 0 are shown when somebody looks (validation, end of
@@ -63,6 +67,7 @@ class DGCStrategy(LowBandwidthStrategy):
         exclude: Sequence[str] = (),
         selection: str = "sampled",
         value_dtype: str = "float32",
+        topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
         method = DGC(
@@ -75,7 +80,7 @@ class DGCStrategy(LowBandwidthStrategy):
             selection=selection,
             value_dtype=value_dtype,
         )
-        super().__init__(method, **kwargs)
+        super().__init__(method, topology=topology, algorithm="sharded", **kwargs)
         self._broadcast_buffers = kwargs.get("broadcast_buffers")
         self._other_buffers: list[Tensor] = []  # than the running statistics
 
@@ -91,6 +96,25 @@ class DGCStrategy(LowBandwidthStrategy):
                     f"rampup_begin_step={self.method.rampup_begin_step}: nothing will be compressed. Let it begin "
                     "earlier, or train longer."
                 )
+
+    # The velocities that a node keeps in parts -------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state with whole velocities, so that the checkpoint goes on under any strategy.
+
+        Collective: the ranks of a node; not while an exception unwinds, where they need not all be here.
+        """
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        assert self.lightning_module is not None
+        worker = self._workers.get(id(getattr(optimizer, "optimizer", optimizer)))
+        if isinstance(worker, DGCWorker) and not self.lightning_module.trainer.interrupted:
+            whole = worker.whole_momentum()
+            parameters = (p for group in worker.optimizer.param_groups for p in group["params"])
+            for index, parameter in enumerate(parameters):
+                if parameter in whole:
+                    state["state"].setdefault(index, {})["momentum_buffer"] = whole[parameter]
+        return state
 
     # The running statistics of batch norm -----------------------------------------------------------------------
 
@@ -140,6 +164,10 @@ class DGCStrategy(LowBandwidthStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        for worker in self.workers:
+            assert isinstance(worker, DGCWorker)
+            for parameter, momentum_buffer in worker.whole_momentum().items():
+                worker.optimizer.state[parameter]["momentum_buffer"] = momentum_buffer
         if self._owns_statistics():
             self._show_statistics_of_rank_zero()
 

@@ -34,10 +34,12 @@ from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.audit import CollectiveAudit
 from lightning_lowbw.comm.averaging import MeanInFlight
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.hierarchy import Hierarchy, TopologyChoice
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, Rule
 from lightning_lowbw.core.outer import OuterName
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.methods.local_sgd import InnerMomentum, LocalSGD, LocalSGDWorker
+from lightning_lowbw.methods.protocol import Worker
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
@@ -66,6 +68,10 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         uneven: what ranks do that have more batches than others in an epoch: "finish" them, or "stop" at the next
             average. Replicas are then weighted by samples, and averaged at the end of each epoch.
         audit: fail where a collective is issued between two averages, and name it. Costs a look per step.
+        topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
+            ranks of each node, or a `Topology`. The ranks of a node then step together, on the mean of their gradients,
+            and nodes are averaged after every k-th step.
+        node_k_steps: above 1: on two levels the ranks of a node step alone, too, and average after so many steps.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:
@@ -100,6 +106,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         value_dtype: str = "float32",
         uneven: Uneven = "finish",
         audit: bool = False,
+        topology: TopologyChoice = "flat",
+        node_k_steps: int = 1,
         **kwargs: Any,
     ) -> None:
         method = LocalSGD(
@@ -111,10 +119,17 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             inner_momentum=inner_momentum,
             delay_steps=delay_steps,
             value_dtype=value_dtype,
+            node_k_steps=node_k_steps,
         )
-        self._set_up(method, uneven, audit, kwargs)
+        self._set_up(method, uneven, audit, topology, kwargs)
 
-    def _set_up(self, method: LocalSGD, uneven: Uneven, audit: bool, kwargs: dict[str, Any]) -> None:
+    def _set_up(
+        self, method: LocalSGD, uneven: Uneven, audit: bool, topology: TopologyChoice, kwargs: dict[str, Any]
+    ) -> None:
+        if topology == "flat" and method.node_k_steps != 1:
+            raise ConfigurationError(
+                f"node_k_steps={method.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
+            )
         if uneven not in get_args(Uneven):
             raise ConfigurationError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}.")
         if kwargs.get("broadcast_buffers"):
@@ -122,12 +137,13 @@ class LocalSGDStrategy(LowBandwidthStrategy):
                 "broadcast_buffers=True sends the buffers of rank 0 in every forward pass; local SGD averages them "
                 "with the parameters. Leave it out."
             )
-        super().__init__(method, **kwargs)
+        super().__init__(method, topology=topology, **kwargs)
         self._uneven_policy = uneven
         self._is_uneven = False
         self._has_ended_epoch = False
         self._val_check_batch: float | None = None  # the trainer's, in an epoch that was cut short
         self._audit = CollectiveAudit() if audit else None
+        self._averages: Hierarchy | None = None
         self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
         self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
         self._save_is_due = False
@@ -138,6 +154,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     @override
     def _forget_last_fit(self) -> None:
         super()._forget_last_fit()
+        self._averages = None
         self._losses.clear()
         self._is_showing = self._has_ended_epoch = self._save_is_due = False
         self._val_check_batch = None
@@ -166,6 +183,12 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     ) -> LocalSGDWorker:
         assert self.lightning_module is not None
         buffers = _buffers_by_optimizer(self.lightning_module, self.optimizers)[id(optimizer)]
+        if self._hierarchy is not None and self.method.delay_steps:
+            # A lane of its own: the gradients of the steps that hide an average do not wait for it.
+            if self._averages is None:
+                topology, algorithm = self._hierarchy.topology, self._hierarchy.algorithm
+                self._averages = Hierarchy(topology, algorithm, None, self.ledger, "averages")
+            exchange = dataclasses.replace(exchange, hierarchy=self._averages)
         return self.method.attach(optimizer, named_parameters, exchange, buffers)
 
     @override
@@ -175,6 +198,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         trainer = None if module is None else module._trainer
         if trainer is not None and self._looks in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._looks)  # type: ignore[attr-defined]
+        if self._averages is not None:
+            self._averages.close()
         super().teardown()
 
     @override
@@ -194,7 +219,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             worker.begin_local()
         self._choose_backward_sync()
         if self._audit is not None:
-            self._audit.install()
+            levels = (self._hierarchy, self._averages)
+            self._audit.install(ignoring=[group for level in levels if level is not None for group in level.groups])
 
     def _resolve_begin(self, trainer: pl.Trainer) -> None:
         """Turn a fraction of the run into a step."""
@@ -302,14 +328,25 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     # The step ---------------------------------------------------------------------------------------------------
 
     def _choose_backward_sync(self) -> None:
-        """Let DDP reduce in synchronous steps, and do nothing at all in local ones."""
+        """Let DDP reduce in synchronous steps, on two levels inside the node in local ones, and else do nothing."""
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        synchronises = any(worker.reduces_in_backward for worker in self.workers)
-        if model.require_backward_grad_sync and not synchronises:
+        synchronises = [worker.reduces_in_backward or self._reduces_in_node(worker) for worker in self.workers]
+        if model.require_backward_grad_sync and not all(worker.reduces_in_backward for worker in self.workers):
             # Due in the next forward pass, and a broadcast: better now, while all ranks are here.
-            model.reducer._rebuild_buckets()
-        model.require_backward_grad_sync = synchronises
+            with contextlib.nullcontext() if self._audit is None else self._audit.allowing():
+                model.reducer._rebuild_buckets()
+        model.require_backward_grad_sync = any(synchronises)
+
+    def _reduces_in_node(self, worker: Worker) -> bool:
+        """Whether DDP is to reduce inside the node: not where it asks the world which parameters were used."""
+        assert isinstance(self.model, DistributedDataParallel)
+        return worker.reduces_in_node and not self.model.find_unused_parameters
+
+    @override
+    def _reduced(self, worker: Worker) -> frozenset[Parameter]:
+        has_reduced = worker.reduces_in_backward or self._reduces_in_node(worker)
+        return super()._reduced(worker) if has_reduced else frozenset()
 
     @override
     def _buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
@@ -393,7 +430,10 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             return
         shown = ", ".join("unknown" if length == math.inf else f"{length:.0f}" for length in lengths)
         problem = None
-        if len(self.workers) > 1 or not trainer.lightning_module.automatic_optimization:
+        nodes = () if self._hierarchy is None else self._hierarchy.topology.nodes
+        if any(len({lengths[rank] for rank in node}) > 1 or math.inf in lengths for node in nodes):
+            problem = "the ranks of a node step together"
+        elif len(self.workers) > 1 or not trainer.lightning_module.automatic_optimization:
             problem = "with several optimizers or manual optimization ranks cannot wait for each other"
         elif self.method.value_dtype != "float32" or self.method.delay_steps:
             problem = "value_dtype and delay_steps want equal weights"
@@ -627,6 +667,8 @@ class AdaptiveLocalSGDStrategy(LocalSGDStrategy):
         value_dtype: str = "float32",
         uneven: Uneven = "finish",
         audit: bool = False,
+        topology: TopologyChoice = "flat",
+        node_k_steps: int = 1,
         **kwargs: Any,
     ) -> None:
         if rule == "fixed":
@@ -643,8 +685,9 @@ class AdaptiveLocalSGDStrategy(LocalSGDStrategy):
             inner_momentum=inner_momentum,
             delay_steps=delay_steps,
             value_dtype=value_dtype,
+            node_k_steps=node_k_steps,
         )
-        self._set_up(method, uneven, audit, kwargs)
+        self._set_up(method, uneven, audit, topology, kwargs)
 
 
 class _Looks(Callback):

@@ -177,6 +177,7 @@ def test_the_strategy_has_the_defaults_of_the_method() -> None:
     """Written twice for the sake of a flat constructor: in the same order, with the same values."""
     parameters = inspect.signature(DGCStrategy).parameters.values()
     of_strategy = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert of_strategy.pop("topology") == "flat"  # where, not what
     of_method = {field.name: field.default for field in dataclasses.fields(DGC) if field.init}
     assert list(of_strategy.items()) == list(of_method.items())
     assert not [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -218,6 +219,11 @@ NAMES = {
     "post_local_sgd": LocalSGDStrategy,
     "diloco": LocalSGDStrategy,
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
+    "dgc_hierarchical": DGCStrategy,
+    "local_sgd_hierarchical": LocalSGDStrategy,
+    "post_local_sgd_hierarchical": LocalSGDStrategy,
+    "diloco_hierarchical": LocalSGDStrategy,
+    "adaptive_local_sgd_hierarchical": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -232,6 +238,7 @@ def test_strategies_are_known_by_name() -> None:
         for suffix, start_method in START_METHODS.items():
             strategy = StrategyRegistry.get(name + suffix)
             assert type(strategy) is cls
+            assert (strategy._topology == "auto") == ("hierarchical" in name)
             assert strategy._start_method == start_method
 
 

@@ -165,6 +165,21 @@ class TestWithRoot:
             assert output.read().split() == [b"0", b"4", b"0", b"2"]
         assert report.exit_status == [0, 0, 0, 0]
 
+    @pytest.mark.slow
+    def test_torchrun_on_two_nodes_of_two_ranks(self) -> None:
+        """The agents find each other by MASTER_ADDR, and the strategy finds the nodes by what torchrun says."""
+        torchrun = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2"
+        agent = "--node-rank $GROUP_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        script = f"{ROOT / 'examples' / 'two_nodes.py'} --max-epochs 2"
+        with Network([1e9, 1e9]) as network, tempfile.TemporaryFile() as output:
+            command = ["sh", "-c", f"{torchrun} {agent} {script}"]
+            report = launch(network, command, pin=False, timeout_s=180.0, output=output)
+            output.seek(0)
+            shown = output.read().decode()
+        assert report.status == 0, shown
+        assert "dgc: nodes [0, 1], [2, 3]." in shown
+        assert "kB to other nodes" in shown
+
     def test_a_crash_of_one_rank_ends_the_others(self, capfd: pytest.CaptureFixture[str]) -> None:
         script = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no more'); time.sleep(60)"
         started = time.monotonic()

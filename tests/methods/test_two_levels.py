@@ -1,0 +1,342 @@
+"""On two levels a node is what a rank is on one: the same equations, with the mean gradient of the node."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import DGC, LocalSGD, Topology
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.hierarchy import Hierarchy
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.core.codec import IndexValueCodec
+from lightning_lowbw.core.schedule import num_selected
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.methods.dgc import DGCWorker
+from lightning_lowbw.methods.local_sgd import LocalSGDWorker
+from tests.local_oracle import OracleLocalSGD, mean_of
+from tests.methods.problem import AWKWARD, backward, coefficients, make_parameters, make_weight, take_step
+from tests.methods.test_dgc_oracle import BEGIN, STAIRS, STEPS, clip_, make_gradients, make_model
+from tests.methods.test_local_sgd import CASES, CLOSE, OPTIMIZERS, loss_of
+from tests.methods.test_local_sgd import STEPS as LOCAL_STEPS
+from tests.oracle import OracleDGC
+from tests.ranks import run_ranks
+
+Nodes = tuple[tuple[int, ...], ...]
+NODES: dict[str, Nodes] = {
+    "blocks": ((0, 1), (2, 3)),
+    "strided": ((0, 2), (1, 3)),
+    "three nodes": ((0, 1), (2, 3), (4, 5)),
+    "three each": ((0, 1, 2), (3, 4, 5)),
+}
+
+
+def exchange_of(nodes: Nodes, algorithm: Any = "sharded", purpose: str = "gradients") -> Exchange:
+    ledger = TrafficLedger()
+    return Exchange(None, ledger, hierarchy=Hierarchy(Topology(nodes), algorithm, None, ledger, purpose))
+
+
+# Deep gradient compression --------------------------------------------------------------------------------------
+
+
+def train(nodes: Nodes, optimizer: Any, clip: dict[str, float], masking: bool, dtype: str) -> dict[str, Any]:
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), **optimizer)
+    method = DGC(
+        rampup_begin_step=BEGIN,
+        rampup_step=6,
+        sparsity=STAIRS,
+        min_numel=100,
+        selection="exact",
+        momentum_masking=masking,
+        value_dtype=dtype,
+    )
+    worker = method.attach(sgd, model.named_parameters(), exchange_of(nodes))
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), make_gradients(model, dist.get_rank(), step), strict=True):
+            parameter.grad = gradient
+        with worker.stepping():
+            sparse = worker.is_sparse
+            worker.exchange(clip=lambda: clip_(model, clip, worker.clip_factor) if worker.is_sparse else None)
+            if not sparse:
+                clip_(model, clip, 1.0)
+            sgd.step()
+    return {
+        "weights": [parameter.detach() for parameter in model.parameters()],
+        "digest": digest(model.parameters()),
+        "kept": {worker._name(p): v.numel() for p, v in worker.residuals.items()},
+        "velocities": {worker._name(p): u.numel() for p, u in worker._velocities.items()},
+        "in optimizer": sorted(worker._name(p) for p, state in sgd.state.items() if "momentum_buffer" in state),
+        "whole": {worker._name(p): u for p, u in worker.whole_momentum().items()},
+    }
+
+
+def by_the_paper(nodes: Nodes, optimizer: Any, clip: dict[str, float], masking: bool) -> tuple[list[Tensor], OracleDGC]:
+    """One rank per node, which has the node's mean gradient."""
+    model = make_model()
+    weights = [parameter.detach() for parameter in model.parameters()]
+    oracle = OracleDGC(
+        len(nodes),
+        clip_norm=clip.get("norm"),
+        clip_value=clip.get("value"),
+        min_numel=100,
+        masking=masking,
+        **optimizer,
+    )
+    for step in range(STEPS):
+        gradients = []
+        for node in nodes:
+            by_rank = [make_gradients(model, rank, step) for rank in node]
+            gradients.append([sum(each) / len(node) for each in zip(*by_rank, strict=True)])
+        with torch.no_grad():
+            if step < BEGIN:
+                oracle.dense_step(weights, gradients)
+            else:
+                stair = min(int((step - BEGIN) * len(STAIRS) / 6), len(STAIRS) - 1)
+                oracle.sparse_step(weights, gradients, 1 - STAIRS[stair])
+    return weights, oracle
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "clip", "masking"),
+    [
+        ("blocks", {"lr": 0.1}, {}, True),
+        ("blocks", {"lr": 0.1, "momentum": 0.9}, {}, False),
+        ("strided", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {}, True),
+        ("three nodes", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, {"norm": 0.1}, True),
+        ("three each", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {"value": 0.02}, True),
+    ],
+)
+def test_dgc_is_that_of_one_rank_per_node(name: str, optimizer: Any, clip: dict[str, float], masking: bool) -> None:
+    nodes = NODES[name]
+    results = run_ranks(train, sum(map(len, nodes)), nodes, optimizer, clip, masking, "float32")
+    expected, oracle = by_the_paper(nodes, optimizer, clip, masking)
+    assert len({result["digest"] for result in results}) == 1
+    for weight, reference in zip(results[0]["weights"], expected, strict=True):
+        torch.testing.assert_close(weight, reference, rtol=1e-5, atol=2e-6)
+    # Memory: each rank of a node keeps a part of u and v.
+    numels = {key: p.numel() for key, p in make_model().named_parameters() if p.numel() >= 100}
+    for node in nodes:
+        for kept in ("kept", "velocities") if "momentum" in optimizer else ("kept",):
+            total = {key: sum(results[rank][kept][key] for rank in node) for key in numels}
+            assert total == numels
+            assert max(max(results[rank][kept][key] * len(node) - numels[key] for key in numels) for rank in node) < 3
+    for result in results:
+        assert not set(result["in optimizer"]) & set(numels)
+    if "momentum" in optimizer and not optimizer.get("nesterov"):  # the paper's Nesterov velocity is another one
+        names = [key for key, _ in make_model().named_parameters()]
+        for number, node in enumerate(nodes):
+            for key in numels:
+                for rank in node:
+                    torch.testing.assert_close(
+                        results[rank]["whole"][key], oracle.u[number, names.index(key)], rtol=1e-4, atol=1e-5
+                    )
+
+
+def test_dgc_with_half_values_keeps_what_they_round_away() -> None:
+    """Owners and the others of a node round alike: replicas are equal, and near those that send float32."""
+    optimizer = {"lr": 0.1, "momentum": 0.9}
+    wide = run_ranks(train, 4, NODES["blocks"], optimizer, {}, True, "float32")
+    half = run_ranks(train, 4, NODES["blocks"], optimizer, {}, True, "float16")
+    assert len({result["digest"] for result in half}) == 1
+    for weight, reference in zip(half[0]["weights"], wide[0]["weights"], strict=True):
+        assert float((weight - reference).abs().mean()) < 1e-4  # but for elements of which another was chosen
+        assert not torch.equal(weight, reference) or weight.numel() < 100
+
+
+def awkward(nodes: Nodes, selection: str) -> dict[str, Any]:
+    parameters = make_parameters({**AWKWARD, "large": (331, 257)})
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
+    method = DGC(sparsity=[0.99], min_numel=1, selection=selection)
+    exchange = exchange_of(nodes)
+    worker = method.attach(sgd, parameters.items(), exchange)
+    for step in range(6):
+        take_step(worker, parameters, step, unused=("vector",) if dist.get_rank() == 0 else ())
+    return {
+        "digest": digest(parameters.values()),
+        "weights": {name: p.detach().clone() for name, p in parameters.items()},
+        "inter": exchange.ledger.inter_bytes,
+    }
+
+
+def test_awkward_shapes_and_the_bytes_between_nodes() -> None:
+    nodes = NODES["three nodes"]
+    exact = run_ranks(awkward, 6, nodes, "exact")
+    sampled = run_ranks(awkward, 6, nodes, "sampled")
+    assert len({result["digest"] for result in (*exact, *sampled)}) == 1
+    shapes = {**AWKWARD, "large": (331, 257)}
+    numels = [int(torch.Size(shape).numel()) for shape in shapes.values()]
+    counts = [num_selected(numel, 0.01) for numel in numels if numel]
+    message = IndexValueCodec().nbytes(counts)
+    # Each of two ranks sends a half of the node's message, and of the flags: one per tensor, two per rank.
+    flags = 4 * (len(numels) + 2 * 6)
+    per_step = all_gather_bytes(-(-message // 2), 3) + all_reduce_bytes(flags // 2, 3)
+    for result in exact:
+        assert result["inter"] == pytest.approx(6 * per_step, rel=0.02)
+
+
+def resume(nodes: Nodes, states: list[Any], first: int, last: int) -> Any:
+    """Train from the states of others, or from the start; return own state, weights, and how many kept what."""
+    shapes = {"a": (40, 30), "b": (7, 50)}
+    parameters = make_parameters(shapes)
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
+    method = DGC(sparsity=[0.95], min_numel=1, selection="exact")
+    worker = method.attach(sgd, parameters.items(), exchange_of(nodes) if nodes else Exchange())
+    if states:
+        same = len(states) == dist.get_world_size() and states[0][2] == nodes
+        state, weights, _ = states[dist.get_rank()] if same else states[0]
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        worker.load_state_dict(state if same else method.merge_states(state for state, _, _ in states))
+    for step in range(first, last):
+        take_step(worker, parameters, step)
+    return worker.state_dict(), {name: p.detach().clone() for name, p in parameters.items()}, nodes
+
+
+def total_unsent(states: list[Any], num_senders: int) -> dict[str, Tensor]:
+    merged = DGC().merge_states(state for state, _, _ in states)
+    return {name: entry["residual"] * num_senders for name, entry in merged["tensors"].items()}
+
+
+def test_resume_is_to_the_bit_and_survives_another_topology() -> None:
+    nodes = NODES["blocks"]
+    whole = run_ranks(resume, 4, nodes, [], 0, 8)
+    half = run_ranks(resume, 4, nodes, [], 0, 4)
+    again = run_ranks(resume, 4, nodes, half, 4, 8)
+    for (state, weights, _), (other, expected, _) in zip(again, whole, strict=True):
+        for name in weights:
+            assert torch.equal(weights[name], expected[name])
+            for key in ("residual", "momentum_buffer"):
+                assert torch.equal(state["tensors"][name][key], other["tensors"][name][key])
+    # The unsent mean, 1/N sum v, is the same for the ranks of any other world.
+    for other_nodes, num_ranks, num_senders in (((), 3, 3), (NODES["strided"], 4, 2), ((), 1, 1)):
+        moved = run_ranks(resume, num_ranks, other_nodes, half, 4, 4)
+        for name, unsent in total_unsent(half, 1).items():
+            torch.testing.assert_close(total_unsent(moved, 1)[name], unsent, rtol=1e-6, atol=1e-7)
+        assert num_senders  # and it trains on
+        run_ranks(resume, num_ranks, other_nodes, half, 4, 6)
+    flat = run_ranks(resume, 2, (), [], 0, 4)
+    moved = run_ranks(resume, 4, nodes, flat, 4, 4)
+    for name, unsent in total_unsent(flat, 1).items():
+        torch.testing.assert_close(total_unsent(moved, 1)[name], unsent, rtol=1e-6, atol=1e-7)
+
+
+def one_node_goes_on(states: list[Any]) -> tuple[str, int]:
+    shapes = {"a": (40, 30), "b": (7, 50)}
+    parameters = make_parameters(shapes)
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
+    method = DGC(sparsity=[0.95], min_numel=1, selection="exact")
+    worker: DGCWorker = method.attach(sgd, parameters.items(), exchange_of(((0, 1),)))
+    worker.load_state_dict(method.merge_states(state for state, _, _ in states))
+    before = len(worker.residuals)
+    for step in range(4, 7):
+        take_step(worker, parameters, step)
+    assert before
+    assert not worker.residuals
+    return digest(parameters.values()), worker._exchange.ledger.inter_bytes
+
+
+def test_one_node_has_nobody_to_send_to_and_steps_with_what_was_kept() -> None:
+    half = run_ranks(resume, 4, NODES["blocks"], [], 0, 4)
+    results = run_ranks(one_node_goes_on, 2, half)
+    assert len({weights for weights, _ in results}) == 1
+    assert results[0][1] == 0
+
+
+# Local SGD ------------------------------------------------------------------------------------------------------
+
+
+def train_locally(nodes: Nodes, method: LocalSGD, optimizer: str, algorithm: Any = "sharded") -> dict[str, Any]:
+    parameters = make_parameters(AWKWARD)
+    exchange = exchange_of(nodes, algorithm, "averages")
+    worker: LocalSGDWorker = method.attach(OPTIMIZERS[optimizer](parameters.values()), parameters.items(), exchange)
+    digests, inter = [], []
+    for step in range(LOCAL_STEPS):
+        worker.optimizer.zero_grad()
+        backward(parameters, step)
+        worker.observe_loss(torch.tensor(loss_of(0, step)))
+        with worker.stepping():
+            worker.exchange()
+            worker.optimizer.step()
+        digests.append(digest(parameters.values()))
+        inter.append(exchange.ledger.inter_bytes)
+    own = {name: p.detach().clone() for name, p in parameters.items()}
+    return {"own": own, "digests": digests, "inter": inter}
+
+
+def by_oracle(name: str, nodes: Nodes, optimizer: str, **choices: Any) -> OracleLocalSGD:
+    oracle = OracleLocalSGD(make_weight(name, AWKWARD[name]), len(nodes), OPTIMIZERS[optimizer], **choices)
+    for step in range(LOCAL_STEPS):
+        gradients = [
+            mean_of([coefficients(name, replica, rank, step) + replica.detach() for rank in node])
+            for node, replica in zip(nodes, oracle.replicas, strict=True)
+        ]
+        oracle.take_step(gradients, [loss_of(0, step)] * len(nodes))
+    return oracle
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", ["fixed", "post_local", "fleet", "diloco", "delayed", "average"])
+@pytest.mark.parametrize("name", ["strided", "three nodes"])
+def test_local_sgd_is_that_of_one_rank_per_node(name: str, case: str, optimizer: str) -> None:
+    nodes, (choices, oracle_choices) = NODES[name], CASES[case]
+    results = run_ranks(partial(train_locally, nodes, LocalSGD(**choices), optimizer), sum(map(len, nodes)))
+    for tensor in AWKWARD:
+        oracle = by_oracle(tensor, nodes, optimizer, **oracle_choices)
+        for number, node in enumerate(nodes):
+            for rank in node:
+                torch.testing.assert_close(
+                    results[rank]["own"][tensor], oracle.replicas[number].detach(), **CLOSE, msg=f"{tensor} {rank}"
+                )
+    for node in nodes:  # whose ranks step together
+        assert all(results[rank]["digests"] == results[node[0]]["digests"] for rank in node)
+    assert len({result["digests"][oracle.averaged_at[0] - 2] for result in results}) == len(nodes)
+
+
+def test_local_steps_send_nothing_between_nodes() -> None:
+    results = run_ranks(train_locally, 4, NODES["blocks"], LocalSGD(k_steps=4, begin_step=0), "sgd")
+    for result in results:
+        growth = [after - before for before, after in zip([0, *result["inter"]], result["inter"], strict=False)]
+        assert [step for step, more in enumerate(growth, start=1) if more] == [4, 8, 12, 16]
+
+
+def test_a_period_inside_the_nodes() -> None:
+    """Nodes of unequal size, too: the mean is over ranks."""
+    nodes: Nodes = ((0, 1), (2,))
+    method = LocalSGD(k_steps=4, begin_step=0, node_k_steps=2)
+    results = run_ranks(train_locally, 3, nodes, method, "sgd", "leader")
+    for step in range(1, LOCAL_STEPS + 1):
+        at = [result["digests"][step - 1] for result in results]
+        assert (at[0] == at[1]) == (step % 2 == 0)
+        assert (at[0] == at[2]) == (step % 4 == 0)
+    replicas = [make_weight("matrix", AWKWARD["matrix"]).requires_grad_() for _ in range(3)]
+    optimizers = [OPTIMIZERS["sgd"]([replica]) for replica in replicas]
+    for step in range(LOCAL_STEPS):
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            replica.grad = coefficients("matrix", replica, rank, step) + replica.detach()
+            optimizer.step()
+        with torch.no_grad():
+            for group in ((0, 1, 2),) if (step + 1) % 4 == 0 else ((0, 1),) if step % 2 else ():
+                mean = mean_of([replicas[rank] for rank in group])
+                for rank in group:
+                    replicas[rank].copy_(mean)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result["own"]["matrix"], replicas[rank].detach(), **CLOSE)
+
+
+def test_narrow_averages_send_half_between_nodes() -> None:
+    wide = run_ranks(train_locally, 4, NODES["blocks"], LocalSGD(k_steps=4, begin_step=0), "sgd")
+    method = LocalSGD(k_steps=4, begin_step=0, value_dtype="bfloat16")
+    narrow = run_ranks(train_locally, 4, NODES["blocks"], method, "sgd")
+    for result, reference in zip(narrow, wide, strict=True):
+        assert result["digests"][15] == narrow[0]["digests"][15]
+        assert result["inter"][-1] < 0.6 * reference["inter"][-1]
+        for name, value in result["own"].items():
+            torch.testing.assert_close(value, reference["own"][name], rtol=0, atol=0.02)
