@@ -6,6 +6,7 @@ Started by slow_link.py inside the lab. Rank 0 writes the records.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -59,6 +60,7 @@ def _ledger_bytes(trainer: pl.Trainer) -> float:
 
 def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[str, Any]:
     """Train a fresh model for a few steps with one contestant; return what the window saw."""
+    gc.collect()  # the last contestant's trainer and model, which refer to each other
     num_untimed_steps = contestant.num_untimed_steps
     window = Window(num_untimed_steps, num_steps)
     trainer = pl.Trainer(
