@@ -250,7 +250,7 @@ def to_markdown(wire: list[dict[str, Any]], accuracy: list[dict[str, Any]]) -> s
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for task in TASKS:
-        for value_dtype in (None, *VALUE_NAMES):
+        for value_dtype in (None, *VALUE_NAMES) if accuracy else ():
             mine, base = (
                 [row for row in accuracy if (row["task"], row["value_dtype"]) == (task, name)]
                 for name in (value_dtype, "float32")
@@ -270,14 +270,17 @@ def main() -> None:
     """Measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--parts", nargs="+", choices=["wire", "accuracy"], default=["wire", "accuracy"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    wire, accuracy = measure_wire(), measure_accuracy(options.seeds)
-    environment = describe_environment()
-    del environment["link"]
-    results = {"environment": environment, "command": " ".join(sys.argv), "wire": wire, "accuracy": accuracy}
-    (RESULTS / "wire.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = to_markdown(wire, accuracy)
+    path = RESULTS / "wire.json"
+    results = json.loads(path.read_text()) if path.exists() else {"wire": [], "accuracy": []}
+    results["environment"] = describe_environment()
+    del results["environment"]["link"]
+    for part in options.parts:  # the other stays as it was measured before
+        results[part] = measure_wire() if part == "wire" else measure_accuracy(options.seeds)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    table = to_markdown(results["wire"], results["accuracy"])
     (RESULTS / "wire.md").write_text(table)
     print(table)
 

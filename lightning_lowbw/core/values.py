@@ -72,8 +72,8 @@ class FloatFormat:
 class LevelFormat:
     """A sign and one of 2^(bits - 1) levels per value, [extremes of every block | codes].
 
-    In a block with zeros (a dead tensor: less than k to send) the lowest level is zero, which the sign of its lower
-    extreme says. So nothing else becomes zero, and values that all are equal in size cost no accuracy.
+    In a block with zeros (a dead tensor: fewer than k to send) the lowest level is zero, which the sign of its lower
+    extreme says. Nothing else becomes zero.
 
     Args:
         bits: 8 or 4.
@@ -93,11 +93,11 @@ class LevelFormat:
         blocks = magnitudes.take(_members(counts, values.device))
         is_zero = blocks == 0
         highest = ((blocks.amax(1) + 0xFFFF) >> HALF).clamp_(max=LARGEST)
-        lowest = (blocks.masked_fill_(is_zero, LARGEST << HALF).amin(1) >> HALF).clamp_(min=1).minimum(highest)
+        lowest = (blocks.masked_fill_(is_zero, LARGEST << HALF).amin(1) >> HALF).clamp_(min=1)
         has_zero = is_zero.any(1)
-        # From here on float64 will do: only the sender chooses a level.
+        # From here on floats will do: only the sender chooses a level.
         row, top = _rows(counts, values.device), self.num_levels - 1
-        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float64)
+        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
         codes = (magnitudes - (lowest << HALF).index_select(0, row)) * per_bit.index_select(0, row)
         codes = codes.round_().clamp_(min=0, max=top).to(torch.uint8)
         codes = codes.maximum(has_zero.to(torch.uint8).index_select(0, row)).mul_(magnitudes != 0)
@@ -114,7 +114,7 @@ class LevelFormat:
         codes = data[split:]
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: sum(counts)]
-        has_zero, lowest = lowest <= 0, lowest.abs()
+        has_zero, lowest = lowest < 0, lowest.abs()
         step = ((highest - lowest) << HALF) // (self.num_levels - 1)
         level, row = codes & (self.num_levels - 1), _rows(counts, data.device)
         bits = step.index_select(0, row).mul_(level).add_((lowest << HALF).index_select(0, row))

@@ -58,6 +58,14 @@ def test_hard_values(name: str) -> None:
         assert (decoded[values != 0] != 0).all()
 
 
+@pytest.mark.parametrize("name", VALUE_NAMES)
+def test_an_overflow_is_sent_in_finite_pieces(name: str) -> None:
+    values = torch.tensor([float("inf"), float("-inf")])
+    decoded = code(name, values)
+    assert decoded.isfinite().all()
+    assert decoded.sign().equal(values.sign())
+
+
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("scale", [1e-44, 1e-39, 1e-30, 1.0, 1e30, 3e38])
 def test_nothing_becomes_zero_at_any_scale(name: str, scale: float) -> None:
