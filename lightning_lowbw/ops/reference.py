@@ -66,13 +66,14 @@ def reach(values: Tensor, threshold: float) -> Tensor:
     return (values.abs() >= threshold).nonzero().squeeze(1)
 
 
-def take_(
-    residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, *, value_dtype: torch.dtype, masking: bool
-) -> Tensor:
-    """Remove the selected elements from the residual and return them: momentum factor masking.
+def remove_sent_(
+    residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, sent: Tensor, *, masking: bool
+) -> None:
+    """Subtract what was sent from the residual, and clear the velocity there: momentum factor masking.
 
-    ``v = v * not Mask; u = u * not Mask`` (eq. 9). What a narrow `value_dtype` rounds away stays in v, so
-    sent + residual is the corrected gradient to the bit (float16: up to 2^29, of which 65504 is sent at a time).
+    ``v = v * not Mask; u = u * not Mask`` (eq. 9). What the wire rounds away stays in v: sent + residual is the
+    corrected gradient, to the bit where a value was rounded by less than a factor of two (so float32 subtracts it
+    exactly), as all formats of `core/values.py` do in their range.
 
     In place:
         `residual` and, when `masking`, `momentum_buffer`.
@@ -81,26 +82,33 @@ def take_(
         residual: v; float32, contiguous.
         momentum_buffer: u, the same shape; None without momentum.
         indices: distinct positions into the flattened tensor; int64, shape (k,).
-        value_dtype: float32, bfloat16 or float16.
+        sent: the values as the receivers decode them; float32, shape (k,).
         masking: whether the velocity of sent elements is cleared.
-
-    Returns:
-        The sent values, `value_dtype`, shape (k,).
 
     Source: arXiv 1712.01887, section 3.3.
     """
     unsent = residual.view(-1)
-    exact = unsent[indices]
-    limit = torch.finfo(value_dtype).max
-    values = exact.clamp(-limit, limit).to(value_dtype)  # float16 would turn a late burst into inf
-    unsent[indices] = exact - values.to(exact.dtype)
+    unsent[indices] = unsent[indices] - sent
     if masking and momentum_buffer is not None:
         # A zero is padding (a dead tensor has fewer than k candidates): nothing was sent, so nothing is masked.
-        sent = indices[values != 0]
+        masked = indices[sent != 0]
         if momentum_buffer.is_contiguous():
-            momentum_buffer.view(-1)[sent] = 0
+            momentum_buffer.view(-1)[masked] = 0
         else:
-            momentum_buffer[torch.unravel_index(sent, momentum_buffer.shape)] = 0
+            momentum_buffer[torch.unravel_index(masked, momentum_buffer.shape)] = 0
+
+
+def take_(
+    residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, *, value_dtype: torch.dtype, masking: bool
+) -> Tensor:
+    """Round the selected elements to `value_dtype` and remove them from the residual; see `remove_sent_`.
+
+    Returns:
+        The sent values, `value_dtype`, shape (k,); float16 sends at most 65504 at a time.
+    """
+    limit = torch.finfo(value_dtype).max
+    values = residual.view(-1)[indices].clamp(-limit, limit).to(value_dtype)  # float16 would make inf of a late burst
+    remove_sent_(residual, momentum_buffer, indices, values.to(residual.dtype), masking=masking)
     return values
 
 

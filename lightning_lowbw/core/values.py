@@ -1,0 +1,158 @@
+"""The values of selected elements on the wire: floats, or a sign and a level between the extremes of a block.
+
+A float format says float32, bfloat16 or float16. A level format ("int8", "int4") cuts the values of a tensor into
+blocks of BLOCK and sends of each block the smallest and the largest magnitude, rounded outwards to bfloat16, and of
+each value a sign and the number of the nearest of 128 or 8 levels between the two, which are equidistant in the bits of
+a float32. Those bits, read as an integer, are a logarithm in straight pieces (its exponent, then its fraction): what
+top-k leaves lies between a threshold and an open end, mostly near the threshold. A level is found with integers alone,
+so every machine decodes the same bits; a power function is not that exact.
+
+What was chosen by the relative error of the 8192 largest of 8 million (root mean square, BLOCK = 128, 8 levels):
+normal 1.3 %, Laplace 2.3 %, Student's t with 3 degrees of freedom 7.6 %. Levels equidistant in the value: 1.5, 2.7,
+14.0 %; from zero to the largest, the usual form: 5.4, 6.4, 23.4 %. With 128 levels: 0.07, 0.13, 0.44 %; bfloat16 has
+0.14 to 0.16 %. One block per tensor: 1.7, 3.3, 13.8 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
+
+BLOCK_SHIFT = 7
+BLOCK = 1 << BLOCK_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
+EXTREME_BYTES = 4  # of a block: two bfloat16
+LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
+HALF = 16  # bits between bfloat16 and float32
+
+
+class ValueFormat(Protocol):
+    """What is written for values, all tensors of a step at once.
+
+    Zero stays zero and no value changes its sign; what is decoded is finite.
+    """
+
+    def nbytes(self, counts: Sequence[int]) -> int:
+        """Return the size of `counts[i]` values of tensor i, in bytes."""
+        ...
+
+    def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return float32 values, shape (sum(counts),), as bytes: uint8, shape (nbytes(counts),)."""
+        ...
+
+    def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the values that `encode` has written: float32, shape (sum(counts),)."""
+        ...
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """Values as floats of one dtype. Float16 ends at 65504 and has nothing below 6e-8: what is smaller goes as zero."""
+
+    dtype: torch.dtype
+
+    def nbytes(self, counts: Sequence[int]) -> int:
+        return sum(counts) * self.dtype.itemsize
+
+    def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        limit = torch.finfo(self.dtype).max
+        return values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)  # a late burst would become inf
+
+    def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
+        return data.view(self.dtype).to(torch.float32)
+
+
+@dataclass(frozen=True)
+class LevelFormat:
+    """A sign and one of 2^(bits - 1) levels per value, [extremes of every block | codes].
+
+    In a block with zeros (a dead tensor: fewer than k to send) the lowest level is zero, which the sign of its lower
+    extreme says. Nothing else becomes zero.
+
+    Args:
+        bits: 8 or 4.
+    """
+
+    bits: int
+
+    @property
+    def num_levels(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def nbytes(self, counts: Sequence[int]) -> int:
+        return sum(_num_blocks(counts)) * EXTREME_BYTES + -(-sum(counts) * self.bits // 8)
+
+    def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        magnitudes = values.abs().view(torch.int32).clamp_(max=(LARGEST << HALF) | 0xFFFF)
+        blocks = magnitudes.take(_members(counts, values.device))
+        is_zero = blocks == 0
+        highest = ((blocks.amax(1) + 0xFFFF) >> HALF).clamp_(max=LARGEST)
+        lowest = (blocks.masked_fill_(is_zero, LARGEST << HALF).amin(1) >> HALF).clamp_(min=1)
+        has_zero = is_zero.any(1)
+        # From here on floats will do: only the sender chooses a level.
+        row, top = _rows(counts, values.device), self.num_levels - 1
+        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
+        codes = (magnitudes - (lowest << HALF).index_select(0, row)) * per_bit.index_select(0, row)
+        codes = codes.round_().clamp_(min=0, max=top).to(torch.uint8)
+        codes = codes.maximum(has_zero.to(torch.uint8).index_select(0, row)).mul_(magnitudes != 0)
+        codes += (values < 0).to(torch.uint8) << (self.bits - 1)
+        if self.bits == 4:
+            pairs = torch.cat([codes, codes.new_zeros(codes.numel() % 2)]).view(-1, 2)
+            codes = pairs[:, 0] | (pairs[:, 1] << 4)
+        extremes = torch.stack([torch.where(has_zero, -lowest, lowest), highest], 1).to(torch.int16)
+        return torch.cat([extremes.view(torch.uint8).view(-1), codes])
+
+    def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
+        split = sum(_num_blocks(counts)) * EXTREME_BYTES
+        lowest, highest = data[:split].view(torch.int16).view(-1, 2).to(torch.int32).unbind(1)
+        codes = data[split:]
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: sum(counts)]
+        has_zero, lowest = lowest < 0, lowest.abs()
+        step = ((highest - lowest) << HALF) // (self.num_levels - 1)
+        level, row = codes & (self.num_levels - 1), _rows(counts, data.device)
+        bits = step.index_select(0, row).mul_(level).add_((lowest << HALF).index_select(0, row))
+        magnitudes = bits.mul_((level != 0) | ~has_zero.index_select(0, row)).view(torch.float32)
+        return magnitudes.mul_(1.0 - (codes >> (self.bits - 1)) * 2.0)
+
+
+def make_value_format(name: str) -> ValueFormat:
+    """Return a value format by its public name, one of `VALUE_NAMES`."""
+    formats: dict[str, ValueFormat] = {"int8": LevelFormat(8), "int4": LevelFormat(4)}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        formats[str(dtype).removeprefix("torch.")] = FloatFormat(dtype)
+    return formats[name]
+
+
+def _num_blocks(counts: Sequence[int]) -> list[int]:
+    return [-(-count // BLOCK) for count in counts]
+
+
+def _rows(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the block of each value: int64, shape (sum(counts),). A block ends with its tensor."""
+    shifts, first, row = [], 0, 0
+    for count, blocks in zip(counts, _num_blocks(counts), strict=True):
+        shifts.append(row * BLOCK - first)
+        first, row = first + count, row + blocks
+    owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64).to(device), output_size=first)
+    shift = torch.tensor(shifts, dtype=torch.int64).to(device).index_select(0, owner)
+    return shift.add_(torch.arange(first, device=device)) >> BLOCK_SHIFT
+
+
+def _members(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the values of each block: int64, shape (blocks, BLOCK); a short one repeats its last."""
+    shifts, ends, first, row = [], [], 0, 0
+    for count, blocks in zip(counts, _num_blocks(counts), strict=True):
+        shifts.append(first - row * BLOCK)
+        ends.append(first + count - 1)
+        first, row = first + count, row + blocks
+    owner = torch.repeat_interleave(torch.tensor(_num_blocks(counts), dtype=torch.int64).to(device), output_size=row)
+    table = torch.tensor([shifts, ends], dtype=torch.int64).to(device)
+    slots = torch.arange(row * BLOCK, device=device).view(row, BLOCK)
+    return (slots + table[0].index_select(0, owner).unsqueeze(1)).minimum(table[1].index_select(0, owner).unsqueeze(1))
