@@ -24,6 +24,7 @@ from torch import Tensor
 
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
+FLOAT_NAMES = VALUE_NAMES[:3]  # those that can be summed on the way
 
 BLOCK_SHIFT = 7
 BLOCK = 1 << BLOCK_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value

@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +39,14 @@ from torch.optim import LBFGS, SGD, Optimizer
 from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.averaging import average_gradients_
 from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.core.codec import MAX_NUMEL, VALUE_DTYPES, IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
+from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
+from lightning_lowbw.core.values import VALUE_NAMES
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import as_real, correct_, flat, scatter_mean_, take_
+from lightning_lowbw.ops.reference import as_real, correct_, flat, remove_sent_, scatter_mean_
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 MARK_MODULUS = 1 << 10
@@ -63,8 +64,8 @@ class DGC:
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
-        value_dtype: "float32", "bfloat16" or "float16", for the values on the wire; what is rounded away is sent
-            later.
+        value_dtype: "float32", "bfloat16", "float16", "int8" or "int4", for the values on the wire; what is rounded
+            away is sent later.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -92,7 +93,7 @@ class DGC:
         if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        for name, allowed in (("selection", SELECTIONS), ("value_dtype", VALUE_DTYPES)):
+        for name, allowed in (("selection", SELECTIONS), ("value_dtype", VALUE_NAMES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
@@ -101,9 +102,9 @@ class DGC:
             raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True or False.")
 
     @property
-    def codec(self) -> IndexValueCodec:
+    def codec(self) -> SparseCodec:
         """The wire format."""
-        return IndexValueCodec(self.value_dtype)
+        return SparseCodec(self.value_dtype)
 
     def describe(self) -> dict[str, object]:
         """Return the configuration as plain values."""
@@ -314,7 +315,7 @@ class DGCWorker:
 
         Wire:
             Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
-            Sparse: `IndexValueCodec.nbytes`; on two levels from each node.
+            Sparse: `SparseCodec.nbytes`; on two levels from each node.
 
         Args:
             clip: clips `.grad` in place; called before anything is sent between ranks, on two levels between nodes.
@@ -448,21 +449,13 @@ class DGCWorker:
     @torch.no_grad()
     def prepare_sparse(self) -> Tensor:
         """Correct, select and mask the sparse tensors; return this rank's message: uint8, the same size on all."""
-        parts = []
-        for slot in self._slots:
-            if slot.k is None:
-                continue
-            residual, momentum_buffer = self._correct_sparse(slot)
-            indices = self._selector(slot.parameter)(residual.view(-1), slot.k)
-            values = take_(
-                residual,
-                momentum_buffer,
-                indices,
-                value_dtype=self.method.codec.torch_dtype,
-                masking=self.method.momentum_masking,
-            )
-            parts.append((indices, values))
-        return self.method.codec.encode(parts)
+        slots, parts = [slot for slot in self._slots if slot.k is not None], []
+        for slot in slots:
+            assert slot.k is not None
+            values = self._correct_sparse(slot).view(-1)
+            indices = self._selector(slot.parameter)(values, slot.k)
+            parts.append((indices, values[indices]))
+        return self._encode(slots, parts)
 
     @torch.no_grad()
     def prepare_candidates(self) -> Tensor:
@@ -473,15 +466,15 @@ class DGCWorker:
         Returns:
             A message for the ranks of the node: uint8, the same size on all of them.
         """
-        parts = []
+        indices, values = [], []
         for slot in self._slots:
-            if slot.k is None:
-                continue
-            residual, _ = self._correct_sparse(slot)
-            indices = self._selector(slot.parameter)(residual, min(slot.k, residual.numel()))
-            padding = (0, self._num_candidates(slot, 0) - indices.numel())
-            parts.append((pad(indices, padding), pad(residual[indices], padding)))
-        return IndexValueCodec("float32").encode(parts)
+            if slot.k is not None:
+                residual = self._correct_sparse(slot)
+                found = self._selector(slot.parameter)(residual, min(slot.k, residual.numel()))
+                padding = (0, self._num_candidates(slot, 0) - found.numel())
+                indices.append(pad(found.to(torch.int32), padding))
+                values.append(pad(residual[found], padding))
+        return torch.cat([*indices, *(each.view(torch.int32) for each in values)]).view(torch.uint8)
 
     @torch.no_grad()
     def choose(self, messages: Sequence[Tensor]) -> Tensor:
@@ -491,28 +484,41 @@ class DGCWorker:
             The node's message: uint8, the same bits on all of its ranks.
         """
         slots = [slot for slot in self._slots if slot.k is not None]
-        counts = [self._num_candidates(slot, 0) for slot in slots]
-        decoded = [IndexValueCodec("float32").decode(message, counts) for message in messages]
+        longest = [self._num_candidates(slot, 0) for slot in slots]
+        halves = [message.view(torch.int32).split(sum(longest)) for message in messages]
+        by_place = [
+            (indices.to(torch.int64).split(longest), values.view(torch.float32).split(longest))
+            for indices, values in halves
+        ]
         parts = []
         for number, slot in enumerate(slots):
+            assert slot.k is not None
             indices, values = [], []
-            for place, candidates in enumerate(decoded):
+            for place, (all_indices, all_values) in enumerate(by_place):
                 count = self._num_candidates(slot, place)
-                start = _part(slot.parameter.numel(), place, len(messages)).start
-                indices.append(candidates[number][0][:count] + start)
-                values.append(candidates[number][1][:count])
-            all_indices, all_values = torch.cat(indices), torch.cat(values)
+                indices.append(all_indices[number][:count] + _part(slot.parameter.numel(), place, len(messages)).start)
+                values.append(all_values[number][:count])
+            magnitudes = torch.cat(values).abs()
             # Stable: all ranks choose the same of equal ones.
-            largest = all_values.abs().sort(descending=True, stable=True).indices[: slot.k].sort().values
-            chosen = all_indices[largest]
+            largest = magnitudes.sort(descending=True, stable=True).indices[: slot.k].sort().values
+            parts.append((torch.cat(indices)[largest], torch.cat(values)[largest]))
+        return self._encode(slots, parts)
+
+    def _encode(self, slots: Sequence[Slot], parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the message; remove what is in it, as the receivers decode it, from this rank's residuals."""
+        codec, numels = self.method.codec, [slot.parameter.numel() for slot in slots]
+        message = codec.encode(parts, numels)
+        sent = codec.decode_values(message, [indices.numel() for indices, _ in parts], numels)
+        for slot, (indices, _), values in zip(slots, parts, sent, strict=True):
+            residual, velocity = self.residuals[slot.parameter], None
+            if self._user_value(slot.group, "momentum", 0.0) != 0:
+                velocity = self._velocity(slot.parameter)
             own = self._own_part(slot.parameter)
-            mine = chosen[(chosen >= own.start) & (chosen < own.stop)] - own.start
-            take = partial(take_, value_dtype=self.method.codec.torch_dtype, masking=self.method.momentum_masking)
-            take(self.residuals[slot.parameter], self._velocities.get(slot.parameter), mine)
-            # What the owners have taken, rounded as they did.
-            sent = take(all_values[largest], None, torch.arange(chosen.numel(), device=chosen.device))
-            parts.append((chosen, sent))
-        return self.method.codec.encode(parts)
+            mine = (indices >= own.start) & (indices < own.stop) if self._place[1] > 1 else slice(None)
+            remove_sent_(
+                residual, velocity, indices[mine] - own.start, values[mine], masking=self.method.momentum_masking
+            )
+        return message
 
     def _num_candidates(self, slot: Slot, place: int) -> int:
         """Return how many elements a part may have to send; of the first part, the longest."""
@@ -525,7 +531,8 @@ class DGCWorker:
         """Average the messages of all ranks, in rank order, into the gradients of the sparse tensors."""
         slots = [slot for slot in self._slots if slot.k is not None]
         counts = [slot.k for slot in slots if slot.k is not None]
-        decoded = [self.method.codec.decode(message, counts) for message in messages]
+        numels = [slot.parameter.numel() for slot in slots]
+        decoded = [self.method.codec.decode(message, counts, numels) for message in messages]
         for number, slot in enumerate(slots):
             gradient = slot.parameter.grad
             assert gradient is not None
@@ -714,8 +721,8 @@ class DGCWorker:
             gradient.neg_()
         return gradient.add_(weight, alpha=weight_decay) if weight_decay != 0 else gradient
 
-    def _correct_sparse(self, slot: Slot) -> tuple[Tensor, Tensor | None]:
-        """Add this rank's gradient to its residual; return the residual, and the velocity where there is momentum."""
+    def _correct_sparse(self, slot: Slot) -> Tensor:
+        """Add this rank's gradient to its residual, and return that."""
         residual, momentum_buffer = self._residual(slot.parameter), None
         momentum = self._user_value(slot.group, "momentum", 0.0)
         if momentum != 0:
@@ -724,7 +731,7 @@ class DGCWorker:
         assert slot.parameter.grad is not None
         gradient, weight = (self._own(slot.parameter, t) for t in (slot.parameter.grad, slot.parameter.detach()))
         correct_(residual, momentum_buffer, self._decayed(slot, gradient, weight), momentum=momentum, nesterov=nesterov)
-        return residual, momentum_buffer
+        return residual
 
     def _apply_residuals(self, skip_nonfinite: bool) -> bool:
         """Step with all that is unsent: a run of several ranks goes on with one, which has nobody to send it to."""
@@ -744,7 +751,7 @@ class DGCWorker:
             self._make_plain()
         for slot in self._slots:
             if slot.parameter in self.residuals:
-                residual, _ = self._correct_sparse(slot)
+                residual = self._correct_sparse(slot)
                 assert slot.parameter.grad is not None
                 slot.parameter.grad.copy_(residual * slot.sign if self._is_sgd else residual)
                 del self.residuals[slot.parameter]

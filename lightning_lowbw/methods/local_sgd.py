@@ -27,8 +27,8 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, average_gradients_, wide_dtype
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
-from lightning_lowbw.core.codec import VALUE_DTYPES
 from lightning_lowbw.core.outer import OuterName, OuterOptimizer
+from lightning_lowbw.core.values import FLOAT_NAMES
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.ops.reference import as_real
@@ -88,7 +88,7 @@ class LocalSGD:
         object.__setattr__(self, "schedule", schedule)
         outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
         object.__setattr__(self, "outer_optimizer", outer_optimizer)
-        for name, allowed in (("inner_momentum", get_args(InnerMomentum)), ("value_dtype", VALUE_DTYPES)):
+        for name, allowed in (("inner_momentum", get_args(InnerMomentum)), ("value_dtype", FLOAT_NAMES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
         if isinstance(self.node_k_steps, bool) or not isinstance(self.node_k_steps, int) or self.node_k_steps < 1:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_lowbw.comm.hierarchy import Algorithm, TopologyChoice
-from lightning_lowbw.core.codec import VALUE_DTYPES
+from lightning_lowbw.core.values import FLOAT_NAMES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.methods.local_sgd import LocalSGD
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
@@ -51,7 +51,7 @@ class HierarchicalStrategy(LowBandwidthStrategy):
     ) -> None:
         for name, value, allowed in (
             ("algorithm", algorithm, get_args(Algorithm)),
-            ("inter_dtype", inter_dtype, VALUE_DTYPES),
+            ("inter_dtype", inter_dtype, FLOAT_NAMES),
         ):
             if value not in allowed:
                 raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(allowed)}.")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
-from lightning_lowbw.core.codec import IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
@@ -143,7 +143,7 @@ def test_bytes_are_those_of_the_formula(name: str) -> None:
                 density = SparsitySchedule(2, 4, (0.5, 0.95)).density(step)
                 counts = [num_selected(numel, density) for numel in sparse]
                 small = 4 * (sum(dense) + len(sparse) + len(dense) + 2 * 2)
-                sent = all_reduce_bytes(small, 2) + all_gather_bytes(IndexValueCodec().nbytes(counts), 2)
+                sent = all_reduce_bytes(small, 2) + all_gather_bytes(SparseCodec().nbytes(counts, sparse), 2)
                 assert row["traffic/density"] == pytest.approx(density)
                 assert row["traffic/exposed_s"] > 0
             else:

@@ -172,7 +172,7 @@ def test_the_users_values_come_back_though_the_step_raised() -> None:
         ({"exclude": 5}, r"exclude=5: "),
         ({"selection": "fast"}, r"selection='fast': choose one of sampled, exact"),
         ({"selection": None}, r"selection=None: "),
-        ({"value_dtype": "int8"}, r"value_dtype='int8': choose one of float32, bfloat16, float16"),
+        ({"value_dtype": "int2"}, r"value_dtype='int2': choose one of float32, bfloat16, float16"),
         ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of"),
         ({"momentum_masking": "no"}, r"momentum_masking='no': give True or False"),
         ({"momentum_masking": 1}, r"momentum_masking=1: "),

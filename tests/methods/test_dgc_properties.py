@@ -85,7 +85,7 @@ def test_exactly_k_of_each_tensor_are_sent() -> None:
             assert facts["num_empty"][step] == (expected if density < 1 else {})
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes_of_parameters_and_of_the_wire(value_dtype: str, dtype: torch.dtype) -> None:
     method = replace(DENSE_THEN_SPARSE, value_dtype=value_dtype, selection="sampled")
@@ -182,7 +182,7 @@ def measure_traffic(method: DGC) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("value_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("value_dtype", ["float32", "float16", "int4"])
 def test_measured_bytes_are_the_formulas(num_ranks: int, value_dtype: str) -> None:
     """As the docstring of `exchange` says; one all-reduce per step, in sparse steps one all-gather, nothing else."""
     method = DGC(
@@ -203,7 +203,7 @@ def test_measured_bytes_are_the_formulas(num_ranks: int, value_dtype: str) -> No
             words = total - sum(sparse) + len(LAYERS) + 2 * num_ranks
             expected = all_reduce_bytes(4 * words, num_ranks)
             if counts:
-                expected += all_gather_bytes(method.codec.nbytes(counts), num_ranks)
+                expected += all_gather_bytes(method.codec.nbytes(counts, sparse), num_ranks)
             assert facts == {
                 "density": density,
                 "sent_bytes": expected,

@@ -15,7 +15,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.hierarchy import Hierarchy
 from lightning_lowbw.comm.ledger import TrafficLedger
-from lightning_lowbw.core.codec import IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.schedule import num_selected
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.methods.dgc import DGCWorker
@@ -173,7 +173,7 @@ def test_awkward_shapes_and_the_bytes_between_nodes() -> None:
     shapes = {**AWKWARD, "large": (331, 257)}
     numels = [int(torch.Size(shape).numel()) for shape in shapes.values()]
     counts = [num_selected(numel, 0.01) for numel in numels if numel]
-    message = IndexValueCodec().nbytes(counts)
+    message = SparseCodec().nbytes(counts, [numel for numel in numels if numel])
     # Each of two ranks sends a half of the node's message, and of the flags: one per tensor, two per rank.
     flags = 4 * (len(numels) + 2 * 6)
     per_step = all_gather_bytes(-(-message // 2), 3) + all_reduce_bytes(flags // 2, 3)
