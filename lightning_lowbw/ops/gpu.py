@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +21,12 @@ from lightning_lowbw.ops.reference import Segment, flat
 
 BLOCK = 2048  # elements per program
 SELECT_BLOCK = 1024  # candidates that a program looks at at a time
+ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more lest a small k be missed by chance
+ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
 GAIN = 0.1  # as in `core.selection.SampledSelector`
-ALIGNMENT_BYTES = 16  # of the widest load
+ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,9 +51,14 @@ class Row(NamedTuple):
     first_candidate: int
     first_output: int
 
+    @property
+    def is_sorted(self) -> bool:
+        """Whether so much of the tensor is sent that a threshold would not help."""
+        return self.aim == self.k
+
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for; aligned: all tensors start at 16 bytes and have a multiple of 8 elements."""
 
     gradient: torch.dtype
     momentum_buffer: torch.dtype
@@ -74,8 +80,8 @@ def compress_many_(
 
     The same elements as the reference selects (but for ties at the k-th magnitude where a tensor had to be sorted).
     A threshold, `workspace.thresholds`, finds the candidates in the pass that corrects; it aims at twice k of them
-    and is steered by their exact number. Too few or too many: the tensor is sorted, after the same pass; as are
-    tensors of which an eighth or more is sent.
+    and is steered by their exact number. Too few or too many: the tensor is sorted, and its threshold estimated anew
+    in the next step from a sample. Tensors of which about an eighth or more is sent are always sorted.
 
     In place:
         the residuals and momentum buffers; `workspace`.
@@ -111,6 +117,7 @@ def compress_many_(
             for number in missed:
                 _sort(workspace, number, segments[number])
             _take(workspace, missed, positions, values, masking)
+            workspace.unknown = [number for number in missed if not workspace.rows[number].is_sorted]
     return positions, values
 
 
@@ -121,49 +128,43 @@ class Workspace:
     step), the rest only when the tensors themselves or their k have.
 
     Attributes:
-        thresholds: magnitude that about twice k elements reach, per tensor; float32, on the device; 0 where none is
-            known. They influence the time, never which elements are selected, so a checkpoint need not keep them.
+        thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 where
+            none is known. They influence the time, never which elements are selected: no checkpoint need keep them.
     """
 
     def __init__(self) -> None:
+        self.thresholds = torch.empty(0)
         self.rows: list[Row] = []
         self.kinds: list[Kind] = []
         self.unknown: list[int] = []  # tensors whose threshold is to be estimated
-        self._factors: list[tuple[float, float, float]] = []
+        self._signature: list[Any] = []
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Take over the tensors of this step."""
-        kinds = [_kind(segment) for segment in segments]
-        blocks, candidates, outputs = _offsets(segments, kinds)
-        rows = [
-            _row(segment, *firsts) for segment, *firsts in zip(segments, blocks, candidates, outputs, strict=True)
-        ]
-        factors = [(segment.momentum, segment.weight_decay, segment.sign) for segment in segments]
+        """Take over the tensors of this step; raises as `compress_many_` does."""
+        signature = [_signature(segment) for segment in segments]
+        if signature == self._signature:
+            return
         device = segments[0].residual.device
-        same_place = [(row.residual, row.numel, row.k) for row in rows] == [
-            (row.residual, row.numel, row.k) for row in self.rows
-        ]
-        if not same_place or kinds != self.kinds or device != self.thresholds.device:
+        kinds = [_kind(segment) for segment in segments]
+        rows = _rows(segments, kinds)
+        if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
             self._allocate(rows, kinds, device)
-        if rows != self.rows:
-            self.table = upload(rows, torch.int64, device)
-        if factors != self._factors or device != self.factors.device:
-            self.factors = upload(factors, torch.float32, device)
-        self.rows, self.kinds, self._factors = rows, kinds, factors
+        self.table = upload(rows, torch.int64, device)
+        factors = [(segment.momentum, segment.weight_decay, segment.sign) for segment in segments]
+        self.factors = upload(factors, torch.float32, device)
+        self.rows, self.kinds, self._signature = rows, kinds, signature
 
     def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
-        known = {(row.residual, row.numel, row.k): number for number, row in enumerate(self.rows)}
-        if self.rows and device != self.thresholds.device:
-            known = {}
-        source = [known.get((row.residual, row.numel, row.k)) for row in rows]
-        self.unknown = [number for number, old in enumerate(source) if old is None and rows[number].aim > rows[number].k]
+        numbers = {_place(row): number for number, row in enumerate(self.rows)}
+        kept = {new: numbers[_place(row)] for new, row in enumerate(rows) if _place(row) in numbers}
+        unknown = {new for new, old in kept.items() if old in self.unknown} | (set(range(len(rows))) - set(kept))
+        self.unknown = [number for number in sorted(unknown) if not rows[number].is_sorted]
         thresholds = torch.zeros(len(rows), device=device)
-        kept = [(number, old) for number, old in enumerate(source) if old is not None]
         if kept:
-            targets, olds = upload(list(zip(*kept, strict=True)), torch.int64, device)
-            thresholds[targets] = self.thresholds[olds]
+            olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
+            thresholds[upload(kept, torch.int64, device)] = olds.to(device)
         self.thresholds = thresholds
-        num_blocks = [-(-row.numel // BLOCK) for row in rows]
+        num_blocks = [_num_blocks(row.numel) for row in rows]
         # (kind, its first block, its number of blocks); the blocks of a kind lie behind one another
         self.launches: list[tuple[Kind, int, int]] = []
         owners: list[Tensor] = []
@@ -179,6 +180,28 @@ class Workspace:
         room = sum(row.capacity for row in rows)
         self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
         self.values, self.ordered_values = torch.empty(2, room, device=device)
+
+
+def _signature(segment: Segment) -> tuple[Any, ...]:
+    """Return all that the table is made from, fast: it is compared in every step."""
+    gradient, buffer, weight = segment.gradient, segment.momentum_buffer, segment.weight
+    return (
+        segment.residual.data_ptr(),
+        segment.residual.numel(),
+        (gradient.data_ptr(), gradient.dtype, gradient.is_contiguous()),
+        None if buffer is None else (buffer.data_ptr(), buffer.dtype),
+        None if weight is None else (weight.data_ptr(), weight.dtype),
+        (segment.k, segment.momentum, segment.nesterov, segment.weight_decay, segment.sign),
+    )
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    """Return what a threshold belongs to."""
+    return row.residual, row.numel, row.k
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
 
 
 def _kind(segment: Segment) -> Kind:
@@ -197,50 +220,46 @@ def _kind(segment: Segment) -> Kind:
         segment.gradient.dtype,
         torch.float32 if segment.momentum_buffer is None else segment.momentum_buffer.dtype,
         torch.float32 if segment.weight is None else segment.weight.dtype,
-        all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors),
+        segment.residual.numel() % ALIGNMENT_NUMEL == 0
+        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors),
     )
 
 
-def _room(numel: int, k: int) -> tuple[int, int]:
-    """Return how many candidates are aimed at, and how many there is room for."""
-    aim = SURPLUS * k + MARGIN
-    return (k, k) if 4 * aim > numel else (aim, 2 * aim)
-
-
-def _offsets(segments: Sequence[Segment], kinds: Sequence[Kind]) -> tuple[list[int], list[int], list[int]]:
-    """Return where the blocks, the candidates and the output of each tensor begin; blocks are ordered by kind."""
-    blocks, candidates, outputs = [0] * len(segments), [0], [0]
-    num_blocks = 0
+def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
+    """Return the table; the blocks of one kind lie behind one another, candidates and output are in order."""
+    first_blocks, num_blocks = [0] * len(segments), 0
     for kind in dict.fromkeys(kinds):
         for number, segment in enumerate(segments):
             if kinds[number] == kind:
-                blocks[number] = num_blocks
-                num_blocks += -(-segment.residual.numel() // BLOCK)
-    for segment in segments:
-        candidates.append(candidates[-1] + _room(segment.residual.numel(), segment.k)[1])
-        outputs.append(outputs[-1] + segment.k)
-    return blocks, candidates[:-1], outputs[:-1]
-
-
-def _row(segment: Segment, first_block: int, first_candidate: int, first_output: int) -> Row:
-    numel, buffer, weight = segment.residual.numel(), segment.momentum_buffer, segment.weight
-    aim, capacity = _room(numel, segment.k)
-    return Row(
-        residual=segment.residual.data_ptr(),
-        momentum_buffer=0 if buffer is None else buffer.data_ptr(),
-        gradient=segment.gradient.data_ptr(),
-        weight=0 if weight is None or segment.weight_decay == 0 else weight.data_ptr(),
-        momentum_itemsize=0 if buffer is None else buffer.itemsize,
-        is_nesterov=int(segment.nesterov and buffer is not None),
-        numel=numel,
-        k=segment.k,
-        aim=aim,
-        capacity=capacity,
-        stride=max(1, numel // SAMPLE) | 1,  # odd: it does not fall into step with rows of a power of two
-        first_block=first_block,
-        first_candidate=first_candidate,
-        first_output=first_output,
-    )
+                first_blocks[number] = num_blocks
+                num_blocks += _num_blocks(segment.residual.numel())
+    rows: list[Row] = []
+    first_candidate = first_output = 0
+    for segment, first_block in zip(segments, first_blocks, strict=True):
+        numel, buffer, weight = segment.residual.numel(), segment.momentum_buffer, segment.weight
+        aim = SURPLUS * segment.k + MARGIN
+        aim, capacity = (aim, ROOM * aim) if ROOM * aim <= numel else (segment.k, segment.k)
+        rows.append(
+            Row(
+                residual=segment.residual.data_ptr(),
+                momentum_buffer=0 if buffer is None else buffer.data_ptr(),
+                gradient=segment.gradient.data_ptr(),
+                weight=0 if weight is None or segment.weight_decay == 0 else weight.data_ptr(),
+                momentum_itemsize=0 if buffer is None else buffer.itemsize,
+                is_nesterov=int(segment.nesterov and buffer is not None),
+                numel=numel,
+                k=segment.k,
+                aim=aim,
+                capacity=capacity,
+                stride=max(1, numel // SAMPLE) | 1,  # odd: it does not fall into step with rows of a power of two
+                first_block=first_block,
+                first_candidate=first_candidate,
+                first_output=first_output,
+            )
+        )
+        first_candidate += capacity
+        first_output += segment.k
+    return rows
 
 
 def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -271,9 +290,7 @@ def _estimate(workspace: Workspace) -> None:
         samples = torch.empty(len(rows), num_programs * BLOCK, device=device)
         tensors = upload(numbers, torch.int64, device)
         grid = (len(rows), num_programs)
-        sample_kernel[grid](
-            table, factors, tensors, samples, samples.shape[1], **_types(kind), BLOCK=BLOCK, **OPTIONS
-        )
+        sample_kernel[grid](table, factors, tensors, samples, samples.shape[1], **_types(kind), BLOCK=BLOCK, **OPTIONS)
         ranks = [max(1, round(row.aim * size / row.numel)) for row, size in zip(rows, sizes, strict=True)]
         largest = samples.topk(max(ranks), dim=1).values
         chosen = upload([[rank - 1] for rank in ranks], torch.int64, device)
@@ -295,7 +312,7 @@ def _correct(workspace: Workspace) -> None:
     block_ends = w.block_counts.cumsum(0)
     order_kernel[(w.owners.numel(),)](
         w.table, w.owners, w.counts, w.block_counts, w.block_bases, block_ends, w.positions, w.values,
-        w.ordered_positions, w.ordered_values, BLOCK=64, num_warps=1,
+        w.ordered_positions, w.ordered_values, BLOCK=ORDER_BLOCK, num_warps=1,
     )  # fmt: skip
 
 
@@ -315,21 +332,16 @@ def _take(workspace: Workspace, numbers: Sequence[int], positions: Tensor, value
 
 
 def _sort(workspace: Workspace, number: int, segment: Segment) -> None:
-    """Make the `aim` largest of a tensor its candidates, and the least of them its threshold; waits for nothing."""
+    """Make the `aim` largest of a corrected tensor its candidates; waits for nothing."""
     row, residual = workspace.rows[number], flat(segment.residual)
-    magnitudes, largest = residual.abs().topk(row.aim)
-    ascending = largest.sort().values
+    largest = residual.abs().topk(row.aim, sorted=False).indices.sort().values
     room = slice(row.first_candidate, row.first_candidate + row.aim)
-    workspace.ordered_positions[room] = ascending
-    workspace.ordered_values[room] = residual[ascending]
+    workspace.ordered_positions[room] = largest
+    workspace.ordered_values[room] = residual[largest]
     workspace.counts[number] = row.aim
-    if row.aim > row.k:  # else it is always sorted
-        workspace.thresholds[number] = magnitudes[-1]
 
 
-def scatter_mean_many_(
-    outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]
-) -> None:
+def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Average what all ranks sent for several tensors; see `reference.scatter_mean_many_`.
 
     One launch per rank, in rank order. Positions of one rank are distinct, so plain loads and stores do, and every

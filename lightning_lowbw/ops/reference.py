@@ -151,9 +151,7 @@ class Segment:
     sign: float = 1.0
 
 
-def compress_many_(
-    segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool
-) -> tuple[Tensor, Tensor]:
+def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool) -> tuple[Tensor, Tensor]:
     """Correct, select and take, tensor by tensor: ``g = sign G + c w``, `correct_`, the k largest |v|, `take_`.
 
     In place:
@@ -181,9 +179,7 @@ def compress_many_(
     return torch.cat(positions), torch.cat(values)
 
 
-def scatter_mean_many_(
-    outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]
-) -> None:
+def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Average what all ranks sent for several tensors; see `scatter_mean_`.
 
     In place:

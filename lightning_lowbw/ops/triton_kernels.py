@@ -47,18 +47,16 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def pointers(row, column, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to elements of a tensor of a row; ALIGNED: it starts, as `offsets` do, at 16 bytes."""
+    """Return pointers to elements of a tensor of a row; ALIGNED: see `gpu.Kind`."""
     result = tl.load(row + column).to(tl.pointer_type(dtype)) + offsets
     if ALIGNED:
-        # What comes from a table could start anywhere: without the hint there are no loads of 16 bytes.
+        # What comes from a table could start anywhere: without hints there are no loads of 16 bytes.
         result = tl.multiple_of(result, 16)
     return result
 
 
 @triton.jit
-def corrected(
-    row, factors, offsets, inside, G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr
-):
+def corrected(row, factors, offsets, inside, G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr):
     """Return v and u after `reference.correct_`, with its roundings; G, U, W: dtypes of gradient, buffer, weight."""
     momentum = tl.load(factors)
     weight_decay = tl.load(factors + 1)
@@ -112,7 +110,10 @@ def correct_kernel(
     row = table + tensor * NUM_COLUMNS
     # int64: the last block of the largest tensor ends beyond int32
     offsets = (block - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < tl.load(row + NUMEL)
+    numel = tl.load(row + NUMEL)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 8)  # no load is cut in two by the end
+    inside = offsets < numel
     v, u = corrected(row, factors + tensor * 3, offsets, inside, G, U, W, ALIGNED)
     tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside)
     has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
@@ -123,7 +124,7 @@ def correct_kernel(
     is_candidate = inside & (tl.abs(v) >= threshold)
     ones = is_candidate.to(tl.int32)
     count = tl.sum(ones, 0)
-    base = tl.atomic_add(counts + tensor, count)
+    base = tl.atomic_add(counts + tensor, count, sem="relaxed")
     tl.store(block_counts + block, count)
     tl.store(block_bases + block, base)
     slots = base + tl.cumsum(ones, 0) - 1
