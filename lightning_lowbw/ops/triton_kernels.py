@@ -232,7 +232,7 @@ def take_kernel(
         tl.store(thresholds + tensor, tl.load(thresholds + tensor) * tl.exp2(gain * tl.log2(surplus)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def scatter_kernel(addresses, owners, positions, values, numel, scale, BLOCK: tl.constexpr):
     """Add one rank's values, times `scale`, to float32 tensors. Positions in a tensor are distinct: no two lanes of
     this launch meet, and launches run one after the other."""

@@ -1,4 +1,4 @@
-"""Compile all kernels for GPUs that need not be there, and write down their wide loads and stores: run by `test_gpu`."""
+"""Compile all kernels for GPUs that need not be there, and name their wide loads and stores: run by `test_gpu`."""
 
 from __future__ import annotations
 

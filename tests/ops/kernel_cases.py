@@ -182,6 +182,20 @@ def test_of_equal_magnitudes_the_first_are_taken(grid: float, threshold: float) 
     assert workspace.unknown == []
 
 
+def test_ties_of_many_candidates() -> None:
+    """More than a program looks at at a time: 100 larger ones, all at the end, and the first 1100 of 1300 others."""
+    segment = replace(make(8 * BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
+    segment.gradient.zero_()
+    segment.residual.clamp_(-0.9, 0.9)[::10][:1300] = -1.0
+    segment.residual[-100:] = 2.0
+    workspace = Workspace()
+    workspace.update([segment])
+    workspace.unknown = []
+    workspace.thresholds.fill_(1.0)
+    check([segment], workspace)
+    assert workspace.unknown == []
+
+
 def test_a_dead_tensor_and_one_that_is_nearly() -> None:
     """Fewer than k elements are not zero: which of the zeros pads the message, and that nothing is masked there."""
     numel, k = LARGE[0], 10
@@ -245,7 +259,7 @@ def test_as_many_candidates_as_there_is_room_for() -> None:
 
 def test_thresholds_are_sampled_and_steered() -> None:
     """A tensor larger than the sample: the estimate is good to a few standard deviations, and the counts tend to it."""
-    numel, k = 2 * SAMPLE + 12345, 60
+    numel, k = 2 * SAMPLE + 12345, 200
     segment = replace(make(numel, k), momentum_buffer=None)
     workspace = Workspace()
     workspace.update([segment])
@@ -277,13 +291,15 @@ def test_tensors_come_and_go() -> None:
     assert workspace.thresholds.tolist() == [0.0, known[1], known[0]]
     check([c, b, a], workspace)
     check([replace(c, k=9), a], workspace)
-    moved = [replace(a, gradient=a.gradient.clone()), replace(b, momentum=0.5), replace(c, gradient=-c.gradient)]
-    table = workspace.table
-    check(moved, workspace)
-    assert workspace.table is not table
-    table = workspace.table
-    check(moved, workspace)
-    assert workspace.table is table
+    check([a, b, c], workspace)
+    for changed in ({"gradient": torch.randn_like(a.gradient)}, {"momentum": 0.5}, {"momentum_buffer": None}):
+        a = replace(a, **changed)
+        table = workspace.table
+        check([a, b, c], workspace)
+        assert workspace.table is not table
+        table = workspace.table
+        check([a, b, c], workspace)
+        assert workspace.table is table
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the order of programs is not ours to choose on a GPU")
