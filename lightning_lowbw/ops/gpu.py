@@ -1,10 +1,8 @@
 """Twins of `reference` for many tensors on a GPU: a fixed number of kernel launches, one wait for the device.
 
 Steady state of `compress_many_`, whatever the number of tensors: correct and collect candidates (one launch per
-combination of dtypes), order them, take; then the counts come to the host. Thresholds stay on the device.
-
-A selected element costs next to nothing beside the pass over gradient, velocity and residual: 20 bytes per element,
-24 with weight decay.
+`Kind`), order them, take; then the counts come to the host. Thresholds stay on the device. All tensors are passed over
+once: gradient read, velocity and residual read and written, 20 bytes per element of float32, 24 with weight decay.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, 
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST_TRITON = (3, 2)  # comes with torch 2.6; those before it want the types of pointers written out
 OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
 
 
@@ -67,8 +66,12 @@ class Kind(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether the kernels run on a device: CUDA (or ROCm), and Triton is installed."""
+    """Return whether the kernels run on a device: CUDA or ROCm, with a Triton that compiles them."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
@@ -345,8 +348,8 @@ def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Seq
     """Average what all ranks sent for several tensors; see `reference.scatter_mean_many_`.
 
     One launch per rank, in rank order. Positions of one rank are distinct, so plain loads and stores do, and every
-    replica gets the same bits. torch's `index_add_` on CUDA would give the same for that reason, for its atomic adds
-    never meet, but takes three launches per rank and tensor: thousands in a step, each of a few microseconds.
+    replica gets the same bits. torch's `index_add_` on CUDA is deterministic for the same reason, for its atomic adds
+    never meet; but it takes launches per rank and tensor.
 
     In place:
         `outs`, which are overwritten.
