@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_lowbw.ops import gpu
 
-CAPABILITIES = (70, 90)
+TARGETS = {70: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and a recent one
 WARP_SIZE = 32
 POINTERS = {
     name: f"*{type_name}"
@@ -41,21 +41,21 @@ def main() -> None:
 
     from lightning_lowbw.ops import triton_kernels
 
-    for capability in CAPABILITIES:
-        for dtype in (tl.float32, tl.bfloat16):
-            kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
-            take = {"V": dtype, "MASKING": True, "BLOCK": gpu.SELECT_BLOCK}
-            for name, kernel, constants, options in (
-                ("correct, aligned,", triton_kernels.correct_kernel, {**kinds, "ALIGNED": True}, {"num_warps": 8}),
-                ("correct, unaligned,", triton_kernels.correct_kernel, {**kinds, "ALIGNED": False}, {"num_warps": 8}),
-                ("sample,", triton_kernels.sample_kernel, kinds, {}),
-                ("order,", triton_kernels.order_kernel, {"BLOCK": gpu.ORDER_BLOCK}, {"num_warps": 1}),
-                ("take,", triton_kernels.take_kernel, take, {"num_warps": 16}),
-                ("scatter,", triton_kernels.scatter_kernel, {"BLOCK": gpu.SELECT_BLOCK}, {}),
-            ):
-                ptx = assembly(kernel, capability, constants, **options)
-                wide = [name for name in ("ld.global.v4.b32", "st.global.v4.b32") if name in ptx]
-                sys.stdout.write(f"sm_{capability} {dtype} {name} {' '.join(wide)}\n")
+    for capability, name in TARGETS.items():
+        dtype = getattr(tl, name)
+        kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
+        take = {"V": dtype, "MASKING": True, "BLOCK": gpu.SELECT_BLOCK}
+        for name, kernel, constants, options in (
+            ("correct, aligned,", triton_kernels.correct_kernel, {**kinds, "ALIGNED": True}, {"num_warps": 8}),
+            ("correct, unaligned,", triton_kernels.correct_kernel, {**kinds, "ALIGNED": False}, {"num_warps": 8}),
+            ("sample,", triton_kernels.sample_kernel, kinds, {}),
+            ("order,", triton_kernels.order_kernel, {"BLOCK": gpu.ORDER_BLOCK}, {"num_warps": 1}),
+            ("take,", triton_kernels.take_kernel, take, {"num_warps": 16}),
+            ("scatter,", triton_kernels.scatter_kernel, {"BLOCK": gpu.SELECT_BLOCK}, {}),
+        ):
+            ptx = assembly(kernel, capability, constants, **options)
+            wide = [name for name in ("ld.global.v4.b32", "st.global.v4.b32") if name in ptx]
+            sys.stdout.write(f"sm_{capability} {dtype} {name} {' '.join(wide)}\n")
 
 
 if __name__ == "__main__":

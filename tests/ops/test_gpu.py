@@ -47,7 +47,7 @@ def test_interpreted() -> None:
 def test_compiled(tmp_path: Path) -> None:
     """For the oldest and a recent GPU; with loads of 16 bytes where tensors are aligned for them."""
     output = run("-m", "tests.ops.compile_kernels", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    assert output.count(" aligned, ") == 4
+    assert output.count(" aligned, ") == 2
     for line in output.splitlines():
         assert (" aligned, " in line) == ("ld.global.v4.b32" in line) == ("st.global.v4.b32" in line), line
 
