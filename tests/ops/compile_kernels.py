@@ -41,8 +41,8 @@ def main() -> None:
 
     from lightning_lowbw.ops import triton_kernels
 
-    for capability, name in TARGETS.items():
-        dtype = getattr(tl, name)
+    for capability, dtype_name in TARGETS.items():
+        dtype = getattr(tl, dtype_name)
         kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
         take = {"V": dtype, "MASKING": True, "BLOCK": gpu.SELECT_BLOCK}
         for name, kernel, constants, options in (
