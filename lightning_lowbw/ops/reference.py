@@ -8,6 +8,7 @@ PaddlePaddle Fleet document, which follows the paper. Nothing here communicates;
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -115,3 +116,74 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     for indices, values in parts:
         # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
         out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One tensor of a compress step; all of its tensors are contiguous and have one shape.
+
+    Args:
+        residual: v; float32.
+        momentum_buffer: u; None without momentum.
+        gradient: G, this rank's mean gradient, clipped; it is read only.
+        weight: w, the parameter; None without weight decay.
+        k: elements to send, in [1, numel].
+        momentum: m, in [0, 1).
+        nesterov: whether the optimizer takes the look-ahead form.
+        weight_decay: c.
+        sign: -1.0 where the optimizer climbs, else 1.0.
+    """
+
+    residual: Tensor
+    momentum_buffer: Tensor | None
+    gradient: Tensor
+    weight: Tensor | None
+    k: int
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    sign: float = 1.0
+
+
+def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool) -> tuple[Tensor, Tensor]:
+    """Correct, select and take, tensor by tensor: ``g = sign G + c w``, `correct_`, the k largest |v|, `take_`.
+
+    In place:
+        the residuals and momentum buffers.
+
+    Args:
+        segments: at least one.
+        value_dtype: see `take_`.
+        masking: see `take_`.
+
+    Returns:
+        Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (`value_dtype`), those
+        of all tensors behind one another: shapes (sum of k,).
+    """
+    positions, values = [], []
+    for segment in segments:
+        gradient = segment.gradient * segment.sign
+        if segment.weight is not None and segment.weight_decay != 0:
+            gradient.add_(segment.weight, alpha=segment.weight_decay)
+        residual, momentum_buffer = segment.residual, segment.momentum_buffer
+        correct_(residual, momentum_buffer, gradient, momentum=segment.momentum, nesterov=segment.nesterov)
+        ranked = flat(residual).abs().sort(descending=True, stable=True).indices
+        positions.append(ranked[: segment.k].sort().values)
+        values.append(take_(residual, momentum_buffer, positions[-1], value_dtype=value_dtype, masking=masking))
+    return torch.cat(positions), torch.cat(values)
+
+
+def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Average what all ranks sent for several tensors; see `scatter_mean_`.
+
+    In place:
+        `outs`, which are overwritten.
+
+    Args:
+        outs: flat, contiguous.
+        counts: elements that each rank sent of each of `outs`.
+        parts: (indices int64, values) of each rank, in rank order; those of all tensors behind one another.
+    """
+    split = [(indices.split(list(counts)), values.split(list(counts))) for indices, values in parts]
+    for number, out in enumerate(outs):
+        scatter_mean_(out, [(indices[number], values[number]) for indices, values in split])

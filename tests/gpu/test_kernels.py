@@ -1,0 +1,62 @@
+"""The compiled kernels against the reference: all that the interpreter is asked, and what only a GPU can tell."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from lightning_lowbw.core.selection import SampledSelector
+from lightning_lowbw.ops import gpu
+from lightning_lowbw.ops.gpu import Workspace
+from tests.ops import kernel_cases
+from tests.ops.kernel_cases import FLOAT32, LARGE, WIRE_DTYPES, check, equal_bits, make, redraw, state
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+pytest.importorskip("triton")
+
+globals().update({name: case for name, case in vars(kernel_cases).items() if name.startswith("test_")})
+
+
+def test_is_available() -> None:
+    assert gpu.is_available(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
+def test_many_blocks_at_once(value_dtype: torch.dtype) -> None:
+    """Against the reference, and the same bits again: whatever the order of the appends was."""
+    segments = [make(numel, numel // 1000, momentum=0.9) for numel in (1 << 20, 3_000_001, 65_536, 2_359_296)]
+    twins, workspace, other = copy.deepcopy(segments), Workspace(), Workspace()
+    for _ in range(3):
+        redraw(segments)
+        for mine, theirs in zip(state(segments), state(twins), strict=True):
+            theirs.copy_(mine)
+        check(segments, workspace, value_dtype)
+        gpu.compress_many_(twins, value_dtype=value_dtype, masking=True, workspace=other)
+        assert all(equal_bits(a, b) for a, b in zip(state(segments), state(twins), strict=True))
+    assert workspace.unknown == []
+
+
+def test_one_wait_for_the_device_in_a_step() -> None:
+    segments, workspace = [make(*LARGE, momentum=0.9) for _ in range(5)], Workspace()
+    for _ in range(2):
+        gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
+        redraw(segments)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert workspace.unknown == []
+    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
+
+
+def test_the_threshold_is_steered_as_on_a_cpu() -> None:
+    assert gpu.GAIN == SampledSelector.GAIN

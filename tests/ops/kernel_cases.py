@@ -1,0 +1,417 @@
+"""What the Triton kernels must do; `test_gpu` runs this in Triton's interpreter, `tests/gpu` on a GPU.
+
+Compared to the bit. Where torch fuses a multiply with an add, and Triton's interpreter does not, the factor is a power
+of two: there it rounds the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbw.ops import gpu, reference
+from lightning_lowbw.ops.gpu import BLOCK, SAMPLE, SELECT_BLOCK, Workspace
+from lightning_lowbw.ops.reference import Segment
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
+# (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
+SIZES = [(1, 1), (7, 3), (200, 1), (BLOCK - 1, 5), (BLOCK, 3), (BLOCK + 1, 4), (BLOCK + 8, 600), (3 * BLOCK + 13, 6)]
+LARGE = (2 * BLOCK, 4)
+
+
+def make(
+    numel: int,
+    k: int,
+    gradient: torch.dtype = FLOAT32,
+    momentum_buffer: torch.dtype | None = FLOAT32,
+    weight: torch.dtype | None = None,
+    **factors: Any,
+) -> Segment:
+    def draw(dtype: torch.dtype) -> Tensor:
+        return torch.randn(numel).to(dtype).to(DEVICE)
+
+    return Segment(
+        residual=draw(FLOAT32),
+        momentum_buffer=None if momentum_buffer is None else draw(momentum_buffer),
+        gradient=draw(gradient),
+        weight=None if weight is None else draw(weight),
+        k=k,
+        **factors,
+    )
+
+
+def equal_bits(actual: Tensor, expected: Tensor) -> bool:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    return actual.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+def redraw(segments: Sequence[Segment]) -> None:
+    """Replace the state by one of the same distribution, as that of a long run is: thresholds go on fitting."""
+    for tensor in state(segments):
+        tensor.normal_()
+
+
+def state(segments: Sequence[Segment]) -> list[Tensor]:
+    buffers = [segment.momentum_buffer for segment in segments if segment.momentum_buffer is not None]
+    return [*(segment.residual for segment in segments), *buffers]
+
+
+def check(
+    segments: Sequence[Segment], workspace: Workspace, value_dtype: torch.dtype = FLOAT32, masking: bool = True
+) -> Tensor:
+    """Compress; compare all results with the reference; return the positions."""
+    twins = copy.deepcopy(list(segments))
+    positions, values = gpu.compress_many_(segments, value_dtype=value_dtype, masking=masking, workspace=workspace)
+    expected = reference.compress_many_(twins, value_dtype=value_dtype, masking=masking)
+    assert equal_bits(positions, expected[0])
+    assert equal_bits(values, expected[1])
+    assert all(a.equal(b) for a, b in zip(state(segments), state(twins), strict=True))
+    assert all(a.gradient.equal(b.gradient) for a, b in zip(segments, twins, strict=True))
+    return positions
+
+
+# compress_many_ -------------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9},
+    "error feedback": {"momentum_buffer": None},
+    "nesterov": {"momentum": 0.5, "nesterov": True},
+    "nesterov without momentum": {"momentum_buffer": None, "nesterov": True},
+    "decay": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 2.0**-6},
+    "decay of nothing": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 0.0},
+    "climbing": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 2.0**-6, "sign": -1.0},
+    "all": {"momentum": 0.5, "nesterov": True, "weight": FLOAT32, "weight_decay": 2.0**-6, "sign": -1.0},
+    "bfloat16": {"momentum": 0.75, "gradient": BFLOAT16, "momentum_buffer": BFLOAT16},
+    "float16": {"momentum": 0.75, "gradient": FLOAT16, "momentum_buffer": FLOAT16},
+    "bfloat16 gradient": {"momentum": 0.9, "gradient": BFLOAT16},
+    "float16 gradient": {"momentum": 0.9, "gradient": FLOAT16},
+    "all bfloat16": {
+        **dict.fromkeys(("gradient", "momentum_buffer", "weight"), BFLOAT16),
+        "momentum": 0.5,
+        "nesterov": True,
+        "weight_decay": 2.0**-6,
+        "sign": -1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("form", ["momentum", "all", "all bfloat16"])
+def test_awkward_sizes(form: str) -> None:
+    """Two steps: the first samples all thresholds, the second starts from steered ones."""
+    segments = [make(numel, k, **FORMS[form]) for numel, k in SIZES]
+    workspace = Workspace()
+    for _ in range(2):
+        check(segments, workspace)
+
+
+def test_all_forms_at_once() -> None:
+    """Of several kinds, in an order that lays their blocks otherwise than the tensors themselves."""
+    segments = [make(*LARGE, **form) for form in FORMS.values()]
+    odd = torch.randn(LARGE[0] + 1).to(DEVICE)[1:]  # does not start at 16 bytes
+    segments += [replace(segments[0], residual=odd, momentum_buffer=None), make(*LARGE, momentum=0.9)]
+    workspace = Workspace()
+    for _ in range(2):
+        check(segments, workspace)
+        redraw(segments)
+    assert workspace.unknown == []
+    assert len(workspace.launches) == len({*workspace.kinds}) == 7
+
+
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
+def test_taking(value_dtype: torch.dtype, masking: bool) -> None:
+    """Wide and narrow velocities and none; magnitudes beyond the ends of float16."""
+    segments = [
+        make(*LARGE, momentum=0.75),
+        make(*LARGE, momentum=0.75, gradient=BFLOAT16, momentum_buffer=BFLOAT16),
+        make(*LARGE, momentum_buffer=None),
+    ]
+    for segment in segments:
+        segment.residual[[3, 700]] = torch.tensor([1e5, -3.395e38], device=DEVICE)
+    segments += [
+        replace(make(*LARGE), gradient=torch.randn(LARGE[0], device=DEVICE) * 1e-6, k=100),
+    ]
+    segments[-1].residual.mul_(1e-6)
+    workspace = Workspace()
+    check(segments, workspace, value_dtype, masking)
+    check(segments, workspace, value_dtype, masking)
+
+
+def test_a_whole_tensor_and_a_single_one() -> None:
+    check([make(BLOCK, BLOCK, momentum=0.9)], Workspace())
+
+
+def test_general_factors_to_rounding() -> None:
+    """A fused multiply-add differs in the last bits; of what it gives the k largest are taken all the same."""
+    numel, k = LARGE
+    segment = make(numel, k, weight=FLOAT32, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    (twin,) = copy.deepcopy([segment])
+    positions, values = gpu.compress_many_([segment], value_dtype=FLOAT32, masking=False, workspace=Workspace())
+    corrected = segment.residual.index_put((positions,), values)
+    assert positions.equal(corrected.abs().topk(k).indices.sort().values)
+    assert twin.weight is not None
+    gradient = twin.gradient.add(twin.weight, alpha=1e-4)
+    reference.correct_(twin.residual, twin.momentum_buffer, gradient, momentum=0.9, nesterov=True)
+    torch.testing.assert_close(corrected, twin.residual, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(segment.momentum_buffer, twin.momentum_buffer, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("grid", "threshold"), [(1.0, 3.0), (0.25, 2.0)])
+def test_of_equal_magnitudes_the_first_are_taken(grid: float, threshold: float) -> None:
+    segments = [replace(make(2 * BLOCK + 5, 30), momentum_buffer=None) for _ in range(2)]
+    for segment in segments:
+        segment.residual.div_(grid).round_().mul_(grid)
+        segment.gradient.zero_()
+    segments[1].residual.copy_(torch.where(segments[1].residual > 0, 2.0, 0.5))
+    segments[1].residual[10:50] = -3.0  # 40 of the same, enough for k = 30, and room for them
+    workspace = Workspace()
+    workspace.update(segments)
+    workspace.unknown = []
+    workspace.thresholds.copy_(torch.tensor([threshold, 3.0]))  # what a sample would give lies among the ties too
+    check(segments, workspace)
+    assert workspace.unknown == []
+
+
+def test_ties_of_many_candidates() -> None:
+    """More than a program looks at at a time: 100 larger ones, all at the end, and the first 1100 of 1300 others."""
+    segment = replace(make(8 * BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
+    segment.gradient.zero_()
+    segment.residual.clamp_(-0.9, 0.9)[::10][:1300] = -1.0
+    segment.residual[-100:] = 2.0
+    workspace = Workspace()
+    workspace.update([segment])
+    workspace.unknown = []
+    workspace.thresholds.fill_(1.0)
+    check([segment], workspace)
+    assert workspace.unknown == []
+
+
+def test_a_dead_tensor_and_one_that_is_nearly() -> None:
+    """Fewer than k elements are not zero: which of the zeros pads the message, and that nothing is masked there."""
+    numel, k = LARGE[0], 10
+    dead, nearly = (make(numel, k, momentum=0.5) for _ in range(2))
+    for segment in (dead, nearly):
+        segment.residual.zero_()
+        segment.gradient.zero_()
+    assert dead.momentum_buffer is not None
+    dead.momentum_buffer.zero_()
+    assert nearly.momentum_buffer is not None
+    nearly.momentum_buffer[:-3] = 0
+    nearly.residual[5] = -2.0
+    nearly.residual[7], nearly.momentum_buffer[7] = 1.0, -2.0  # v = 0, u = -1: sent as padding, if at all
+    workspace = Workspace()
+    positions, values = gpu.compress_many_([dead, nearly], value_dtype=FLOAT32, masking=True, workspace=workspace)
+    assert workspace.unknown == [0, 1]
+    for part in positions.split(k):
+        assert bool((part.diff() > 0).all())  # distinct and ascending
+    assert not values[:k].any()
+    assert sorted(set(positions[k:][values[k:] != 0].tolist())) == [5, numel - 3, numel - 2, numel - 1]
+    assert not nearly.residual.any()
+    assert nearly.momentum_buffer.nonzero().flatten().tolist() == [7]
+    dead.gradient.normal_()
+    check([dead, nearly], workspace)  # alive again: the threshold is estimated, and holds
+    check([dead, nearly], workspace)
+
+
+@pytest.mark.parametrize("threshold", [1e-3, 1e30, float("inf"), float("nan"), 0.0])
+def test_a_wrong_threshold_costs_time_only(threshold: float) -> None:
+    """Too low: more candidates than there is room for. Too high: fewer than k. One of two tensors each."""
+    segments = [make(*LARGE, momentum=0.9) for _ in range(3)]
+    workspace = Workspace()
+    check(segments, workspace)
+    redraw(segments)
+    workspace.thresholds[1] = threshold
+    check(segments, workspace)
+    assert workspace.unknown == [1]
+    redraw(segments)
+    check(segments, workspace)
+    assert workspace.unknown == []
+
+
+def test_as_many_candidates_as_there_is_room_for() -> None:
+    """One more is too many; k are enough, one less is not."""
+    numel, k = LARGE
+    segments = [replace(make(numel, k), momentum_buffer=None) for _ in range(4)]
+    workspace = Workspace()
+    workspace.update(segments)
+    capacity = workspace.rows[0].capacity
+    assert capacity < numel // 2
+    for segment, count in zip(segments, (capacity, capacity + 1, k, k - 1), strict=True):
+        segment.gradient.zero_()
+        segment.residual.clamp_(-0.9, 0.9)[torch.randperm(numel)[:count].to(DEVICE)] = 1.0 + torch.rand(count).to(
+            DEVICE
+        )
+    workspace.unknown = []
+    workspace.thresholds.fill_(1.0)
+    check(segments, workspace)
+    assert workspace.unknown == [1, 3]
+
+
+def test_thresholds_are_sampled_and_steered() -> None:
+    """A tensor larger than the sample: the estimate is good to a few standard deviations, and the counts tend to it."""
+    numel, k = 2 * SAMPLE + 12345, 200
+    segment = replace(make(numel, k), momentum_buffer=None)
+    workspace = Workspace()
+    workspace.update([segment])
+    aim, stride = workspace.rows[0].aim, workspace.rows[0].stride
+    assert stride == 3
+    counts = []
+    for _ in range(3):
+        check([segment], workspace)
+        counts.append(int(workspace.counts))
+        assert workspace.unknown == []
+        segment.residual.normal_()
+    assert abs(counts[0] - aim) < 4 * (stride * aim) ** 0.5
+    workspace.thresholds.mul_(1.05)
+    low = float(workspace.thresholds)
+    check([segment], workspace)
+    ratio = int(workspace.counts) / aim
+    assert ratio < 0.95
+    assert float(workspace.thresholds) == pytest.approx(low * ratio**gpu.GAIN, rel=1e-5)
+
+
+def test_tensors_come_and_go() -> None:
+    """Another k, another order, one more, one less, gradients elsewhere, other factors: with one workspace."""
+    a, b, c = (make(*LARGE, momentum=0.9) for _ in range(3))
+    workspace = Workspace()
+    check([a, b], workspace)
+    known = workspace.thresholds.tolist()
+    workspace.update([c, b, a])
+    assert workspace.unknown == [0]
+    assert workspace.thresholds.tolist() == [0.0, known[1], known[0]]
+    check([c, b, a], workspace)
+    check([replace(c, k=9), a], workspace)
+    check([a, b, c], workspace)
+    for changed in ({"gradient": torch.randn_like(a.gradient)}, {"momentum": 0.5}, {"momentum_buffer": None}):
+        a = replace(a, **changed)
+        table = workspace.table
+        check([a, b, c], workspace)
+        assert workspace.table is not table
+        table = workspace.table
+        check([a, b, c], workspace)
+        assert workspace.table is table
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the order of programs is not ours to choose on a GPU")
+def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    run_at = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: run_at(builder.grid_dim[0] - 1 - x, y, z))
+    segments, workspace = [make(*size, momentum=0.9) for size in [(4 * BLOCK + 100, 40), LARGE]], Workspace()
+    for _ in range(2):
+        redraw(segments)
+        check(segments, workspace)
+    assert workspace.block_bases[0] > 0  # it was the other way round
+    assert workspace.unknown == []
+
+
+class Launched:
+    """Stands for a kernel, and counts."""
+
+    def __init__(self, count: Count, kernel: Any) -> None:
+        self.count, self.kernel = count, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.count.num_launches += 1
+            self.count.is_inside = True
+            self.kernel[grid](*args, **kwargs)
+            self.count.is_inside = False
+
+        return launch
+
+
+class Count(TorchDispatchMode):
+    """Counts the kernels' launches, and the operations of torch beside them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        from lightning_lowbw.ops import triton_kernels
+
+        self.num_launches = self.num_operations = 0
+        self.is_inside = False  # Triton's interpreter moves tensors about
+        for name in ("sample_kernel", "correct_kernel", "order_kernel", "take_kernel"):
+            kernel = getattr(triton_kernels, name)
+            monkeypatch.setattr(triton_kernels, name, Launched(self, kernel))
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += not self.is_inside
+        assert self.is_inside or "_local_scalar_dense" not in str(operation)  # it waits for the device
+        return operation(*args, **(kwargs or {}))
+
+
+def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that samples the thresholds and in one that knows them."""
+    seen = []
+    for num_tensors in (2, 6):
+        segments, workspace = [make(*LARGE, momentum=0.9) for _ in range(num_tensors)], Workspace()
+        workspace.update(segments)
+        for _ in range(2):
+            with monkeypatch.context() as patch, Count(patch) as count:
+                gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
+            redraw(segments)
+            seen.append((count.num_launches, count.num_operations))
+    assert seen[:2] == seen[2:]
+    assert [num_launches for num_launches, _ in seen[:2]] == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient": torch.randn(LARGE[0], 2)[:, 0]},
+        {"gradient": torch.randn(LARGE[0], dtype=torch.float64)},
+        {"weight": torch.randn(LARGE[0] + 1)},
+        {"residual": torch.randn(LARGE[0]).bfloat16()},
+    ],
+)
+def test_what_the_kernels_do_not_take(changes: dict[str, Tensor]) -> None:
+    segment = replace(make(*LARGE), **{name: tensor.to(DEVICE) for name, tensor in changes.items()})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"contiguous|must be torch.float32"):
+        gpu.compress_many_([segment], value_dtype=FLOAT32, masking=True, workspace=Workspace())
+
+
+# scatter_mean_many_ ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
+def test_scatter_mean(value_dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+    """Ranks that send the same positions and others, the first and last among them; the sum is in rank order."""
+    numels, counts = [1, 50, 3000, 70], [1, 20, SELECT_BLOCK + 3, 70]
+    outs = [torch.full((numel,), float("nan"), device=DEVICE) for numel in numels]
+    twins = [out.clone() for out in outs]
+    parts = []
+    for rank in range(3):
+        positions = [torch.randperm(numel)[:count] for numel, count in zip(numels, counts, strict=True)]
+        values = torch.randn(sum(counts)) * 1000.0**rank
+        parts.append((torch.cat(positions).to(DEVICE), values.to(value_dtype).to(DEVICE)))
+    gpu.scatter_mean_many_(outs, counts, [(positions.to(index_dtype), values) for positions, values in parts])
+    reference.scatter_mean_many_(twins, counts, parts)
+    assert all(equal_bits(a, b) for a, b in zip(outs, twins, strict=True))
+    gpu.scatter_mean_many_(outs, counts, [(positions.to(index_dtype), values) for positions, values in parts[::-1]])
+    assert not all(a.equal(b) for a, b in zip(outs, twins, strict=True))  # else the order would not have been tested
+
+
+def test_scatter_mean_of_nothing() -> None:
+    outs = [torch.ones(5, device=DEVICE), torch.ones(3, device=DEVICE)]
+    nothing = (torch.empty(0, dtype=torch.int64, device=DEVICE), torch.empty(0, device=DEVICE))
+    gpu.scatter_mean_many_(outs, [0, 0], [nothing, nothing])
+    assert not torch.cat(outs).any()
+
+
+def test_averages_are_wide_and_contiguous() -> None:
+    part = (torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE))
+    for out in (torch.ones(4, device=DEVICE).bfloat16(), torch.ones(4, 2, device=DEVICE)[:, 0]):
+        with pytest.raises(ValueError, match="float32 and contiguous"):
+            gpu.scatter_mean_many_([out], [1], [part])

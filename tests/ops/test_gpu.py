@@ -1,0 +1,60 @@
+"""The GPU's kernels on a machine without one: run by Triton's interpreter, and compiled but not run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbw.ops import gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """Run Python in a process of its own: Triton reads its environment when it is first imported."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_interpreted() -> None:
+    output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/kernel_cases.py", TRITON_INTERPRET="1")
+    assert " passed" in output
+    assert "skipped" not in output
+
+
+@needs_triton
+@pytest.mark.slow
+def test_compiled(tmp_path: Path) -> None:
+    """For the oldest and a recent GPU; with loads of 16 bytes where tensors are aligned for them."""
+    output = run("-m", "tests.ops.compile_kernels", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert output.count(" aligned, ") == 2
+    for line in output.splitlines():
+        assert (" aligned, " in line) == ("ld.global.v4.b32" in line) == ("st.global.v4.b32" in line), line
+
+
+def test_imported_without_triton() -> None:
+    run("-c", "import sys; sys.modules['triton'] = None; import lightning_lowbw.ops.gpu, lightning_lowbw")
+
+
+def test_only_on_a_gpu() -> None:
+    assert not gpu.is_available(torch.device("cpu"))
