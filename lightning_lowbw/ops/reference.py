@@ -99,6 +99,20 @@ def remove_sent_(
             momentum_buffer[torch.unravel_index(masked, momentum_buffer.shape)] = 0
 
 
+def take_(
+    residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, *, value_dtype: torch.dtype, masking: bool
+) -> Tensor:
+    """Round the selected elements to `value_dtype` and remove them from the residual; see `remove_sent_`.
+
+    Returns:
+        The sent values, `value_dtype`, shape (k,); float16 sends at most 65504 at a time.
+    """
+    limit = torch.finfo(value_dtype).max
+    values = residual.view(-1)[indices].clamp(-limit, limit).to(value_dtype)  # float16 would make inf of a late burst
+    remove_sent_(residual, momentum_buffer, indices, values.to(residual.dtype), masking=masking)
+    return values
+
+
 def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Average sparse vectors, one per rank, into a dense one: ``out = 1/N sum_k sparse_k`` (eq. 7).
 

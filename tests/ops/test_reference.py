@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.core.values import make_value_format
-from lightning_lowbw.ops.reference import correct_, flat, remove_sent_, scatter_mean_
+from lightning_lowbw.ops.reference import correct_, flat, scatter_mean_, take_
 
 WIRE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHANNELS_LAST = (3, 4, 5, 2)
@@ -92,18 +91,7 @@ def test_correct_with_narrow_and_permuted_memory() -> None:
     assert equal_bits(residual, v + u.float())  # nothing of the buffer is rounded away on the way into v
 
 
-# remove_sent_ ---------------------------------------------------------------------------------------------------------
-
-
-def take_(
-    residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, dtype: torch.dtype, masking: bool
-) -> Tensor:
-    """Send in a dtype as a worker does: what goes out is what the receivers decode."""
-    values = residual.view(-1)[indices]
-    coding = make_value_format(str(dtype).removeprefix("torch."))
-    sent = coding.decode(coding.encode(values, [values.numel()]), [values.numel()])
-    remove_sent_(residual, momentum_buffer, indices, sent, masking=masking)
-    return sent.to(dtype)
+# take_ ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
@@ -114,7 +102,7 @@ def test_take_loses_nothing(value_dtype: torch.dtype, momentum: bool) -> None:
     corrected = residual.clone()
     momentum_buffer = torch.randn_like(residual) if momentum else None
     indices = torch.randperm(residual.numel())[: residual.numel() * 3 // 4].sort().values
-    values = take_(residual, momentum_buffer, indices, value_dtype, masking=True)
+    values = take_(residual, momentum_buffer, indices, value_dtype=value_dtype, masking=True)
     assert values.dtype == value_dtype
     assert values.isfinite().all()
     sent = torch.zeros_like(corrected, dtype=torch.float64)
@@ -133,7 +121,7 @@ def test_take_at_the_end_of_float32(value_dtype: torch.dtype) -> None:
     largest = torch.finfo(torch.float32).max
     residual = torch.tensor([largest, -largest, 3.395e38])
     corrected = residual.double()
-    values = take_(residual, None, torch.arange(3), value_dtype, masking=True)
+    values = take_(residual, None, torch.arange(3), value_dtype=value_dtype, masking=True)
     assert values.isfinite().all()
     assert (values.double() + residual.double()).equal(corrected)
 
@@ -142,7 +130,7 @@ def test_take_sends_a_late_burst_in_pieces_that_float16_holds() -> None:
     residual = torch.tensor([200_000.0, -100_000.0, 1.0])
     total = torch.zeros(3)
     for _ in range(4):
-        values = take_(residual, None, torch.arange(3), torch.float16, masking=True)
+        values = take_(residual, None, torch.arange(3), value_dtype=torch.float16, masking=True)
         assert values.abs().max() <= 65504
         total += values
     assert residual.count_nonzero() == 0
@@ -155,7 +143,7 @@ def test_masking_clears_the_velocity_of_what_was_sent(masking: bool) -> None:
     residual = residual.contiguous()
     before = momentum_buffer.clone()
     indices = torch.tensor([0, 5, 23])
-    take_(residual, momentum_buffer, indices, torch.float32, masking=masking)
+    take_(residual, momentum_buffer, indices, value_dtype=torch.float32, masking=masking)
     assert residual.view(-1)[indices].tolist() == [0.0, 0.0, 0.0]
     assert residual.count_nonzero() == residual.numel() - 3
     expected = before.clone()
@@ -172,7 +160,7 @@ def test_what_goes_out_as_zero_masks_nothing(value_dtype: torch.dtype, tiny: flo
     """Padding of a dead tensor, or a value that the wire format rounds to nothing: its velocity goes on."""
     residual = torch.tensor([tiny, 3.0, tiny, 2.0])
     momentum_buffer = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    values = take_(residual, momentum_buffer, torch.arange(4), value_dtype, masking=True)
+    values = take_(residual, momentum_buffer, torch.arange(4), value_dtype=value_dtype, masking=True)
     assert values.tolist() == [0.0, 3.0, 0.0, 2.0]
     assert momentum_buffer.tolist() == [1.0, 0.0, 3.0, 0.0]
     assert equal_bits(residual[[0, 2]].abs(), torch.tensor([tiny, tiny]).abs())
@@ -184,7 +172,7 @@ def test_masking_finds_the_logical_positions(memory_format: torch.memory_format)
     before = momentum_buffer.clone()
     residual = torch.randn(CHANNELS_LAST)
     indices = torch.tensor([0, 1, 17, 60, 119])
-    take_(residual, momentum_buffer, indices, torch.float32, masking=True)
+    take_(residual, momentum_buffer, indices, value_dtype=torch.float32, masking=True)
     sent = torch.zeros(before.numel(), dtype=torch.bool)
     sent[indices] = True
     assert momentum_buffer.is_contiguous(memory_format=memory_format)
@@ -196,7 +184,7 @@ def test_masking_finds_the_logical_positions(memory_format: torch.memory_format)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
 def test_take_of_a_single_element(shape: tuple[int, ...]) -> None:
     residual, momentum_buffer = torch.full(shape, 3.0), torch.full(shape, 2.0)
-    values = take_(residual, momentum_buffer, torch.tensor([0]), torch.float32, masking=True)
+    values = take_(residual, momentum_buffer, torch.tensor([0]), value_dtype=torch.float32, masking=True)
     assert values.tolist() == [3.0]
     assert float(residual) == float(momentum_buffer) == 0.0
 
@@ -289,7 +277,7 @@ def test_a_gpu_computes_the_same_bits(value_dtype: torch.dtype) -> None:
     for device in ("cpu", "cuda"):
         v, u, g, i = (tensor.to(device, copy=True) for tensor in (residual, momentum_buffer, gradient, indices))
         correct_(v, u, g, momentum=0.5, nesterov=False)  # 0.5: a fused multiply-add rounds the same
-        values = take_(v, u, i, value_dtype, masking=True)
+        values = take_(v, u, i, value_dtype=value_dtype, masking=True)
         out = torch.empty(1000, device=device)
         scatter_mean_(out, [(i, values), (i, values)])
         results.append([tensor.cpu() for tensor in (v, u, values, out)])
