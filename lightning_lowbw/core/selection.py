@@ -7,11 +7,13 @@ it was found (but for ties).
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+import math
+from typing import Any, Literal, Protocol, get_args
 
+import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import cpu, reference
+from lightning_lowbw.ops.dispatch import kernels_for
 
 Selection = Literal["sampled", "exact"]
 SELECTIONS: tuple[str, ...] = get_args(Selection)
@@ -22,6 +24,25 @@ class Selector(Protocol):
 
     def __call__(self, values: Tensor, k: int) -> Tensor:
         """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
+        ...
+
+    def accumulate_(
+        self,
+        residual: Tensor,
+        momentum_buffer: Tensor | None,
+        gradient: Tensor,
+        weight: Tensor | None,
+        k: int,
+        **constants: Any,
+    ) -> Tensor:
+        """Accumulate a gradient, then return what a call with the residual would: the positions of its k largest.
+
+        In place:
+            `residual` and `momentum_buffer`.
+
+        Args as of `ops.reference.accumulate_`, without the threshold; the constants are `momentum`, `nesterov`,
+        `weight_decay` and `sign`.
+        """
         ...
 
     @property
@@ -47,9 +68,22 @@ class ExactSelector:
     def __call__(self, values: Tensor, k: int) -> Tensor:
         return exact_top_k(values, k)
 
+    def accumulate_(
+        self,
+        residual: Tensor,
+        momentum_buffer: Tensor | None,
+        gradient: Tensor,
+        weight: Tensor | None,
+        k: int,
+        **constants: Any,
+    ) -> Tensor:
+        tensors = (residual, momentum_buffer, gradient, weight)
+        kernels_for(*tensors).accumulate_(*tensors, threshold=0.0, **constants)
+        return exact_top_k(residual, k)
+
 
 class SampledSelector:
-    """Find the k largest among the candidates above a threshold, and steer the threshold by the exact counts.
+    """Find the k largest among the candidates above a threshold, and steer the threshold by what is found.
 
     The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
     what is dropped is the smallest, wherever it lies (the published implementations cut by position, or take what an
@@ -61,38 +95,78 @@ class SampledSelector:
     SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
     SMALL = 1 << 16  # elements; below this, sorting is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
-    # d log(threshold) / d log(count) in the tail of a normal distribution at one in a thousand; a heavier tail only
-    # means that the steering takes more steps, or one more sample.
-    GAIN = 0.1
 
     def __init__(self) -> None:
         self.threshold = 0.0
 
     def __call__(self, values: Tensor, k: int) -> Tensor:
-        numel = values.numel()
-        if numel <= self.SMALL or self.SURPLUS * k >= numel / 4:
+        if self._sorts(values.numel(), k):
             return exact_top_k(values, k)
-        reach = cpu.reach if values.device.type == "cpu" else reference.reach
+        reach = kernels_for(values).reach
         for estimate in (False, True):
-            threshold = self._estimate(values, k) if estimate else self.threshold
-            if threshold <= 0.0:  # no estimate yet, or a dead tensor: everything would be a candidate
+            if estimate:
+                self.threshold = self._estimate(values[:: self._stride(values.numel())].abs(), values.numel(), k)
+            if self.threshold <= 0.0:  # no estimate yet, or a dead tensor: everything would be a candidate
                 continue
-            candidates = reach(values, threshold)
-            count = candidates.numel()
-            self.threshold = threshold * (max(count, 1) / (self.SURPLUS * k)) ** self.GAIN
-            # Far too many: the distribution has moved; it costs less to estimate again than to sort them.
-            if k <= count <= 8 * self.SURPLUS * k:
-                largest = values[candidates].abs().topk(k, sorted=False).indices
-                return candidates[largest].sort().values
+            positions = self._narrow(values, reach(values, self.threshold), k)
+            if positions is not None:
+                return positions
         self.threshold = 0.0
         return exact_top_k(values, k)
 
-    def _estimate(self, values: Tensor, k: int) -> float:
-        """Return the magnitude that about SURPLUS * k elements reach, from a strided sample."""
-        # An odd stride does not fall into step with rows whose length is a power of two.
-        sample = values[:: max(1, values.numel() // self.SAMPLE) | 1].abs()
-        rank = max(1, round(self.SURPLUS * k * sample.numel() / values.numel()))
+    def accumulate_(
+        self,
+        residual: Tensor,
+        momentum_buffer: Tensor | None,
+        gradient: Tensor,
+        weight: Tensor | None,
+        k: int,
+        **constants: Any,
+    ) -> Tensor:
+        tensors, numel = (residual, momentum_buffer, gradient, weight), residual.numel()
+        kernels = kernels_for(*tensors)
+        if self._sorts(numel, k):
+            kernels.accumulate_(*tensors, threshold=0.0, **constants)
+            return exact_top_k(residual, k)
+        if self.threshold <= 0.0:
+            sample = kernels.sample_accumulated(*tensors, stride=self._stride(numel), **constants)
+            self.threshold = self._estimate(sample, numel, k)
+        candidates = kernels.accumulate_(*tensors, threshold=self.threshold, **constants)
+        positions = self._narrow(residual, candidates, k)
+        if positions is None:
+            self.threshold = 0.0
+            positions = self(residual, k)
+        return positions
+
+    def _sorts(self, numel: int, k: int) -> bool:
+        return numel <= self.SMALL or self.SURPLUS * k >= numel / 4
+
+    def _stride(self, numel: int) -> int:
+        """Return the distance of the elements in a sample; odd, so that it does not fall into step with rows whose
+        length is a power of two."""
+        return max(1, numel // self.SAMPLE) | 1
+
+    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
+        """Return the magnitude that about SURPLUS * k of `numel` elements reach, from a sample of the magnitudes."""
+        rank = max(1, round(self.SURPLUS * k * sample.numel() / numel))
         return float(sample.topk(rank, sorted=False).values.min())
+
+    def _narrow(self, values: Tensor, candidates: Tensor, k: int) -> Tensor | None:
+        """Return the k largest of the candidates and set the threshold for the next step; None if there are too few,
+        or far too many: then the distribution has moved, and to estimate again costs less than to sort them."""
+        count = candidates.numel()
+        if not k <= count <= 8 * self.SURPLUS * k:
+            return None
+        largest = values[candidates].abs().topk(k, sorted=False)
+        least = float(largest.values.min())
+        if count > k and least > self.threshold:
+            # The power law through two points, (threshold, count) and (least, k). How steep it is has to be measured:
+            # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
+            exponent = math.log(least / self.threshold) / math.log(count / k)
+            self.threshold *= (count / (self.SURPLUS * k)) ** exponent
+        is_largest = torch.zeros(count, dtype=torch.bool, device=values.device)
+        is_largest[largest.indices] = True
+        return candidates[is_largest]
 
 
 def make_selector(selection: str) -> Selector:

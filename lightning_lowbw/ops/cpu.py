@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # elements; magnitudes and mask of a chunk stay in the cache
+from lightning_lowbw.ops import reference
+from lightning_lowbw.ops.reference import sample_accumulated
+
+__all__ = ["accumulate_", "reach", "sample_accumulated"]
+
+CHUNK = 1 << 18  # elements; what belongs to a chunk stays in the cache, and is large beside the cost of a call
 LANES = 8  # booleans in an int64
 
 
@@ -29,3 +34,38 @@ def reach(values: Tensor, threshold: float) -> Tensor:
         positions = (words * LANES + lanes).view(-1)
         found.append(positions[mask[positions]] + start)
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def accumulate_(
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    gradient: Tensor,
+    weight: Tensor | None,
+    *,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    sign: float,
+    threshold: float,
+) -> Tensor:
+    """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
+
+    Chunk by chunk: only the first of its operations waits for the memory.
+    """
+    found = [torch.empty(0, dtype=torch.int64)]
+    for start in range(0, residual.numel(), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        reference.accumulate_(
+            residual[chunk],
+            None if momentum_buffer is None else momentum_buffer[chunk],
+            gradient[chunk],
+            None if weight is None else weight[chunk],
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            sign=sign,
+            threshold=0.0,
+        )
+        if threshold > 0:
+            found.append(reach(residual[chunk], threshold) + start)
+    return torch.cat(found)

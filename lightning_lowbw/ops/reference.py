@@ -67,6 +67,86 @@ def reach(values: Tensor, threshold: float) -> Tensor:
     return (values.abs() >= threshold).nonzero().squeeze(1)
 
 
+def accumulate_(
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    gradient: Tensor,
+    weight: Tensor | None,
+    *,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    sign: float,
+    threshold: float,
+) -> Tensor:
+    """Accumulate a gradient locally, and return where the residual reaches a threshold.
+
+    ``g = sign G + c w`` (eq. 12), then `correct_`, then `reach`. Whoever knows the threshold beforehand needs a single
+    pass over memory.
+
+    In place:
+        `residual` and `momentum_buffer`.
+
+    Args:
+        residual: v; float32, flat, contiguous, as are all of them.
+        momentum_buffer: u, or None without momentum; float32, bfloat16 or float16, as are the following.
+        gradient: G, this rank's mean gradient, clipped.
+        weight: w, or None without decay.
+        momentum: m, in [0, 1).
+        nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
+        weight_decay: c.
+        sign: -1 where the optimizer climbs, else 1.
+        threshold: at or below 0 nothing is compared, and nothing is returned.
+
+    Returns:
+        The positions where |v| reaches the threshold: int64, ascending.
+
+    Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
+    """
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # c w is lost in a narrow G
+    if sign < 0:
+        gradient = -gradient
+    if weight is not None:
+        gradient = gradient.add(weight, alpha=weight_decay)
+    correct_(residual, momentum_buffer, gradient, momentum=momentum, nesterov=nesterov)
+    return reach(residual, threshold) if threshold > 0 else torch.empty(0, dtype=torch.int64, device=residual.device)
+
+
+def sample_accumulated(
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    gradient: Tensor,
+    weight: Tensor | None,
+    *,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    sign: float,
+    stride: int,
+) -> Tensor:
+    """Return |v| as `accumulate_` will leave it, of every `stride`-th element; nothing is written.
+
+    Args as there, and:
+        stride: 1 or more.
+
+    Returns:
+        float32, shape (ceil(numel / stride),).
+    """
+    sample = residual[::stride].clone()
+    accumulate_(
+        sample,
+        None if momentum_buffer is None else momentum_buffer[::stride].clone(),
+        gradient[::stride],
+        None if weight is None else weight[::stride],
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        sign=sign,
+        threshold=0.0,
+    )
+    return sample.abs_()
+
+
 def remove_sent_(
     residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, sent: Tensor, *, masking: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_lowbw.core import selection
 from lightning_lowbw.core.selection import SELECTIONS, ExactSelector, SampledSelector, exact_top_k, make_selector
+from lightning_lowbw.ops import compiled, cpu, reference
 
 NUMEL = 360 * 360  # above SampledSelector.SMALL
 K = 130  # one in a thousand
@@ -188,9 +190,9 @@ class Counted:
         self.num_estimates = self.num_sorts = 0
         estimate, sort = self.selector._estimate, selection.exact_top_k
 
-        def counting_estimate(magnitudes: Tensor, k: int) -> float:
+        def counting_estimate(sample: Tensor, numel: int, k: int) -> float:
             self.num_estimates += 1
-            return estimate(magnitudes, k)
+            return estimate(sample, numel, k)
 
         def counting_sort(values: Tensor, k: int) -> Tensor:
             self.num_sorts += 1
@@ -234,3 +236,95 @@ def test_the_specification_sorts() -> None:
     exact = ExactSelector()
     assert exact(values, 2).tolist() == [1, 3]
     assert exact.threshold == 0.0
+
+
+# Accumulate and select ------------------------------------------------------------------------------------------------
+
+KERNELS = [
+    reference,
+    cpu,
+    pytest.param(compiled, marks=pytest.mark.skipif(not compiled.is_available(), reason="needs numba")),
+]
+CONSTANTS = {"momentum": 0.9, "nesterov": False, "weight_decay": 1e-2, "sign": 1.0}
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Each twin in turn, whatever would be chosen."""
+    module: ModuleType = request.param
+    monkeypatch.setattr(selection, "kernels_for", lambda *tensors: module)
+    return module
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("make", [torch.randn, laplace, row_scaled, mostly_zero, largest_at_the_end])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_accumulating_selects_what_sorting_would(name: str, make: Callable[[int], Tensor], nesterov: bool) -> None:
+    """The exact top-k of the residual in every step of an error feedback, and the same residual and velocity."""
+    selector, constants = make_selector(name), {**CONSTANTS, "nesterov": nesterov}
+    weight = torch.randn(NUMEL)
+    v, u, expected_v, expected_u = (torch.zeros(NUMEL) for _ in range(4))
+    for _ in range(6):
+        gradient = make(NUMEL)
+        positions = selector.accumulate_(v, u, gradient, weight, K, **constants)
+        reference.accumulate_(expected_v, expected_u, gradient, weight, threshold=0.0, **constants)  # type: ignore[arg-type]
+        assert v.equal(expected_v)
+        assert u.equal(expected_u)
+        assert positions.equal(exact_top_k(expected_v, K))
+        for tensor in (v, u, expected_v, expected_u):
+            tensor[positions] = 0
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("make", [constant, all_zero, nearly_dead, few_levels, subnormal])
+def test_accumulating_ties_and_dead_tensors(name: str, make: Callable[[int], Tensor]) -> None:
+    selector, v = make_selector(name), torch.zeros(NUMEL)
+    for _ in range(3):
+        positions = selector.accumulate_(v, None, make(NUMEL), None, K, **CONSTANTS)
+        assert is_top_k(v, K, positions)
+        v[positions] = 0
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("numel", [1, 17, SampledSelector.SMALL, SampledSelector.SMALL + 1])
+def test_accumulating_in_small_tensors(name: str, numel: int) -> None:
+    for k in {1, max(1, numel // 2), numel}:
+        v, gradient = torch.randn(2, numel).unbind(0)
+        expected = exact_top_k(v + gradient, k)
+        assert make_selector(name).accumulate_(v, None, gradient, None, k, **CONSTANTS).equal(expected)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("threshold", [1e-45, 1e-10, 1.0, 3.2, 100.0, 1e30, float("inf"), float("nan"), -1.0])
+def test_the_threshold_does_not_influence_what_is_accumulated(threshold: float) -> None:
+    """A wrong one is found out after the pass, which is not repeated."""
+    selector, v, gradient = SampledSelector(), torch.zeros(NUMEL), torch.randn(NUMEL)
+    selector.threshold = threshold
+    for _ in range(2):
+        expected = v + gradient
+        positions = selector.accumulate_(v, None, gradient, None, K, **CONSTANTS)
+        assert v.equal(expected)
+        assert positions.equal(exact_top_k(expected, K))
+    assert 0 < selector.threshold < 10
+
+
+def test_a_steady_step_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample, no search of its own, no sort, once the threshold follows."""
+    counted = Counted(monkeypatch)
+    v, u = torch.zeros(2, NUMEL).unbind(0)
+    for step in range(60):
+        if step == 20:
+            counted.num_estimates = 0
+        positions = counted.selector.accumulate_(v, u, torch.randn(NUMEL), None, K, **CONSTANTS)
+        v[positions] = u[positions] = 0
+    assert counted.num_sorts == 0
+    assert counted.num_estimates == 0
+
+
+def test_unknown_constants_are_refused() -> None:
+    for name in SELECTIONS:
+        with pytest.raises(TypeError, match="dampening"):
+            make_selector(name).accumulate_(torch.zeros(4), None, torch.zeros(4), None, 1, **CONSTANTS, dampening=0.0)

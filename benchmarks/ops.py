@@ -1,0 +1,262 @@
+"""What a sparse step computes on one rank, in nanoseconds per parameter, beside a copy of the same memory.
+
+    python benchmarks/ops.py                # 25M parameters, one thread; a minute or two
+
+A step is what `prepare_sparse` does between the gradient and the message: decay, momentum correction, the k largest,
+masking. All variants start from one state, in which the threshold has settled, take turns, and do the same steps.
+Writes benchmarks/results/ops_cpu.json with the environment, and a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.slow_link import RESULTS, describe_environment
+from lightning_lowbw.core import selection
+from lightning_lowbw.core.schedule import num_selected
+from lightning_lowbw.core.selection import SampledSelector, exact_top_k
+from lightning_lowbw.ops import compiled, cpu
+from lightning_lowbw.ops.reference import correct_, scatter_mean_, take_
+
+SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
+DENSITY = 1e-3
+MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
+COPY_BYTES = 20  # read and written per parameter: G read, u and v read and written; float32
+SETTLING_STEPS = 30  # until a residual has stopped growing fast
+LIMIT = f"copy, {COPY_BYTES} bytes"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant, repeated.
+
+    Attributes:
+        decay: whether the weight is added to the gradient, which reads four bytes more.
+        ns: nanoseconds per parameter, of each repetition.
+    """
+
+    variant: str
+    decay: bool
+    ns: list[float] = field(default_factory=list)
+
+    @property
+    def median_ns(self) -> float:
+        return statistics.median(self.ns)
+
+
+class State:
+    """What one variant keeps from step to step: v, u and a selector per tensor."""
+
+    def __init__(self, device: str) -> None:
+        self.residuals = [torch.zeros(size, device=device) for size in SIZES]
+        self.momentum_buffers = [torch.zeros(size, device=device) for size in SIZES]
+        self.selectors = [SampledSelector() for _ in SIZES]
+
+    def clone(self) -> State:
+        other = State.__new__(State)
+        other.residuals = [tensor.clone() for tensor in self.residuals]
+        other.momentum_buffers = [tensor.clone() for tensor in self.momentum_buffers]
+        other.selectors = [SampledSelector() for _ in SIZES]
+        for mine, its in zip(self.selectors, other.selectors, strict=True):
+            its.threshold = mine.threshold
+        return other
+
+
+Select = Callable[[SampledSelector, Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
+
+
+def step(state: State, select: Select, gradients: list[Tensor], weights: list[Tensor] | None) -> None:
+    """Correct, select and mask all tensors."""
+    for number, (v, u) in enumerate(zip(state.residuals, state.momentum_buffers, strict=True)):
+        weight = None if weights is None else weights[number]
+        k = num_selected(v.numel(), DENSITY)
+        positions = select(state.selectors[number], v, u, gradients[number], weight, k)
+        take_(v, u, positions, value_dtype=torch.float32, masking=True)
+
+
+def correct_separately(v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None) -> None:
+    """Make a pass for each operation, as torch does it."""
+    if weight is not None:
+        gradient.add_(weight, alpha=WEIGHT_DECAY)
+    correct_(v, u, gradient, momentum=MOMENTUM, nesterov=False)
+
+
+def select_by_sorting(
+    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
+) -> Tensor:
+    correct_separately(v, u, gradient, weight)
+    return exact_top_k(v, k)
+
+
+def select_separately(
+    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
+) -> Tensor:
+    correct_separately(v, u, gradient, weight)
+    return selector(v, k)
+
+
+def select_in_one_pass(
+    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
+) -> Tensor:
+    return selector.accumulate_(
+        v, u, gradient, weight, k, momentum=MOMENTUM, nesterov=False, weight_decay=WEIGHT_DECAY, sign=1.0
+    )
+
+
+def select_without_a_threshold(
+    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
+) -> Tensor:
+    selector.threshold = 0.0
+    return select_in_one_pass(selector, v, u, gradient, weight, k)
+
+
+@contextmanager
+def only(kernels: ModuleType) -> Iterator[None]:
+    """Run the selectors on one of the twins, whatever would be chosen."""
+    with mock.patch.object(selection, "kernels_for", return_value=kernels):
+        yield
+
+
+def seconds_on_cpu(function: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(
+    variants: dict[str, Callable[[], object]], decay: bool, repetitions: int, prepare: Callable[[], None]
+) -> list[Row]:
+    """Time the variants in turns, after a first round that is not counted; `prepare` comes before each round."""
+    rows = [Row(name, decay) for name in variants]
+    for number in range(-1, repetitions):
+        prepare()
+        for row, function in zip(rows, variants.values(), strict=True):
+            ns = seconds_on_cpu(function) / sum(SIZES) * 1e9
+            if number >= 0:
+                row.ns.append(ns)
+    return rows
+
+
+def draw(gradients: list[Tensor]) -> None:
+    """Fill in the gradients of the next step."""
+    for gradient in gradients:
+        gradient.normal_()
+
+
+def steps_on_cpu(decay: bool, repetitions: int) -> list[Row]:
+    """Measure a whole step in each variant, and its limit."""
+    gradients = [torch.empty(size) for size in SIZES]
+    weights = [torch.randn(size) for size in SIZES] if decay else None
+    settled = State("cpu")
+    for _ in range(SETTLING_STEPS):
+        draw(gradients)
+        step(settled, select_in_one_pass, gradients, weights)
+    source = torch.ones(sum(SIZES) * COPY_BYTES // 8)  # four bytes read and four written per element
+    target = torch.zeros_like(source)
+
+    def stepping(select: Select, kernels: ModuleType) -> Callable[[], object]:
+        state = settled.clone()
+
+        def run() -> None:
+            with only(kernels):
+                step(state, select, gradients, weights)
+
+        return run
+
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: target.copy_(source),
+        "separate passes, sort": stepping(select_by_sorting, cpu),
+        "separate passes, threshold": stepping(select_separately, cpu),
+        "blocks (torch)": stepping(select_in_one_pass, cpu),
+        "blocks (torch), no threshold yet": stepping(select_without_a_threshold, cpu),
+    }
+    if compiled.is_available():
+        variants["compiled (numba)"] = stepping(select_in_one_pass, compiled)
+        variants["compiled (numba), no threshold yet"] = stepping(select_without_a_threshold, compiled)
+    return measure(variants, decay, repetitions, lambda: draw(gradients))
+
+
+def rest_on_cpu(repetitions: int) -> list[Row]:
+    """Measure what comes before and after: the look for NaN and inf, and the mean of what arrived."""
+    dense = [torch.randn(size) for size in SIZES]
+
+    def look() -> None:
+        for tensor in dense:
+            torch.aminmax(tensor)
+
+    def averaging(num_ranks: int) -> Callable[[], object]:
+        parts = []
+        for size in SIZES:
+            k = num_selected(size, DENSITY)
+            parts.append([(torch.randint(size, (k,)).sort().values, torch.randn(k)) for _ in range(num_ranks)])
+
+        def run() -> None:
+            for out, of_ranks in zip(dense, parts, strict=True):
+                scatter_mean_(out, of_ranks)
+
+        return run
+
+    variants: dict[str, Callable[[], object]] = {"look for NaN and inf (aminmax)": look}
+    variants |= {f"scatter_mean_, {ranks} ranks": averaging(ranks) for ranks in (2, 8, 32)}
+    return measure(variants, False, repetitions, lambda: None)
+
+
+def to_markdown(rows: list[Row]) -> str:
+    """Return a table; ratios are of medians within one run."""
+    limit = next(row.median_ns for row in rows if row.variant == LIMIT)
+    lines = [
+        "| variant | weight decay | ns per parameter | spread | x copy |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        spread = f"{min(row.ns):.2f} - {max(row.ns):.2f}"
+        decay = "yes" if row.decay else "no"
+        lines.append(f"| {row.variant} | {decay} | {row.median_ns:.2f} | {spread} | {row.median_ns / limit:.2f} |")
+    return "\n".join([*lines, ""])
+
+
+def write(name: str, rows: list[Row], **more: Any) -> str:
+    """Write the JSON and the table; return the table."""
+    environment = {key: value for key, value in describe_environment().items() if key != "link"}
+    results = {"environment": environment, "command": " ".join(sys.argv), "sizes": SIZES, "density": DENSITY, **more}
+    results["rows"] = [asdict(row) for row in rows]
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = to_markdown(rows)
+    (RESULTS / f"{name}.md").write_text(table)
+    return table
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--name", default="ops_cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = [row for decay in (False, True) for row in steps_on_cpu(decay, options.repetitions)]
+        rows += rest_on_cpu(options.repetitions)
+    print(write(options.name, rows, threads=options.threads))
+
+
+if __name__ == "__main__":
+    main()

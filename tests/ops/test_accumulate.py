@@ -1,0 +1,217 @@
+"""Every twin of `accumulate_` against its specification: the same results to the bit."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.ops import compiled, cpu, reference
+from lightning_lowbw.ops.dispatch import kernels_for
+from lightning_lowbw.ops.reference import accumulate_, correct_, reach, sample_accumulated
+from tests.ops.test_reference import equal_bits
+
+needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
+TWINS = [cpu, pytest.param(compiled, marks=needs_numba)]
+SIZES = [0, 1, 7]
+SIZES += [size + more for size in (compiled.CHUNK, cpu.CHUNK) for more in (-1, 0, 1)]
+SIZES += [5 * compiled.CHUNK + 3, 2 * cpu.CHUNK + 12345]
+PLAIN: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "sign": 1.0}
+
+
+def make(
+    numel: int, *, has_buffer: bool = True, has_weight: bool = True, narrow: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """v, u, G, w; the last three in `narrow`."""
+    v, u, gradient, w = torch.randn(4, numel).unbind(0)
+    return v.clone(), u.to(narrow) if has_buffer else None, gradient.to(narrow), w.to(narrow) if has_weight else None
+
+
+def copies(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    return tuple(None if tensor is None else tensor.clone() for tensor in tensors)
+
+
+def check(twin: ModuleType, tensors: tuple[Tensor | None, ...], **arguments: Any) -> Tensor:
+    """Run a twin and the specification; nothing but v and u may change."""
+    actual, expected = copies(tensors), copies(tensors)
+    positions = twin.accumulate_(*actual, **arguments)
+    assert positions.dtype == torch.int64
+    assert positions.equal(accumulate_(*expected, **arguments))
+    for one, other in zip(actual, expected, strict=True):
+        assert one is other is None or equal_bits(one, other)
+    for one, before in zip(actual[2:], tensors[2:], strict=True):
+        assert one is before is None or equal_bits(one, before)  # type: ignore[arg-type]
+    return positions
+
+
+# The specification ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_the_specification_is_decay_then_correction_then_comparison(nesterov: bool, has_buffer: bool) -> None:
+    v, u, gradient, w = make(1000, has_buffer=has_buffer)
+    assert w is not None
+    expected_v, expected_u = copies((v, u))
+    correct_(expected_v, expected_u, -gradient + 0.1 * w, momentum=0.9, nesterov=nesterov)
+    positions = accumulate_(v, u, gradient, w, momentum=0.9, nesterov=nesterov, weight_decay=0.1, sign=-1, threshold=1)
+    torch.testing.assert_close(v, expected_v)
+    assert (u is None) == (not has_buffer)
+    if u is not None:
+        torch.testing.assert_close(u, expected_u)
+    assert positions.equal(reach(v, 1.0))
+    assert 0 < positions.numel() < 1000
+
+
+def test_the_decay_is_not_lost_in_a_narrow_gradient() -> None:
+    v, gradient, w = torch.zeros(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)
+    accumulate_(v, None, gradient, w, momentum=0.0, nesterov=False, weight_decay=1e-4, sign=1.0, threshold=0.0)
+    torch.testing.assert_close(v, torch.full((3,), 1.0001))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000])
+@pytest.mark.parametrize("stride", [1, 3, 7, 2000])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_a_sample_is_what_will_be_there(numel: int, stride: int, nesterov: bool, narrow: torch.dtype) -> None:
+    tensors = make(numel, narrow=narrow)
+    before = copies(tensors)
+    constants = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "sign": -1.0}
+    sample = sample_accumulated(*tensors, stride=stride, **constants)  # type: ignore[arg-type]
+    for tensor, copy in zip(tensors, before, strict=True):
+        assert equal_bits(tensor, copy)  # type: ignore[arg-type]
+    accumulate_(*tensors, threshold=0.0, **constants)  # type: ignore[arg-type]
+    assert sample.equal(tensors[0][::stride].abs())
+
+
+# The twins ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("has_buffer", [False, True])
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sizes(twin: ModuleType, numel: int, has_buffer: bool, has_weight: bool, nesterov: bool) -> None:
+    tensors = make(numel, has_buffer=has_buffer, has_weight=has_weight)
+    for sign in (1.0, -1.0):
+        positions = check(twin, tensors, momentum=0.9, nesterov=nesterov, weight_decay=0.37, sign=sign, threshold=3.0)
+        assert positions.numel() < max(numel / 2, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("threshold", [-1.0, 0.0, 1e-45, 0.5, 3.3, 1e30, float("inf"), float("nan")])
+def test_thresholds(twin: ModuleType, threshold: float) -> None:
+    """From everything over nothing to no comparison at all; more candidates than there is room for at first."""
+    numel = 3 * cpu.CHUNK + 5
+    positions = check(twin, make(numel), threshold=threshold, **PLAIN)
+    assert positions.numel() == 0 if not 0 < threshold < 1e30 else positions.numel() > 0
+    assert threshold != 1e-45 or positions.numel() == numel
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_narrow_dtypes(narrow: torch.dtype, nesterov: bool) -> None:
+    numel = cpu.CHUNK + 17
+    v, u, gradient, w = make(numel, narrow=narrow)
+    constants: dict[str, Any] = {**PLAIN, "nesterov": nesterov, "weight_decay": 0.1}
+    assert kernels_for(v, u, gradient, w) is cpu
+    check(cpu, (v, u, gradient, w), threshold=3.0, **constants)
+    check(cpu, (v, u.float(), gradient, None), threshold=3.0, **constants)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_at_the_borders(twin: ModuleType) -> None:
+    """The first and last element of each chunk, values equal to the threshold, and what cannot be compared."""
+    numel = 2 * cpu.CHUNK + compiled.CHUNK + 3
+    borders = [0, compiled.CHUNK - 1, compiled.CHUNK, cpu.CHUNK - 1, cpu.CHUNK, 2 * cpu.CHUNK, numel - 3, numel - 1]
+    gradient = torch.zeros(numel)
+    gradient[borders] = torch.tensor([2.0, -2.0, 3.0, -3.0] * 2)
+    gradient[[5, 6, 7]] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    tensors = (torch.zeros(numel), torch.zeros(numel), gradient, None)
+    assert check(twin, tensors, threshold=2.0, **PLAIN).tolist() == sorted([*borders, 6, 7])
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_many_steps_stay_the_same(twin: ModuleType) -> None:
+    v, u, _, w = make(5000)
+    actual_v, actual_u = copies((v, u))
+    constants: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-2, "sign": 1.0}
+    for _ in range(20):
+        gradient = torch.randn(5000)
+        positions = twin.accumulate_(actual_v, actual_u, gradient, w, threshold=4.0, **constants)
+        assert positions.equal(accumulate_(v, u, gradient, w, threshold=4.0, **constants))
+        actual_v[positions] = v[positions] = 0
+    assert u is not None
+    assert equal_bits(actual_v, v)
+    assert equal_bits(actual_u, u)
+
+
+# The compiled one -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiled, "MIN_PER_THREAD", 100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_numba
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("numel", [0, 99, 199, 200, 301, 10_001])
+@pytest.mark.parametrize("threshold", [0.0, 1e-45, 2.0])
+def test_several_threads(numel: int, threshold: float) -> None:
+    check(compiled, make(numel), threshold=threshold, **PLAIN)
+
+
+@needs_numba
+def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = pytest.importorskip("numba")
+    njit = numba.njit
+
+    def without_space(*args: Any, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise OSError(28, "No space left on device")
+        return njit(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", without_space)
+    monkeypatch.setattr(compiled, "_kernel", compiled._kernel.__wrapped__)
+    check(compiled, make(100), threshold=1.0, **PLAIN)
+
+
+# Which one runs -------------------------------------------------------------------------------------------------------
+
+
+def test_which_one_runs() -> None:
+    v, narrow = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    fastest = compiled if compiled.is_available() else cpu
+    assert kernels_for(v) is kernels_for(v, None, v, None) is fastest
+    assert kernels_for(v, narrow) is cpu
+    assert kernels_for(v, None, v[::2]) is cpu
+    assert kernels_for(torch.zeros(8, device="meta")) is reference
+
+
+def test_numba_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)  # as an import that fails
+    for cached in (compiled._numba, compiled.is_available):
+        monkeypatch.setattr(compiled, cached.__name__, cached.__wrapped__)
+    assert kernels_for(torch.zeros(8)) is cpu
+
+
+def test_numba_is_imported_at_first_use() -> None:
+    """It takes part of a second, and is not there on every machine."""
+    assert "numba" not in vars(compiled)
+    sources = [path.read_text(encoding="utf-8") for path in Path(compiled.__file__).parents[1].rglob("*.py")]
+    imports = [line for source in sources for line in source.splitlines() if re.match(r"\s*(import|from) numba", line)]
+    assert imports
+    assert all(line.startswith("    ") for line in imports)
