@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -40,10 +41,9 @@ def check_choice(choice: object) -> Topology | None:
         Topology.blocks(choice, choice)  # a number of ranks at all
         return None
     if isinstance(choice, Sequence) and not isinstance(choice, str):
-        try:
-            return Topology(tuple(tuple(int(rank) for rank in node) for node in choice))
-        except TypeError:
-            pass
+        nodes = [tuple(node) if isinstance(node, Sequence) else () for node in choice]
+        if all(isinstance(rank, int) and not isinstance(rank, bool) for node in nodes for rank in node) and all(nodes):
+            return Topology(tuple(nodes))
     elif choice in ("flat", "auto"):
         return None
     raise ConfigurationError(
@@ -93,7 +93,7 @@ class Hierarchy:
         algorithm: "sharded": reduce-scatter inside the node, all-reduce of each shard among the ranks with one place
             in all nodes, all-gather inside the node; every rank of a node uses its lane. "leader": reduce to the first
             rank of the node, all-reduce among these, broadcast inside the node.
-        inter_dtype: what the stage between nodes sends; None is the tensor's own dtype.
+        inter_dtype: what the stage between nodes sends of gradients; None is their own dtype.
         ledger: where the traffic is written down, by level.
         purpose: hierarchies that are in use at the same time need groups of their own.
 
@@ -137,12 +137,16 @@ class Hierarchy:
             self.peers = Exchange(_group(topology.peers(self.place), purpose), ledger, "inter")
             self.groups.append(self.peers.group)
 
-    def all_reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def all_reduce(self, buffer: Tensor, *, exact: bool = True) -> torch.futures.Future[Tensor]:
         """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
 
         Collective: all ranks, in the same order of calls.
+
+        Args:
+            exact: whether `inter_dtype` is disregarded; where there are not only gradients in it.
         """
-        return self._begin(self._all_reduce_, buffer)
+        inter_dtype = None if exact else self.inter_dtype
+        return self._begin(functools.partial(self._all_reduce_, inter_dtype=inter_dtype), buffer)
 
     def all_reduce_in_node(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Begin to sum a flat tensor over the ranks of the node, in place.
@@ -161,6 +165,9 @@ class Hierarchy:
         size = -(-nbytes // num_places)
         padded = torch.nn.functional.pad(message, (0, num_places * size - nbytes))
         mine = self.peers.all_gather(padded[self.place * size : (self.place + 1) * size])
+        # A group has its ranks in ascending order; nodes need not be in the same order at all places.
+        peers = self.topology.peers(self.place)
+        mine = mine[[sorted(peers).index(rank) for rank in peers]]
         parts = self.node.all_gather(mine.view(-1)).view(num_places, self.topology.num_nodes, size)
         return parts.transpose(0, 1).reshape(self.topology.num_nodes, -1)[:, :nbytes].contiguous()
 
@@ -219,27 +226,27 @@ class Hierarchy:
         dist.all_reduce(buffer, group=self._intra)
         self.ledger.record(all_reduce_bytes(buffer.nbytes, len(self._ranks)), "intra")
 
-    def _all_reduce_(self, buffer: Tensor) -> None:
+    def _all_reduce_(self, buffer: Tensor, inter_dtype: torch.dtype | None) -> None:
         if self.algorithm == "leader":
-            self._through_leaders(buffer)
+            self._through_leaders(buffer, inter_dtype)
             return
         assert self.peers is not None
         shard = self.reduce_scatter(buffer)
-        self._between(shard, self.peers.group)
+        self._between(shard, self.peers.group, inter_dtype)
         buffer.copy_(self.all_gather_parts(shard, buffer.numel()))
 
-    def _through_leaders(self, buffer: Tensor) -> None:
+    def _through_leaders(self, buffer: Tensor, inter_dtype: torch.dtype | None) -> None:
         leader, intra = self._ranks[0], self._intra
         if len(self._ranks) > 1:
             dist.reduce(buffer, dst=leader, group=intra)
         if self.place == 0:
-            self._between(buffer, self._leaders)
+            self._between(buffer, self._leaders, inter_dtype)
         if len(self._ranks) > 1:
             dist.broadcast(buffer, src=leader, group=intra)
             self.ledger.record(buffer.nbytes, "intra")
 
-    def _between(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        wire = tensor if self.inter_dtype is None else tensor.to(self.inter_dtype)
+    def _between(self, tensor: Tensor, group: dist.ProcessGroup | None, inter_dtype: torch.dtype | None) -> None:
+        wire = tensor if inter_dtype is None else tensor.to(inter_dtype)
         dist.all_reduce(wire, group=group)
         self.ledger.record(all_reduce_bytes(wire.nbytes, self.topology.num_nodes), "inter")
         if wire is not tensor:

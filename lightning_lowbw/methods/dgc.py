@@ -46,7 +46,8 @@ from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
 from lightning_lowbw.core.values import VALUE_NAMES
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import as_real, correct_, flat, remove_sent_, scatter_mean_
+from lightning_lowbw.ops import gpu
+from lightning_lowbw.ops.reference import Segment, as_real, flat, remove_sent_, scatter_mean_
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 MARK_MODULUS = 1 << 10
@@ -206,10 +207,14 @@ class DGCWorker:
         self._velocities: dict[Parameter, Tensor] = {}  # u, where this rank keeps a part of it
         self._place = (0, 1)  # of this rank among those of its node that share the work
         if exchange.levels is not None:
+            if exchange.levels.peers is None:
+                _ = exchange.levels.topology.ranks_per_node  # raises where they differ
+                raise ConfigurationError("DGC on two levels wants Hierarchy(algorithm='sharded').")
             self._place = exchange.levels.place, exchange.levels.node.num_ranks
         self._exchange = exchange
         self._names = {parameter: name for name, parameter in named_parameters}
         self._selectors: dict[tuple[Parameter, str], Selector] = {}
+        self._workspace = gpu.Workspace()
         self._slots: list[Slot] = []  # of the step in progress
         self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # A subclass of SGD has a step of its own, which need not be the one corrected here.
@@ -449,13 +454,57 @@ class DGCWorker:
     @torch.no_grad()
     def prepare_sparse(self) -> Tensor:
         """Correct, select and mask the sparse tensors; return this rank's message: uint8, the same size on all."""
-        slots, parts = [slot for slot in self._slots if slot.k is not None], []
-        for slot in slots:
-            assert slot.k is not None
-            values = self._correct_sparse(slot).view(-1)
-            indices = self._selector(slot.parameter)(values, slot.k)
-            parts.append((indices, values[indices]))
-        return self._encode(slots, parts)
+        slots = self._sparse_slots()
+        segments = [self._segment(slot, k) for slot, k in slots]
+        if self._has_kernels(segments):
+            return self._compress_on_gpu(segments)
+        found = [self._select(slot, segment) for (slot, _), segment in zip(slots, segments, strict=True)]
+        return self._encode([(indices, s.residual[indices]) for indices, s in zip(found, segments, strict=True)])
+
+    def _has_kernels(self, segments: Sequence[Segment]) -> bool:
+        return (
+            self.method.selection == "sampled"
+            and gpu.is_available(segments[0].residual.device)
+            and all(tensor.dtype in gpu.DTYPES for segment in segments for tensor in segment.tensors)
+        )
+
+    def _compress_on_gpu(self, segments: Sequence[Segment]) -> Tensor:
+        positions, values = gpu.compress_many_(
+            segments,
+            value_dtype=torch.float32,
+            masking=self.method.momentum_masking,
+            workspace=self._workspace,
+        )
+        counts, numels = [segment.k for segment in segments], [segment.residual.numel() for segment in segments]
+        parts = list(zip(positions.split(counts), values.split(counts), strict=True))
+        message = self.method.codec.encode(parts, numels)
+        if self.method.value_dtype != "float32":
+            sent = self.method.codec.decode_values(message, counts, numels)
+            for segment, (indices, exact), rounded in zip(segments, parts, sent, strict=True):
+                segment.residual.index_add_(0, indices, exact - rounded)
+        return message
+
+    def _sparse_slots(self) -> list[tuple[Slot, int]]:
+        return [(slot, slot.k) for slot in self._slots if slot.k is not None]
+
+    def _encode(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the message; remove what is in it, as the receivers decode it, from this rank's residuals."""
+        slots = [slot for slot, _ in self._sparse_slots()]
+        codec, numels = self.method.codec, [slot.parameter.numel() for slot in slots]
+        message = codec.encode(parts, numels)
+        sent = codec.decode_values(message, [indices.numel() for indices, _ in parts], numels)
+        for slot, (indices, _), values in zip(slots, parts, sent, strict=True):
+            own = self._own_part(slot.parameter)
+            mine = (indices >= own.start) & (indices < own.stop) if self._place[1] > 1 else slice(None)
+            velocity = self._velocity(slot.parameter) if self._momentum(slot) != 0 else None
+            remove_sent_(
+                self.residuals[slot.parameter],
+                velocity,
+                indices[mine] - own.start,
+                values[mine],
+                masking=self.method.momentum_masking,
+            )
+        return message
 
     @torch.no_grad()
     def prepare_candidates(self) -> Tensor:
@@ -467,13 +516,12 @@ class DGCWorker:
             A message for the ranks of the node: uint8, the same size on all of them.
         """
         indices, values = [], []
-        for slot in self._slots:
-            if slot.k is not None:
-                residual = self._correct_sparse(slot)
-                found = self._selector(slot.parameter)(residual, min(slot.k, residual.numel()))
-                padding = (0, self._num_candidates(slot, 0) - found.numel())
-                indices.append(pad(found.to(torch.int32), padding))
-                values.append(pad(residual[found], padding))
+        for slot, k in self._sparse_slots():
+            segment = self._segment(slot, k)
+            found = self._select(slot, segment)
+            padding = (0, self._num_candidates(slot, 0) - found.numel())
+            indices.append(pad(found.to(torch.int32), padding))
+            values.append(pad(segment.residual[found], padding))
         return torch.cat([*indices, *(each.view(torch.int32) for each in values)]).view(torch.uint8)
 
     @torch.no_grad()
@@ -483,16 +531,15 @@ class DGCWorker:
         Returns:
             The node's message: uint8, the same bits on all of its ranks.
         """
-        slots = [slot for slot in self._slots if slot.k is not None]
-        longest = [self._num_candidates(slot, 0) for slot in slots]
+        slots = self._sparse_slots()
+        longest = [self._num_candidates(slot, 0) for slot, _ in slots]
         halves = [message.view(torch.int32).split(sum(longest)) for message in messages]
         by_place = [
             (indices.to(torch.int64).split(longest), values.view(torch.float32).split(longest))
             for indices, values in halves
         ]
         parts = []
-        for number, slot in enumerate(slots):
-            assert slot.k is not None
+        for number, (slot, k) in enumerate(slots):
             indices, values = [], []
             for place, (all_indices, all_values) in enumerate(by_place):
                 count = self._num_candidates(slot, place)
@@ -500,25 +547,9 @@ class DGCWorker:
                 values.append(all_values[number][:count])
             magnitudes = torch.cat(values).abs()
             # Stable: all ranks choose the same of equal ones.
-            largest = magnitudes.sort(descending=True, stable=True).indices[: slot.k].sort().values
+            largest = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
             parts.append((torch.cat(indices)[largest], torch.cat(values)[largest]))
-        return self._encode(slots, parts)
-
-    def _encode(self, slots: Sequence[Slot], parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the message; remove what is in it, as the receivers decode it, from this rank's residuals."""
-        codec, numels = self.method.codec, [slot.parameter.numel() for slot in slots]
-        message = codec.encode(parts, numels)
-        sent = codec.decode_values(message, [indices.numel() for indices, _ in parts], numels)
-        for slot, (indices, _), values in zip(slots, parts, sent, strict=True):
-            residual, velocity = self.residuals[slot.parameter], None
-            if self._user_value(slot.group, "momentum", 0.0) != 0:
-                velocity = self._velocity(slot.parameter)
-            own = self._own_part(slot.parameter)
-            mine = (indices >= own.start) & (indices < own.stop) if self._place[1] > 1 else slice(None)
-            remove_sent_(
-                residual, velocity, indices[mine] - own.start, values[mine], masking=self.method.momentum_masking
-            )
-        return message
+        return self._encode(parts)
 
     def _num_candidates(self, slot: Slot, place: int) -> int:
         """Return how many elements a part may have to send; of the first part, the longest."""
@@ -529,17 +560,25 @@ class DGCWorker:
     @torch.no_grad()
     def finish_sparse(self, messages: Sequence[Tensor]) -> None:
         """Average the messages of all ranks, in rank order, into the gradients of the sparse tensors."""
-        slots = [slot for slot in self._slots if slot.k is not None]
-        counts = [slot.k for slot in slots if slot.k is not None]
-        numels = [slot.parameter.numel() for slot in slots]
+        slots = self._sparse_slots()
+        counts, numels = [k for _, k in slots], [slot.parameter.numel() for slot, _ in slots]
         decoded = [self.method.codec.decode(message, counts, numels) for message in messages]
-        for number, slot in enumerate(slots):
+        outs = []
+        for slot, _ in slots:
             gradient = slot.parameter.grad
             assert gradient is not None
             writes_directly = gradient.dtype == torch.float32 and gradient.is_contiguous()
-            out = gradient.view(-1) if writes_directly else torch.empty(gradient.numel(), device=gradient.device)
-            scatter_mean_(out, [parts[number] for parts in decoded])
-            if not writes_directly:
+            outs.append(gradient.view(-1) if writes_directly else torch.empty(gradient.numel(), device=gradient.device))
+        if gpu.is_available(outs[0].device):
+            by_rank = [(torch.cat(i), torch.cat(v)) for i, v in (zip(*parts, strict=True) for parts in decoded)]
+            gpu.scatter_mean_many_(outs, counts, by_rank)
+        else:
+            for number, out in enumerate(outs):
+                scatter_mean_(out, [parts[number] for parts in decoded])
+        for (slot, _), out in zip(slots, outs, strict=True):
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            if gradient.data_ptr() != out.data_ptr():
                 gradient.copy_(out.view(gradient.shape))
             if self._is_sgd and slot.sign < 0:
                 gradient.neg_()
@@ -691,9 +730,14 @@ class DGCWorker:
                 "with sparse=False."
             )
         if not skip_nonfinite:
+            where = f"on rank {rank}"
+            if self.reduces_in_node:
+                assert self._exchange.levels is not None
+                topology = self._exchange.levels.topology
+                where = f"of node {topology.node_of(rank)} (ranks {list(topology.nodes[topology.node_of(rank)])})"
             raise NonFiniteGradientError(
-                f"Step {self.step}: the gradient of {name!r} on rank {rank} is not finite. Nothing was exchanged. "
-                "Lower the learning rate, clip the gradient, or look at that rank's data; with precision='16-mixed' "
+                f"Step {self.step}: the gradient of {name!r} {where} is not finite. Nothing was exchanged. "
+                "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' "
                 "such steps are skipped."
             )
 
@@ -711,27 +755,45 @@ class DGCWorker:
                 return values[key]
         return group.get(key, default) if self._is_sgd else default
 
-    def _decayed(self, slot: Slot, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Make g = G + c w out of the gradient, in the sign that torch's SGD gives it; in place, for the result of
-        the exchange overwrites it anyway."""
-        if not self._is_sgd:
-            return gradient
-        weight_decay = self._user_value(slot.group, "weight_decay")
-        if slot.sign < 0:
-            gradient.neg_()
-        return gradient.add_(weight, alpha=weight_decay) if weight_decay != 0 else gradient
+    def _momentum(self, slot: Slot) -> float:
+        return float(self._user_value(slot.group, "momentum", 0.0))
 
-    def _correct_sparse(self, slot: Slot) -> Tensor:
-        """Add this rank's gradient to its residual, and return that."""
-        residual, momentum_buffer = self._residual(slot.parameter), None
-        momentum = self._user_value(slot.group, "momentum", 0.0)
-        if momentum != 0:
-            momentum_buffer = self._velocity(slot.parameter)
-        nesterov = self._user_value(slot.group, "nesterov", False)
-        assert slot.parameter.grad is not None
-        gradient, weight = (self._own(slot.parameter, t) for t in (slot.parameter.grad, slot.parameter.detach()))
-        correct_(residual, momentum_buffer, self._decayed(slot, gradient, weight), momentum=momentum, nesterov=nesterov)
-        return residual
+    def _segment(self, slot: Slot, k: int) -> Segment:
+        """Return what this rank corrects and searches of a tensor: all of it, on two levels its part; flat."""
+        parameter, momentum = slot.parameter, self._momentum(slot)
+        weight_decay = float(self._user_value(slot.group, "weight_decay", 0.0))
+        assert parameter.grad is not None
+        own = self._own_part(parameter)
+        return Segment(
+            residual=self._residual(parameter).view(-1),
+            momentum_buffer=flat(self._velocity(parameter)) if momentum != 0 else None,
+            gradient=flat(parameter.grad)[own],
+            weight=flat(parameter.detach())[own] if weight_decay != 0 else None,
+            k=min(k, own.stop - own.start),
+            momentum=momentum,
+            nesterov=bool(self._user_value(slot.group, "nesterov", False)),
+            weight_decay=weight_decay,
+            sign=slot.sign if self._is_sgd else 1.0,
+        )
+
+    def _select(self, slot: Slot, segment: Segment) -> Tensor:
+        """Correct a segment; return the positions of its k largest."""
+        positions = self._selector(slot.parameter).accumulate_(
+            segment.residual,
+            segment.momentum_buffer,
+            segment.gradient,
+            segment.weight,
+            segment.k,
+            momentum=segment.momentum,
+            nesterov=segment.nesterov,
+            weight_decay=segment.weight_decay,
+            sign=segment.sign,
+        )
+        if segment.momentum_buffer is not None:
+            velocity = self._velocity(slot.parameter)
+            if not velocity.is_contiguous():  # the segment has a copy
+                velocity.copy_(segment.momentum_buffer.view(velocity.shape))
+        return positions
 
     def _apply_residuals(self, skip_nonfinite: bool) -> bool:
         """Step with all that is unsent: a run of several ranks goes on with one, which has nobody to send it to."""
@@ -751,9 +813,10 @@ class DGCWorker:
             self._make_plain()
         for slot in self._slots:
             if slot.parameter in self.residuals:
-                residual = self._correct_sparse(slot)
+                segment = self._segment(slot, 1)
+                self._select(slot, segment)
                 assert slot.parameter.grad is not None
-                slot.parameter.grad.copy_(residual * slot.sign if self._is_sgd else residual)
+                slot.parameter.grad.copy_((segment.residual * segment.sign).view(slot.parameter.shape))
                 del self.residuals[slot.parameter]
             elif self._is_sgd:
                 self._correct_dense(slot)
@@ -761,14 +824,19 @@ class DGCWorker:
 
     def _correct_dense(self, slot: Slot) -> None:
         """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
-        momentum = self._user_value(slot.group, "momentum")
-        assert slot.parameter.grad is not None
-        gradient = self._decayed(slot, slot.parameter.grad, slot.parameter.detach())
+        momentum, weight_decay = self._momentum(slot), self._user_value(slot.group, "weight_decay")
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        if slot.sign < 0:  # as torch's SGD does, before the decay
+            gradient.neg_()
+        if weight_decay != 0:
+            gradient.add_(slot.parameter.detach(), alpha=weight_decay)
         if momentum != 0:
             momentum_buffer = self._momentum_buffer(slot.parameter)
             momentum_buffer.mul_(momentum).add_(gradient)
             nesterov = self._user_value(slot.group, "nesterov")
             gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
+        assert slot.parameter.grad is not None
         slot.parameter.grad.copy_(gradient)
         if slot.sign < 0:
             slot.parameter.grad.neg_()

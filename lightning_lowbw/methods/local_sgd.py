@@ -221,6 +221,9 @@ class LocalSGDWorker:
             raise ConfigurationError("LBFGS evaluates its closure several times per step: use strategy='ddp'.")
         if method.inner_momentum != "local":
             self._moment_names()
+        if method.value_dtype != "float32" and exchange.levels is not None and exchange.levels.peers is None:
+            _ = exchange.levels.topology.ranks_per_node  # raises where they differ
+            raise ConfigurationError(f"value_dtype={method.value_dtype!r} wants Hierarchy(algorithm='sharded').")
 
     # What the strategies ask ------------------------------------------------------------------------------------
 
@@ -442,11 +445,13 @@ class LocalSGDWorker:
         if self.method.node_k_steps == 1:
             return
         assert self._exchange.node is not None
-        parameters, tail = list(self._moved), torch.zeros(1, device=self._device())
-        weight = 1.0 / self._exchange.node.num_ranks
-        means, _ = MeanInFlight(parameters, tail, weight, self._exchange.node).wait()
-        for parameter, mean in zip(parameters, means, strict=True):
-            as_real(parameter).copy_(mean)
+        tensors = [as_real(p.detach()) for p in self._moved]
+        if self._flight is not None:  # the change that it will bring is measured from there
+            tensors += self._flight.snapshots or []
+        tail, weight = torch.zeros(1, device=self._device()), 1.0 / self._exchange.node.num_ranks
+        means, _ = MeanInFlight(tensors, tail, weight, self._exchange.node).wait()
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean)
 
     def _take_off(self, finished: bool, over: bool) -> _Flight:
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank

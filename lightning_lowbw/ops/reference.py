@@ -238,6 +238,12 @@ class Segment:
     weight_decay: float = 0.0
     sign: float = 1.0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
+        return [tensor for tensor in everything if tensor is not None]
+
 
 def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool) -> tuple[Tensor, Tensor]:
     """Correct, select and take, tensor by tensor: ``g = sign G + c w``, `correct_`, the k largest |v|, `take_`.

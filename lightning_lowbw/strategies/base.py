@@ -293,7 +293,7 @@ class LowBandwidthStrategy(DDPStrategy):
         self.ledger.dense_bytes += nbytes
         buffer.mul_(1.0 / num_ranks)  # the reducer multiplies; a division has other bits unless N is a power of two
         if self._hierarchy is not None and self._hierarchy.topology.num_nodes > 1:
-            future = self._hierarchy.all_reduce(buffer)
+            future = self._hierarchy.all_reduce(buffer, exact=False)
             self._note_launch()
             return future
         self.ledger.record(nbytes)

@@ -111,9 +111,12 @@ class DGCStrategy(LowBandwidthStrategy):
         if isinstance(worker, DGCWorker) and not self.lightning_module.trainer.interrupted:
             whole = worker.whole_momentum()
             parameters = (p for group in worker.optimizer.param_groups for p in group["params"])
+            # New dictionaries: those of the state are the optimizer's own.
+            state["state"] = dict(state["state"])
             for index, parameter in enumerate(parameters):
                 if parameter in whole:
-                    state["state"].setdefault(index, {})["momentum_buffer"] = whole[parameter]
+                    entry = state["state"].get(index, {})
+                    state["state"][index] = {**entry, "momentum_buffer": whole[parameter]}
         return state
 
     # The running statistics of batch norm -----------------------------------------------------------------------

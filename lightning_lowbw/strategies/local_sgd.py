@@ -178,16 +178,21 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             callbacks.insert(0, self._looks)  # the first to be called: all others see what it shows
 
     @override
+    def _make_hierarchy(self) -> Hierarchy | None:
+        hierarchy = super()._make_hierarchy()
+        if hierarchy is not None and self.method.delay_steps:
+            # A lane of its own: the gradients of the steps that hide an average do not wait for it.
+            topology, algorithm = hierarchy.topology, hierarchy.algorithm
+            self._averages = Hierarchy(topology, algorithm, None, self.ledger, "averages")
+        return hierarchy
+
+    @override
     def _attach(
         self, optimizer: Optimizer, named_parameters: list[tuple[str, Parameter]], exchange: Exchange
     ) -> LocalSGDWorker:
         assert self.lightning_module is not None
         buffers = _buffers_by_optimizer(self.lightning_module, self.optimizers)[id(optimizer)]
-        if self._hierarchy is not None and self.method.delay_steps:
-            # A lane of its own: the gradients of the steps that hide an average do not wait for it.
-            if self._averages is None:
-                topology, algorithm = self._hierarchy.topology, self._hierarchy.algorithm
-                self._averages = Hierarchy(topology, algorithm, None, self.ledger, "averages")
+        if self._averages is not None:
             exchange = dataclasses.replace(exchange, hierarchy=self._averages)
         return self.method.attach(optimizer, named_parameters, exchange, buffers)
 
@@ -397,12 +402,12 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         if self.world_size > 1:
             has_begun = worker.steps_since_average == 0
             has_communicated = has_begun or worker.num_averages != num_averages or not was_local
+            if has_communicated and self._audit is not None:
+                self._audit.pause()  # up to the next batch: callbacks may use the occasion
             self._choose_backward_sync()
             if has_communicated:
                 self._may_communicate = True
                 self._hear(worker)
-                if self._audit is not None:
-                    self._audit.pause()  # up to the next batch: callbacks may use the occasion
         return result
 
     def _hear(self, worker: LocalSGDWorker) -> None:

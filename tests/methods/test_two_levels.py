@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw import DGC, LocalSGD, Topology
+from lightning_lowbw import DGC, ConfigurationError, DisagreementError, LocalSGD, Topology
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.hierarchy import Hierarchy
@@ -32,6 +32,7 @@ Nodes = tuple[tuple[int, ...], ...]
 NODES: dict[str, Nodes] = {
     "blocks": ((0, 1), (2, 3)),
     "strided": ((0, 2), (1, 3)),
+    "crossed": ((0, 3), (1, 2)),  # the second ranks are in another order than the first
     "three nodes": ((0, 1), (2, 3), (4, 5)),
     "three each": ((0, 1, 2), (3, 4, 5)),
 }
@@ -109,6 +110,7 @@ def by_the_paper(nodes: Nodes, optimizer: Any, clip: dict[str, float], masking: 
         ("blocks", {"lr": 0.1}, {}, True),
         ("blocks", {"lr": 0.1, "momentum": 0.9}, {}, False),
         ("strided", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {}, True),
+        ("crossed", {"lr": 0.1, "momentum": 0.9}, {}, True),
         ("three nodes", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, {"norm": 0.1}, True),
         ("three each", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {"value": 0.02}, True),
     ],
@@ -329,6 +331,60 @@ def test_a_period_inside_the_nodes() -> None:
                     replicas[rank].copy_(mean)
     for rank, result in enumerate(results):
         torch.testing.assert_close(result["own"]["matrix"], replicas[rank].detach(), **CLOSE)
+
+
+def hide_and_average_in_node(delay_steps: int) -> list[float]:
+    """Only step 3 moves the ranks apart; the average of step 4 lands behind one inside the nodes."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    method = LocalSGD(k_steps=4, begin_step=0, node_k_steps=2, delay_steps=delay_steps)
+    worker = method.attach(optimizer, [("p", parameter)], exchange_of(NODES["blocks"], "sharded", "averages"))
+    for step in range(8):
+        parameter.grad = torch.full((1,), -float(dist.get_rank()) if step == 3 else 0.0)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    return [float(parameter.detach())]
+
+
+@pytest.mark.parametrize("delay_steps", [0, 1, 2, 3])
+def test_an_average_of_nodes_lands_on_one_inside_them(delay_steps: int) -> None:
+    assert run_ranks(hide_and_average_in_node, 4, delay_steps) == [[1.5]] * 4
+
+
+def attach_through_leaders(nodes: Nodes, method: Any) -> str:
+    parameters = make_parameters({"a": (5, 5)})
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05)
+    try:
+        method.attach(sgd, parameters.items(), exchange_of(nodes, "leader"))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("method", [DGC(), LocalSGD(value_dtype="bfloat16")])
+def test_what_needs_shards_says_so(method: Any) -> None:
+    for nodes, word in ((NODES["blocks"], "sharded"), (((0, 1, 2), (3,)), "node 1 has 1 (3)")):
+        for message in run_ranks(attach_through_leaders, 4, nodes, method):
+            assert word in message
+
+
+def out_of_step() -> str:
+    parameters = make_parameters({"a": (40, 30)})
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05)
+    ledger = TrafficLedger()
+    hierarchy = Hierarchy(Topology(NODES["blocks"]), "sharded", torch.bfloat16, ledger)
+    worker = DGC(min_numel=1).attach(sgd, parameters.items(), Exchange(None, ledger, hierarchy=hierarchy))
+    backward(parameters, 0)
+    try:
+        worker.exchange(num_backwards=300 + (dist.get_rank() == 3))
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_half_types_between_nodes_round_no_control_numbers() -> None:
+    assert all("Step 0: " in message for message in run_ranks(out_of_step, 4))
 
 
 def test_narrow_averages_send_half_between_nodes() -> None:

@@ -21,8 +21,10 @@ from lightning_lowbw import (
     AdaptiveLocalSGDStrategy,
     ConfigurationError,
     DGCStrategy,
+    DisagreementError,
     HierarchicalStrategy,
     LocalSGDStrategy,
+    NonFiniteGradientError,
     Topology,
     TrafficMonitor,
 )
@@ -191,6 +193,78 @@ def test_resume_to_the_bit_and_elsewhere(name: str, tmp_path: Path) -> None:
         assert all(result[3] == STEPS for result in results)
 
 
+class Crash(Watcher):
+    """Save at step 4, look at the optimizer after it, and fail at step 6."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        (worker,) = trainer.strategy.workers
+        kept = [p for p in worker.residuals if "momentum_buffer" in worker.optimizer.state[p]]
+        assert not kept, "a checkpoint has left whole velocities in the optimizer"
+        if trainer.global_step == 6:
+            raise KeyError("stop")
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path.format("crash"))
+
+
+def crash(folder: str) -> None:
+    model = Tiny(data_by_step=True)
+    trainer = make_trainer(make("dgc", topology=NODES), 4, callbacks=[Crash(folder + "/{}.ckpt", (4,))])
+    with pytest.raises(KeyError):
+        trainer.fit(model, make_data(4, STEPS))
+
+
+def test_a_checkpoint_leaves_the_velocities_in_parts(tmp_path: Path) -> None:
+    run_ranks(crash, 4, str(tmp_path))
+    before, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("4", "crash"))
+    has = [
+        [entry.get("momentum_buffer") is not None for entry in each["optimizer_states"][0]["state"].values()]
+        for each in (before, after)
+    ]
+    assert all(has[0])
+    assert sum(has[1]) < len(has[0]), "what the node keeps in parts cannot be put together while an exception unwinds"
+
+
+def fit_with_norm(more: dict[str, Any]) -> str:
+    model = Tiny()
+    make_trainer(make("local", audit=True, **more), 4).fit(model, make_data(4, STEPS))
+    return digest(model.parameters())
+
+
+def test_the_audit_lets_an_average_of_counts_pass() -> None:
+    for more in ({"topology": 2}, {"topology": 2, "node_k_steps": 2}):
+        assert len(set(run_ranks(fit_with_norm, 4, more))) == 1
+
+
+def fit_poisoned() -> str:
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(make("dgc", topology=NODES), 4).fit(Tiny(poison=(3, 4)), make_data(4, STEPS))
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_not_finite_names_the_node() -> None:
+    assert all("of node 1 (ranks [1, 3])" in message for message in run_ranks(fit_poisoned, 4))
+
+
+def fit_without_optimizer(name: str) -> str:
+    model = Tiny()
+    if dist.get_rank() == 1:
+
+        def nothing() -> list[Any]:
+            return []
+
+        model.configure_optimizers = nothing  # type: ignore[method-assign, assignment]
+    with pytest.raises(DisagreementError) as caught:
+        make_trainer(make(name, topology=2), 4).fit(model, make_data(4, STEPS))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["dgc", "hidden"])
+def test_ranks_with_other_optimizers_fail_together(name: str) -> None:
+    assert all("optimizers" in message for message in run_ranks(fit_without_optimizer, 4, name))
+
+
 # What does not fit ----------------------------------------------------------------------------------------------
 
 
@@ -246,7 +320,7 @@ def fit_stock() -> Any:
 
 def test_wrong_arguments_are_refused() -> None:
     for cls in (DGCStrategy, LocalSGDStrategy, AdaptiveLocalSGDStrategy, HierarchicalStrategy):
-        for wrong in ("tree", 0, True, 1.5, [[0, 0]], [[0], [2]], [0, 1], None):
+        for wrong in ("tree", 0, True, 1.5, [[0, 0]], [[0], [2]], [0, 1], [["a"]], [[0, 1.9], [2, 3]], None):
             with pytest.raises(ConfigurationError):
                 cls(topology=wrong)
         cls(topology=Topology.blocks(4, 2))
