@@ -48,7 +48,7 @@ def accumulate_(
 ) -> Tensor:
     """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
 
-    For contiguous float32. 1.0 ns per element on one core, where a copy of as many bytes takes 0.7.
+    For contiguous float32. What it takes beside a copy: `benchmarks/results/ops_cpu.md`.
     """
     tensors = (residual, momentum_buffer, gradient, weight)
     look_ahead = momentum if nesterov and momentum_buffer is not None else None

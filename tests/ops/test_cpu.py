@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_lowbw.ops import cpu, reference
-from lightning_lowbw.ops.cpu import CHUNK, LANES
+from lightning_lowbw.ops.cpu import CHUNK, ROW
 
-SIZES = [0, 1, LANES - 1, LANES, LANES + 1, 1000, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + LANES, 2 * CHUNK + 3 * LANES + 5]
+SIZES = [0, 1, ROW - 1, ROW, ROW + 1, 1000, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + ROW, 2 * CHUNK + 3 * ROW + 5]
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -21,9 +21,9 @@ def test_reach(numel: int, threshold: float) -> None:
 
 
 def test_reach_at_the_borders() -> None:
-    """The first and last element of chunks and lanes, a value equal to the threshold, and what cannot be compared."""
-    numel = 2 * CHUNK + LANES + 3
-    borders = [0, LANES - 1, LANES, CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK, numel - LANES, numel - 1]
+    """The first and last element of chunks and rows, a value equal to the threshold, and what cannot be compared."""
+    numel = 2 * CHUNK + ROW + 3
+    borders = [0, ROW - 1, ROW, CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK, numel - ROW, numel - 1]
     values = torch.zeros(numel)
     values[borders] = torch.tensor([2.0, -2.0, 3.0] * 3)
     values[[5, CHUNK + 5]] = float("nan")
