@@ -83,6 +83,9 @@ def test_the_size_depends_on_no_value(value_dtype: str) -> None:
 def test_bits_per_element_at_one_in_a_thousand(value_dtype: str, limit: float, numel: int) -> None:
     count = round(numel * 0.001)
     assert SparseCodec(value_dtype).nbytes([count] * 4, [numel] * 4) * 8 / (4 * count) < limit
+    # What was promised: the default takes at most 32 bits, the tightest at most 20.
+    assert SparseCodec().nbytes([count], [numel]) * 8 / count <= 32
+    assert min(SparseCodec(name).nbytes([count], [numel]) for name in VALUE_NAMES) * 8 / count <= 20
 
 
 def test_equal_content_makes_equal_bytes() -> None:
