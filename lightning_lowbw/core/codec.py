@@ -30,7 +30,7 @@ class SparseCodec:
         value_dtype: one of `VALUE_NAMES`.
     """
 
-    value_dtype: str = "int8"
+    value_dtype: str = "bfloat16"
 
     def nbytes(self, counts: Sequence[int], numels: Sequence[int]) -> int:
         """Return the size of a message with `counts[i]` of the `numels[i]` elements of tensor i, in bytes.

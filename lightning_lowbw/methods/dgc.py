@@ -83,7 +83,7 @@ class DGC:
     min_numel: int = 16384
     exclude: Sequence[str] = ()
     selection: str = "sampled"
-    value_dtype: str = "float32"
+    value_dtype: str = "bfloat16"
     schedule: SparsitySchedule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,8 @@ class DGCStrategy(LowBandwidthStrategy):
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
-        value_dtype: "float32", "bfloat16" or "float16", for the values on the wire.
+        value_dtype: "float32", "bfloat16", "float16", "int8" or "int4", for the values on the wire; what is rounded
+            away is sent later.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -66,7 +67,7 @@ class DGCStrategy(LowBandwidthStrategy):
         min_numel: int = 16384,
         exclude: Sequence[str] = (),
         selection: str = "sampled",
-        value_dtype: str = "float32",
+        value_dtype: str = "bfloat16",
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
