@@ -1,10 +1,16 @@
-"""What the collectives move, by formula: bytes that one rank sends, which is also what it receives.
+"""What the collectives cost, by formula: bytes that one rank sends, which is also what it receives, and rounds.
+
+A round is one message after another has arrived, which costs the latency of the link however small the messages are.
 
 Source: the ring algorithms (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), which NCCL and gloo
 use for large messages.
 """
 
 from __future__ import annotations
+
+from math import isqrt
+
+GATHERED = 4  # what all ranks together are handed by the owners of a sparse reduce-scatter, in units of k
 
 
 def all_reduce_bytes(nbytes: int, num_ranks: int) -> int:
@@ -23,3 +29,42 @@ def reduce_scatter_bytes(nbytes: int, num_ranks: int) -> int:
     As many as it sends to gather the parts.
     """
     return (num_ranks - 1) * nbytes // num_ranks
+
+
+def all_reduce_rounds(num_ranks: int) -> int:
+    """Return how many messages follow one another in a ring all-reduce: 2 (W - 1)."""
+    return 2 * (num_ranks - 1)
+
+
+def all_gather_rounds(num_ranks: int) -> int:
+    """Return how many messages follow one another in a ring all-gather: W - 1."""
+    return num_ranks - 1
+
+
+def scatter_capacity(num_selected: int, num_ranks: int) -> int:
+    """Return how many elements a rank can send to each owner in the sparse reduce-scatter: at least k / W.
+
+    A quarter above the mean, for the owners' parts are balanced by the steps before, and twice the standard deviation
+    of a count. What does not fit stays with its sender, so an overflow costs time and no gradient.
+    """
+    mean = num_selected // num_ranks
+    return min(num_selected, mean + mean // 4 + 2 * isqrt(mean) + 1)
+
+
+def gather_capacity(num_selected: int, num_ranks: int, gathered: int = GATHERED) -> int:
+    """Return how many sums each owner can hand out in the sparse reduce-scatter: `gathered` k / W, rounded up."""
+    return -(-gathered * num_selected // num_ranks)
+
+
+def sparse_reduce_scatter_elements(num_selected: int, num_ranks: int) -> int:
+    """Return how many (position, value) pairs a rank receives in both phases: below 6 k for k >= 16 W.
+
+    Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", arXiv 2201.07598, whose
+    bound counts positions and values apart.
+    """
+    return (num_ranks - 1) * (scatter_capacity(num_selected, num_ranks) + gather_capacity(num_selected, num_ranks))
+
+
+def sparse_reduce_scatter_rounds(num_ranks: int) -> int:
+    """Return how many messages follow one another in both phases: one to the owners, and those of an all-gather."""
+    return min(1, num_ranks - 1) + all_gather_rounds(num_ranks)

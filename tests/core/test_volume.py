@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.core.volume import (
+    all_gather_bytes,
+    all_gather_rounds,
+    all_reduce_bytes,
+    all_reduce_rounds,
+    gather_capacity,
+    scatter_capacity,
+    sparse_reduce_scatter_elements,
+    sparse_reduce_scatter_rounds,
+)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 32])
@@ -37,3 +46,19 @@ def test_sparse_equals_dense_at_one_over_density_ranks(sparsity: float, num_rank
     assert all_gather_bytes(sent, num_ranks) == all_reduce_bytes(4 * numel, num_ranks)
     assert all_gather_bytes(sent, num_ranks // 2) < all_reduce_bytes(4 * numel, num_ranks // 2)
     assert all_gather_bytes(sent, num_ranks * 2) > all_reduce_bytes(4 * numel, num_ranks * 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_rounds_of_a_message_around_the_ring(num_ranks: int) -> None:
+    assert all_gather_rounds(num_ranks) == num_ranks - 1
+    assert all_reduce_rounds(num_ranks) == 2 * all_gather_rounds(num_ranks)
+    assert sparse_reduce_scatter_rounds(num_ranks) == (num_ranks if num_ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
+@pytest.mark.parametrize("num_selected", [0, 1, 5, 64, 25_000])
+def test_room_for_a_fair_share_at_least(num_selected: int, num_ranks: int) -> None:
+    room = scatter_capacity(num_selected, num_ranks)
+    assert num_selected / num_ranks <= room <= num_selected
+    assert gather_capacity(num_selected, num_ranks) * num_ranks >= 4 * num_selected
+    assert sparse_reduce_scatter_elements(0, num_ranks) == 0
