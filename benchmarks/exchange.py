@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.slow_link import RESULTS, describe_environment
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.sparse import SparseReduceScatter
-from lightning_lowbw.core.codec import IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.schedule import num_selected
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes, sparse_reduce_scatter_elements
 from tests.ranks import run_ranks
@@ -45,7 +45,7 @@ def select(rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
 
 def measure() -> dict[str, list[float]]:
     """Return received bytes of each step and exchange, and what the reduce-scatter kept back, in units of k."""
-    exchange, codec = Exchange(), IndexValueCodec()
+    exchange, codec = Exchange(), SparseCodec()
     reducer = SparseReduceScatter(exchange, codec)
     measured: dict[str, list[float]] = {name: [] for name in ("dense", "all_gather", "reduce_scatter", "unsent")}
     dense = torch.zeros(sum(NUMELS))

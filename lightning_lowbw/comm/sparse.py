@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.core.codec import IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
 
 
@@ -40,7 +40,7 @@ class SparseReduceScatter:
     """
 
     exchange: Exchange
-    codec: IndexValueCodec
+    codec: SparseCodec
     numels: tuple[int, ...] = field(default=(), init=False)
     boundaries: tuple[int, ...] = field(default=(), init=False)
 

@@ -19,7 +19,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lightning_lowbw.core.codec import MAX_NUMEL, IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
+from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.volume import GATHERED, gather_capacity, scatter_capacity
 from lightning_lowbw.errors import ConfigurationError
 
@@ -89,7 +90,7 @@ class SparseSum:
     numels: tuple[int, ...]
     num_selected: int
     boundaries: tuple[int, ...]
-    codec: IndexValueCodec
+    codec: SparseCodec
     gathered: int = GATHERED
 
     def __post_init__(self) -> None:
@@ -141,7 +142,7 @@ class SparseSum:
                 continue
             sent = begin + self._largest(positions[begin:end], values[begin:end], self.scatter_capacity)
             local = positions[sent] - self.boundaries[owner]
-            packed, rounded = _pack(self.codec, local, values[sent], self.scatter_capacity)
+            packed, rounded = self._pack(local, values[sent], self.scatter_capacity)
             unsent[sent] -= rounded
             _write_row(message[owner], [end - begin], packed)
         begin, end = cuts[rank], cuts[rank + 1]
@@ -169,11 +170,11 @@ class SparseSum:
                 parts.append(own)
                 continue
             payload = received[sender, COUNT_BYTES:].contiguous()
-            local, values = _unpack(self.codec, payload, self.scatter_capacity, min(count, self.scatter_capacity))
+            local, values = self._unpack(payload, self.scatter_capacity, min(count, self.scatter_capacity))
             parts.append((local + start, values))
         positions, sums = sum_in_order(parts)
         handed = self._largest(positions, sums, self.gather_capacity)
-        packed, rounded = _pack(self.codec, positions[handed] - start, sums[handed], self.gather_capacity)
+        packed, rounded = self._pack(positions[handed] - start, sums[handed], self.gather_capacity)
         unsent = sums.clone()
         unsent[handed] -= rounded
         message = packed.new_zeros(2 * COUNT_BYTES + self._nbytes(self.gather_capacity))
@@ -190,7 +191,7 @@ class SparseSum:
         parts = []
         for owner, (_, count) in enumerate(header):
             payload = gathered[owner, 2 * COUNT_BYTES :].contiguous()
-            local, values = _unpack(self.codec, payload, self.gather_capacity, count)
+            local, values = self._unpack(payload, self.gather_capacity, count)
             parts.append((local + self.boundaries[owner], values))
         positions, sums = (torch.cat(column) for column in zip(*parts, strict=True))
         boundaries = self._rebalance([mass for mass, _ in header], [count for _, count in header], positions)
@@ -245,8 +246,26 @@ class SparseSum:
         inner = positions[torch.tensor(marks, dtype=torch.int64).clamp_(max=positions.numel() - 1)].tolist()
         return (0, *inner, self.boundaries[-1])
 
+    def _numel(self, capacity: int) -> int:
+        """Return the index space of a message: one for all owners, so that their messages have one size."""
+        return max(capacity, *self.widths)
+
     def _nbytes(self, capacity: int) -> int:
-        return self.codec.nbytes([capacity])
+        return self.codec.nbytes([capacity], [self._numel(capacity)])
+
+    def _pack(self, positions: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return a message of `capacity` elements, filled up with zeros behind the last, and the values it carries."""
+        padding = capacity - positions.numel()
+        last = positions[-1:] if positions.numel() else positions.new_zeros(1)
+        padded = torch.cat([positions, last.expand(padding)]), torch.cat([values, values.new_zeros(padding)])
+        message = self.codec.encode([padded], [self._numel(capacity)])
+        (sent,) = self.codec.decode_values(message, [capacity], [self._numel(capacity)])
+        return message, sent[: positions.numel()]
+
+    def _unpack(self, message: Tensor, capacity: int, count: int) -> Sparse:
+        """Return the first `count` elements of a message that has room for `capacity`."""
+        ((positions, values),) = self.codec.decode(message, [capacity], [self._numel(capacity)])
+        return positions[:count], values[:count]
 
 
 def even_boundaries(numels: Sequence[int], counts: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -275,24 +294,6 @@ def sum_in_order(parts: Sequence[Sparse]) -> Sparse:
     for place, (_, values) in zip(places.split([p.numel() for p, _ in parts]), parts, strict=True):
         sums[place] += values.float()  # positions are distinct within a vector
     return positions, sums
-
-
-def _pack(codec: IndexValueCodec, positions: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return a message of `capacity` elements, filled up with zeros behind the last, and the values it carries."""
-    limit = torch.finfo(codec.torch_dtype).max
-    narrow = values.clamp(-limit, limit).to(codec.torch_dtype)
-    padding = capacity - positions.numel()
-    last = positions[-1:] if positions.numel() else positions.new_zeros(1)
-    message = codec.encode(
-        [(torch.cat([positions, last.expand(padding)]), torch.cat([narrow, narrow.new_zeros(padding)]))]
-    )
-    return message, narrow.float()
-
-
-def _unpack(codec: IndexValueCodec, message: Tensor, capacity: int, count: int) -> Sparse:
-    """Return the first `count` elements of a message that has room for `capacity`."""
-    positions, values = codec.decode(message, [capacity])[0]
-    return positions[:count], values[:count].float()
 
 
 def _write_row(row: Tensor, counts: list[int], packed: Tensor) -> None:

@@ -22,12 +22,14 @@ each other what each has found, so that the node sends the k largest of the whol
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +41,10 @@ from torch.optim import LBFGS, SGD, Optimizer
 from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.averaging import average_gradients_
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.probe import measure_link
+from lightning_lowbw.comm.sparse import SparseReduceScatter
 from lightning_lowbw.core.codec import SparseCodec
+from lightning_lowbw.core.link import EXCHANGES, Link, choose
 from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
@@ -51,6 +56,8 @@ from lightning_lowbw.ops.reference import Segment, as_real, flat, remove_sent_, 
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 MARK_MODULUS = 1 << 10
+
+_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,11 @@ class DGC:
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
         value_dtype: "float32", "bfloat16", "float16", "int8" or "int4", for the values on the wire; what is rounded
             away is sent later.
+        exchange: how the selected elements are summed. "all_gather": every rank gets those of all, (N-1) k elements.
+            "reduce_scatter": below 6 k elements whatever N is; where the ranks' selections differ much, some of the
+            sums wait at the rank that owns them. "dense": an all-reduce of whole tensors, for low sparsities. "auto"
+            takes the cheapest by the volume formulas and, where these do not tell, by a short measurement of the link;
+            rank 0 says which. On two levels it is the all-gather.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -84,6 +96,7 @@ class DGC:
     exclude: Sequence[str] = ()
     selection: str = "sampled"
     value_dtype: str = "bfloat16"
+    exchange: str = "auto"
     schedule: SparsitySchedule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +107,12 @@ class DGC:
         if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        for name, allowed in (("selection", SELECTIONS), ("value_dtype", VALUE_NAMES)):
+        allowed_exchanges = ("auto", *EXCHANGES)
+        for name, allowed in (
+            ("selection", SELECTIONS),
+            ("value_dtype", VALUE_NAMES),
+            ("exchange", allowed_exchanges),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
@@ -215,6 +233,9 @@ class DGCWorker:
         self._names = {parameter: name for name, parameter in named_parameters}
         self._selectors: dict[tuple[Parameter, str], Selector] = {}
         self._workspace = gpu.Workspace()
+        self._link: Link | None = None
+        self._reducer = SparseReduceScatter(exchange, method.codec)
+        self._last_exchange = ""
         self._slots: list[Slot] = []  # of the step in progress
         self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # A subclass of SGD has a step of its own, which need not be the one corrected here.
@@ -363,13 +384,40 @@ class DGCWorker:
         exchange.all_reduce_(message)
         if not self.finish_dense(message, skip_nonfinite=skip_nonfinite):
             return False
-        if any(slot.k is not None for slot in self._slots):
-            if exchange.levels is None:
-                message = self.prepare_sparse()
-            else:
+        if self._sparse_slots():
+            if exchange.levels is not None:
                 message = self.choose(list(exchange.levels.node.all_gather(self.prepare_candidates())))
-            self.finish_sparse(list(exchange.gather_from_senders(message)))
+                self.finish_sparse(list(exchange.gather_from_senders(message)))
+                return True
+            kind = self._choose_exchange()
+            if kind == "all_gather":
+                self.finish_sparse(list(exchange.gather_from_senders(self.prepare_sparse())))
+            elif kind == "reduce_scatter":
+                self._reduce_scatter()
+            else:
+                self._all_reduce_selected()
         return True
+
+    def _choose_exchange(self) -> str:
+        """Return one of `EXCHANGES`, the same on all ranks; say which where it has changed.
+
+        Collective: all ranks, where the link has to be measured.
+        """
+        kind = self.method.exchange
+        if kind == "auto":
+            numels = [slot.parameter.numel() for slot, _ in self._sparse_slots()]
+            counts = [k for _, k in self._sparse_slots()]
+            bits = 8 * self.method.codec.nbytes(counts, numels) / sum(counts)
+            num_ranks = self._exchange.num_ranks
+            choice = choose(numels, self.density, num_ranks, bits, self._link or Link(0.0, 1.0))
+            if self._link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
+                self._link = measure_link(self._exchange.group, self._slots[0].parameter.device)
+                choice = choose(numels, self.density, num_ranks, bits, self._link)
+            kind = choice.name
+            if kind != self._last_exchange and self._link is not None and self._exchange.rank == 0:
+                _logger.info("Step %d, density %.4g: %s.", self.step, self.density, choice)
+        self._last_exchange = kind
+        return kind
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -454,12 +502,31 @@ class DGCWorker:
     @torch.no_grad()
     def prepare_sparse(self) -> Tensor:
         """Correct, select and mask the sparse tensors; return this rank's message: uint8, the same size on all."""
+        return self._encode(self._take())
+
+    def _take(self) -> list[tuple[Tensor, Tensor]]:
+        """Correct, select and mask; return what was selected of each tensor, with exact values."""
         slots = self._sparse_slots()
         segments = [self._segment(slot, k) for slot, k in slots]
         if self._has_kernels(segments):
-            return self._compress_on_gpu(segments)
-        found = [self._select(slot, segment) for (slot, _), segment in zip(slots, segments, strict=True)]
-        return self._encode([(indices, s.residual[indices]) for indices, s in zip(found, segments, strict=True)])
+            masking, counts = self.method.momentum_masking, [segment.k for segment in segments]
+            positions, values = gpu.compress_many_(
+                segments, value_dtype=torch.float32, masking=masking, workspace=self._workspace
+            )
+            for (slot, _), segment in zip(slots, segments, strict=True):
+                self._keep_velocity(slot, segment)
+            return list(zip(positions.split(counts), values.split(counts), strict=True))
+        parts = []
+        for (slot, _), segment in zip(slots, segments, strict=True):
+            indices = self._select(slot, segment)
+            parts.append((indices, segment.residual[indices]))
+            self._remove(slot, *parts[-1])
+        return parts
+
+    def _remove(self, slot: Slot, indices: Tensor, values: Tensor) -> None:
+        """Mask elements of this rank's part, which have these values, in u and v."""
+        velocity = self._velocity(slot.parameter) if self._momentum(slot) != 0 else None
+        remove_sent_(self.residuals[slot.parameter], velocity, indices, values, masking=self.method.momentum_masking)
 
     def _has_kernels(self, segments: Sequence[Segment]) -> bool:
         return (
@@ -468,43 +535,54 @@ class DGCWorker:
             and all(tensor.dtype in gpu.DTYPES for segment in segments for tensor in segment.tensors)
         )
 
-    def _compress_on_gpu(self, segments: Sequence[Segment]) -> Tensor:
-        positions, values = gpu.compress_many_(
-            segments,
-            value_dtype=torch.float32,
-            masking=self.method.momentum_masking,
-            workspace=self._workspace,
-        )
-        counts, numels = [segment.k for segment in segments], [segment.residual.numel() for segment in segments]
-        parts = list(zip(positions.split(counts), values.split(counts), strict=True))
-        message = self.method.codec.encode(parts, numels)
-        if self.method.value_dtype != "float32":
-            sent = self.method.codec.decode_values(message, counts, numels)
-            for segment, (indices, exact), rounded in zip(segments, parts, sent, strict=True):
-                segment.residual.index_add_(0, indices, exact - rounded)
-        return message
+    def _reduce_scatter(self) -> None:
+        """Sum at the owners; what does not fit or is rounded away goes back into the residuals."""
+        slots = self._sparse_slots()
+        numels = [slot.parameter.numel() for slot, _ in slots]
+        self._reducer.codec = self.method.codec
+        averaged = self._reducer.average(self._take(), numels, [k for _, k in slots])
+        for (slot, _), (indices, values) in zip(slots, averaged.unsent, strict=True):
+            self.residuals[slot.parameter].view(-1).index_add_(0, indices, values)
+        self._write_gradients([[mean] for mean in averaged.means])
+
+    def _all_reduce_selected(self) -> None:
+        """Sum the same elements in dense tensors."""
+        slots, weight = self._sparse_slots(), 1.0 / self._exchange.num_ranks
+        message = torch.zeros(sum(slot.parameter.numel() for slot, _ in slots), device=slots[0][0].parameter.device)
+        offsets = [0, *accumulate(slot.parameter.numel() for slot, _ in slots)]
+        for offset, (indices, values) in zip(offsets, self._take(), strict=False):
+            message[offset + indices] = values * weight
+        self._exchange.all_reduce_(message)
+        sizes = [slot.parameter.numel() for slot, _ in slots]
+        for (slot, _), mean in zip(slots, message.split(sizes), strict=True):
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            gradient.copy_(mean.view(gradient.shape))
+            if self._is_sgd and slot.sign < 0:
+                gradient.neg_()
 
     def _sparse_slots(self) -> list[tuple[Slot, int]]:
         return [(slot, slot.k) for slot in self._slots if slot.k is not None]
 
     def _encode(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the message; remove what is in it, as the receivers decode it, from this rank's residuals."""
-        slots = [slot for slot, _ in self._sparse_slots()]
-        codec, numels = self.method.codec, [slot.parameter.numel() for slot in slots]
+        """Return the message; what it rounds away goes back into this rank's residuals."""
+        slots, codec = self._sparse_slots(), self.method.codec
+        numels = [slot.parameter.numel() for slot, _ in slots]
         message = codec.encode(parts, numels)
-        sent = codec.decode_values(message, [indices.numel() for indices, _ in parts], numels)
-        for slot, (indices, _), values in zip(slots, parts, sent, strict=True):
-            own = self._own_part(slot.parameter)
-            mine = (indices >= own.start) & (indices < own.stop) if self._place[1] > 1 else slice(None)
-            velocity = self._velocity(slot.parameter) if self._momentum(slot) != 0 else None
-            remove_sent_(
-                self.residuals[slot.parameter],
-                velocity,
-                indices[mine] - own.start,
-                values[mine],
-                masking=self.method.momentum_masking,
-            )
+        if codec.value_dtype != "float32":
+            sent = codec.decode_values(message, [k for _, k in slots], numels)
+            for (slot, _), (indices, values), rounded in zip(slots, parts, sent, strict=True):
+                mine, local = self._mine(slot, indices)
+                self.residuals[slot.parameter].view(-1).index_add_(0, local, (values - rounded)[mine])
         return message
+
+    def _mine(self, slot: Slot, indices: Tensor) -> tuple[Tensor | slice, Tensor]:
+        """Return which positions are in this rank's part, and where in it."""
+        if self._place[1] == 1:
+            return slice(None), indices
+        own = self._own_part(slot.parameter)
+        mine = (indices >= own.start) & (indices < own.stop)
+        return mine, indices[mine] - own.start
 
     @torch.no_grad()
     def prepare_candidates(self) -> Tensor:
@@ -549,6 +627,8 @@ class DGCWorker:
             # Stable: all ranks choose the same of equal ones.
             largest = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
             parts.append((torch.cat(indices)[largest], torch.cat(values)[largest]))
+            mine, local = self._mine(slot, parts[-1][0])
+            self._remove(slot, local, parts[-1][1][mine])
         return self._encode(parts)
 
     def _num_candidates(self, slot: Slot, place: int) -> int:
@@ -563,6 +643,11 @@ class DGCWorker:
         slots = self._sparse_slots()
         counts, numels = [k for _, k in slots], [slot.parameter.numel() for slot, _ in slots]
         decoded = [self.method.codec.decode(message, counts, numels) for message in messages]
+        self._write_gradients(list(zip(*decoded, strict=True)))
+
+    def _write_gradients(self, parts: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """Write the mean of sparse vectors, one per sender, of each tensor."""
+        slots = self._sparse_slots()
         outs = []
         for slot, _ in slots:
             gradient = slot.parameter.grad
@@ -570,11 +655,14 @@ class DGCWorker:
             writes_directly = gradient.dtype == torch.float32 and gradient.is_contiguous()
             outs.append(gradient.view(-1) if writes_directly else torch.empty(gradient.numel(), device=gradient.device))
         if gpu.is_available(outs[0].device):
-            by_rank = [(torch.cat(i), torch.cat(v)) for i, v in (zip(*parts, strict=True) for parts in decoded)]
-            gpu.scatter_mean_many_(outs, counts, by_rank)
+            counts = [indices.numel() for (indices, _), *_ in parts]
+            by_sender = [
+                (torch.cat(i), torch.cat(v)) for i, v in (zip(*each, strict=True) for each in zip(*parts, strict=True))
+            ]
+            gpu.scatter_mean_many_(outs, counts, by_sender)
         else:
-            for number, out in enumerate(outs):
-                scatter_mean_(out, [parts[number] for parts in decoded])
+            for out, of_tensor in zip(outs, parts, strict=True):
+                scatter_mean_(out, of_tensor)
         for (slot, _), out in zip(slots, outs, strict=True):
             gradient = slot.parameter.grad
             assert gradient is not None
@@ -622,7 +710,9 @@ class DGCWorker:
             if self._is_sgd and momentum_buffer is not None:
                 entry["momentum_buffer"] = momentum_buffer.detach().cpu().clone()
             tensors[self._name(parameter)] = entry
-        return {"step": self.step, "tensors": tensors, "place": self._place}
+        link = None if self._link is None else (self._link.latency_s, self._link.bandwidth_bytes_per_s)
+        exchange = {"link": link, "reducer": self._reducer.state_dict()}  # the same on all ranks
+        return {"step": self.step, "tensors": tensors, "place": self._place, "exchange": exchange}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`; the optimizer's own state must have been loaded before.
@@ -634,6 +724,10 @@ class DGCWorker:
         self.step = state["step"]
         for own in (self.residuals, self._velocities, self._selectors):
             own.clear()
+        if "exchange" in state:  # of the same ranks
+            link = state["exchange"]["link"]
+            self._link = None if link is None else Link(*link)
+            self._reducer.load_state_dict(state["exchange"]["reducer"])
         is_own_part = tuple(state.get("place", (0, 1))) == self._place
         for name, entry in state["tensors"].items():
             parameter = parameters.get(name)
@@ -789,11 +883,15 @@ class DGCWorker:
             weight_decay=segment.weight_decay,
             sign=segment.sign,
         )
+        self._keep_velocity(slot, segment)
+        return positions
+
+    def _keep_velocity(self, slot: Slot, segment: Segment) -> None:
+        """Write back a velocity that is laid out otherwise than row by row, of which the segment has a copy."""
         if segment.momentum_buffer is not None:
             velocity = self._velocity(slot.parameter)
-            if not velocity.is_contiguous():  # the segment has a copy
+            if not velocity.is_contiguous():
                 velocity.copy_(segment.momentum_buffer.view(velocity.shape))
-        return positions
 
     def _apply_residuals(self, skip_nonfinite: bool) -> bool:
         """Step with all that is unsent: a run of several ranks goes on with one, which has nobody to send it to."""

@@ -38,6 +38,8 @@ class DGCStrategy(LowBandwidthStrategy):
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
         value_dtype: "float32", "bfloat16", "float16", "int8" or "int4", for the values on the wire; what is rounded
             away is sent later.
+        exchange: "auto", "all_gather", "reduce_scatter" or "dense": how the selected elements are summed, see
+            `lightning_lowbw.DGC`.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -68,6 +70,7 @@ class DGCStrategy(LowBandwidthStrategy):
         exclude: Sequence[str] = (),
         selection: str = "sampled",
         value_dtype: str = "bfloat16",
+        exchange: str = "auto",
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
@@ -80,6 +83,7 @@ class DGCStrategy(LowBandwidthStrategy):
             exclude=exclude,
             selection=selection,
             value_dtype=value_dtype,
+            exchange=exchange,
         )
         super().__init__(method, topology=topology, algorithm="sharded", **kwargs)
         self._broadcast_buffers = kwargs.get("broadcast_buffers")

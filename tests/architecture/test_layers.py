@@ -211,7 +211,8 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "min_numel": 11,
         "exclude": ("*.bias",),
         "selection": "exact",
-        "value_dtype": "bfloat16",
+        "value_dtype": "float16",
+        "exchange": "dense",
     }
     assert set(given) == {field.name for field in dataclasses.fields(DGC) if field.init}
     assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]

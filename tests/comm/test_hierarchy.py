@@ -34,7 +34,7 @@ def reduce_all(nodes: Any, algorithm: Any, inter_dtype: torch.dtype | None) -> d
         expected = torch.zeros(numel, dtype=torch.float64)
         for rank in range(dist.get_world_size()):
             expected += torch.randn(numel, generator=torch.Generator().manual_seed(100 * numel + rank)).double()
-        hierarchy.all_reduce(buffer).wait()
+        hierarchy.all_reduce(buffer, exact=False).wait()
         results.append((buffer, expected.float()))
     return {"results": results, "intra": ledger.intra_bytes, "inter": ledger.inter_bytes, "sent": ledger.sent_bytes}
 

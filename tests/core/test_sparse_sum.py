@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.core.codec import MAX_NUMEL, IndexValueCodec
+from lightning_lowbw.core.codec import SparseCodec
+from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.schedule import num_selected
 from lightning_lowbw.core.selection import exact_top_k
 from lightning_lowbw.core.sparse_sum import (
@@ -116,7 +117,7 @@ def distinct_magnitudes(selected: Sparse, rank: int) -> Sparse:
 def test_like_the_oracle(num_ranks: int, begin: int, gathered: int) -> None:
     numel, k = sum(NUMELS), 400
     boundaries = even_boundaries(NUMELS, [num_selected(n, 0.07) if n else 0 for n in NUMELS], num_ranks)
-    plan = SparseSum(NUMELS, k, boundaries, IndexValueCodec(), gathered)
+    plan = SparseSum(NUMELS, k, boundaries, SparseCodec("float32"), gathered)
     selections = [distinct_magnitudes(draw(numel, k, seed, begin), seed) for seed in range(num_ranks)]
     mean, unsent = Oracle(NUMELS, boundaries, k, gathered).run(selections)
     played = play(plan, selections)
@@ -131,7 +132,7 @@ def test_like_the_oracle(num_ranks: int, begin: int, gathered: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
 def test_nothing_is_lost(num_ranks: int, value_dtype: str) -> None:
     """Over many steps in which selections move, from everything in one place to everywhere."""
-    numel, k, codec = sum(NUMELS), 300, IndexValueCodec(value_dtype)
+    numel, k, codec = sum(NUMELS), 300, SparseCodec(value_dtype)
     boundaries = even_boundaries(NUMELS, [k // len(NUMELS)] * len(NUMELS), num_ranks)
     for step in range(20):
         begin = 0 if step % 3 else 4700
@@ -154,7 +155,7 @@ def test_nothing_is_lost(num_ranks: int, value_dtype: str) -> None:
 def test_float32_gives_back_the_bits() -> None:
     """Values that a single rank has selected arrive divided and unrounded, or come back as they were."""
     selected = [(torch.tensor([3, 900]), torch.tensor([0.1, -1e-30])), (torch.tensor([4000]), torch.tensor([1e30]))]
-    played = play(SparseSum(NUMELS, 2, even_boundaries(NUMELS, [1] * 5, 2), IndexValueCodec()), selected)
+    played = play(SparseSum(NUMELS, 2, even_boundaries(NUMELS, [1] * 5, 2), SparseCodec("float32")), selected)
     assert played.reduced.mean[0].tolist() == [3, 900, 4000]
     assert played.reduced.mean[1].equal(torch.tensor([0.1, -1e-30, 1e30]) * 0.5)
     assert all(o.unsent[0].numel() == 0 for o in (*played.outgoing, *played.owned))
@@ -167,7 +168,7 @@ def test_the_bits_of_the_all_gather(num_ranks: int) -> None:
     selections = [draw(numel, k, rank) for rank in range(num_ranks)]
     selections = [(positions, torch.randn(k)) for positions, _ in selections]
     boundaries = even_boundaries((numel,), (k,), num_ranks)
-    played = play(SparseSum((numel,), k, boundaries, IndexValueCodec(), gathered=num_ranks * 2), selections)
+    played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32"), gathered=num_ranks * 2), selections)
     out = torch.zeros(numel)
     for positions, values in selections:
         out.index_add_(0, positions, values * (1.0 / num_ranks))
@@ -185,7 +186,7 @@ def test_equal_positions_add_up_in_rank_order() -> None:
 def test_no_tensor_is_left_waiting() -> None:
     """Small gradients are not crowded out by the large ones of another tensor: of each the same fraction is sent."""
     numels, k, num_ranks = (1000, 1000), 100, 8
-    plan = SparseSum(numels, k, even_boundaries(numels, (50, 50), num_ranks), IndexValueCodec(), gathered=1)
+    plan = SparseSum(numels, k, even_boundaries(numels, (50, 50), num_ranks), SparseCodec("float32"), gathered=1)
     plan = SparseSum(numels, k, (0, 2000, *[2000] * (num_ranks - 1)), plan.codec, gathered=1)  # one owner of all
     selections = []
     for rank in range(num_ranks):
@@ -198,7 +199,7 @@ def test_no_tensor_is_left_waiting() -> None:
 
 def test_the_largest_are_sent() -> None:
     numel, k, num_ranks = 4000, 200, 4
-    plan = SparseSum((numel,), k, (0, 0, 0, 0, numel), IndexValueCodec(), gathered=1)  # the last owns all
+    plan = SparseSum((numel,), k, (0, 0, 0, 0, numel), SparseCodec("float32"), gathered=1)  # the last owns all
     selections = [(draw(numel, k, rank)[0], torch.randn(k)) for rank in range(num_ranks)]
     for rank, outgoing in enumerate(play(plan, selections).outgoing[:-1]):
         threshold = outgoing.unsent[1].abs().max()
@@ -215,7 +216,7 @@ def test_parts_find_the_elements(num_ranks: int) -> None:
     overflow = []
     for step in range(6):
         selections = [draw(numel, k, 50 * step + rank, begin=990_000) for rank in range(num_ranks)]
-        played = play(SparseSum((numel,), k, boundaries, IndexValueCodec()), selections)
+        played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32")), selections)
         overflow.append(sum(outgoing.unsent[0].numel() for outgoing in played.outgoing) / (num_ranks * k))
         boundaries = played.reduced.boundaries
         assert boundaries[0] == 0
@@ -243,7 +244,7 @@ def test_tiny_tensors(numels: tuple[int, ...], num_ranks: int) -> None:
     for step in range(3):
         k = 0 if step == 2 else numel  # nothing at all is selected
         selections = [draw(numel, k, 7 * step + rank) for rank in range(num_ranks)]
-        plan = SparseSum(numels, numel, boundaries, IndexValueCodec())
+        plan = SparseSum(numels, numel, boundaries, SparseCodec("float32"))
         played = play(plan, selections)
         mean = played.reduced.mean[0], played.reduced.mean[1] * num_ranks
         back = [vector for r in range(num_ranks) for vector in (played.outgoing[r].unsent, played.owned[r].unsent)]
@@ -252,7 +253,7 @@ def test_tiny_tensors(numels: tuple[int, ...], num_ranks: int) -> None:
 
 
 def test_split_undoes_join() -> None:
-    plan = SparseSum(NUMELS, 10, even_boundaries(NUMELS, [1] * 5, 2), IndexValueCodec())
+    plan = SparseSum(NUMELS, 10, even_boundaries(NUMELS, [1] * 5, 2), SparseCodec("float32"))
     parts = [draw(numel, 3, numel) for numel in NUMELS]
     starts = [*accumulate(NUMELS, initial=0)]
     whole = plan.join(parts)
@@ -270,19 +271,26 @@ def test_less_than_six_k_whatever_the_number_of_ranks(k: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_messages_are_as_long_as_the_formula_says(num_ranks: int) -> None:
-    numel, k, codec = 10_000, 999, IndexValueCodec()
+    numel, k, codec = 10_000, 999, SparseCodec("float32")
     plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), codec)
     played = play(plan, [draw(numel, k, rank) for rank in range(num_ranks)])
     received = (num_ranks - 1) * (played.outgoing[0].message[0].numel() + played.owned[0].message.numel())
     headers = (num_ranks - 1) * 3 * COUNT_BYTES
-    assert received == 8 * sparse_reduce_scatter_elements(k, num_ranks) + headers
+    exact = [
+        SparseCodec("float32").nbytes([c], [max(c, *plan.widths)])
+        for c in (plan.scatter_capacity, plan.gather_capacity)
+    ]
+    assert received == (num_ranks - 1) * sum(exact) + headers
+    assert plan.scatter_capacity + plan.gather_capacity == sparse_reduce_scatter_elements(k, num_ranks) // (
+        num_ranks - 1
+    )
 
 
 def test_inputs_are_left_alone_and_outputs_repeat() -> None:
     numel, k, num_ranks = 5000, 300, 3
     selections = [(draw(numel, k, rank)[0], torch.randn(k)) for rank in range(num_ranks)]
     before = [(positions.clone(), values.clone()) for positions, values in selections]
-    plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), IndexValueCodec("bfloat16"), gathered=1)
+    plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), SparseCodec("bfloat16"), gathered=1)
     first, second = play(plan, selections), play(plan, selections)
     for selected, copied in zip(selections, before, strict=True):
         assert selected[0].equal(copied[0])
@@ -293,7 +301,7 @@ def test_inputs_are_left_alone_and_outputs_repeat() -> None:
 
 def test_too_many_elements() -> None:
     with pytest.raises(ConfigurationError, match="positions for 2147483647"):
-        SparseSum((MAX_NUMEL, 1), 10, (0, MAX_NUMEL, MAX_NUMEL + 1), IndexValueCodec())
+        SparseSum((MAX_NUMEL, 1), 10, (0, MAX_NUMEL, MAX_NUMEL + 1), SparseCodec("float32"))
 
 
 def test_error_feedback_drains() -> None:
@@ -310,7 +318,7 @@ def test_error_feedback_drains() -> None:
             positions = exact_top_k(residual, k)
             selections.append((positions, residual[positions]))
             residual[positions] = 0
-        played = play(SparseSum((numel,), k, boundaries, IndexValueCodec(), gathered=2), selections)
+        played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32"), gathered=2), selections)
         for residual, outgoing, owned in zip(residuals, played.outgoing, played.owned, strict=True):
             for positions, values in (outgoing.unsent, owned.unsent):
                 residual[positions] += values

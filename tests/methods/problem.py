@@ -34,7 +34,8 @@ AWKWARD: dict[str, Shape] = {
 }
 
 
-DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, selection="exact")
+EXACT: dict[str, Any] = {"selection": "exact", "value_dtype": "float32"}  # as the equations have it
+DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, **EXACT)
 DENSITIES = {step: DENSE_THEN_SPARSE.schedule.density(step) for step in range(8)}
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
 

@@ -348,7 +348,8 @@ def test_a_method_is_a_value() -> None:
         "min_numel": 16384,
         "exclude": ("*.bias",),
         "selection": "sampled",
-        "value_dtype": "float32",
+        "value_dtype": "bfloat16",
+        "exchange": "auto",
     }
     settings = {name: value for name, value in description.items() if name != "method"}
     assert DGC(**settings) == method  # type: ignore[arg-type]

@@ -47,6 +47,7 @@ def train_on_ranks(optimizer: SGD, clip: dict[str, float], selection: str, maski
         min_numel=100,
         selection=selection,
         momentum_masking=masking,
+        value_dtype="float32",
     )
     worker = method.attach(sgd, model.named_parameters())
     rank = torch.distributed.get_rank()

@@ -18,7 +18,7 @@ from tests.methods.problem import Parameters, backward, make_parameters, make_we
 from tests.ranks import run_ranks
 
 SHAPES = {"large": (300, 240), "conv": (8, 4, 3, 3), "scalar": (), "bias": (7,)}  # the first is sampled
-METHOD = DGC(rampup_begin_step=2, rampup_step=8, sparsity=[0.5, 0.9, 0.99, 0.999], min_numel=100)
+METHOD = DGC(rampup_begin_step=2, rampup_step=8, sparsity=[0.5, 0.9, 0.99, 0.999], min_numel=100, value_dtype="float32")
 STEPS = 12
 
 
@@ -122,7 +122,7 @@ def train_to_a_state(momentum: float) -> dict[str, Any]:
 def send_everything(state: dict[str, Any], weights: dict[str, Tensor], momentum: float) -> dict[str, Any]:
     """Resume at another world size; then one step without gradients, decay or anything kept back."""
     # Not exactly dense, though all is sent.
-    method = DGC(sparsity=[1e-9], min_numel=METHOD.min_numel)
+    method = DGC(sparsity=[1e-9], min_numel=METHOD.min_numel, value_dtype="float32")
     worker, parameters = make_worker(method, lr=1.0, momentum=momentum, weight_decay=0.0, nesterov=False)
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_lowbw import DGC
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.methods.dgc import DGCWorker
 from lightning_lowbw.ops import gpu, reference
 from lightning_lowbw.ops.gpu import BLOCK, SAMPLE, SELECT_BLOCK, Workspace
 from lightning_lowbw.ops.reference import Segment
@@ -415,3 +418,52 @@ def test_averages_are_wide_and_contiguous() -> None:
     for out in (torch.ones(4, device=DEVICE).bfloat16(), torch.ones(4, 2, device=DEVICE)[:, 0]):
         with pytest.raises(ValueError, match="float32 and contiguous"):
             gpu.scatter_mean_many_([out], [1], [part])
+
+
+# In a worker ----------------------------------------------------------------------------------------------------------
+
+
+class TwoRanks(Exchange):
+    """As seen from one of two ranks that never talk."""
+
+    num_ranks = 2  # type: ignore[assignment]
+    rank = 0  # type: ignore[assignment]
+
+
+def make_worker(value_dtype: str, nesterov: bool) -> DGCWorker:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (40, 60), "b": (3, 5, 2, 2), "c": (BLOCK + 5,)}
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for name, shape in shapes.items()
+    }
+    parameters["b"].data = parameters["b"].data.contiguous(memory_format=torch.channels_last)
+    sgd = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.5, weight_decay=2.0**-6, nesterov=nesterov)
+    method = DGC(sparsity=[0.99], min_numel=1, value_dtype=value_dtype)
+    return method.attach(sgd, parameters.items(), TwoRanks())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "int4"])
+def test_a_worker_uses_the_kernels(value_dtype: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selection, state and gradients are those of the path without them."""
+    workers = []
+    for has_kernels in (True, False):
+        monkeypatch.setattr(gpu, "is_available", lambda device, has=has_kernels: has)
+        worker = make_worker(value_dtype, nesterov)
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(3):
+            for group in worker.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            worker._begin(())
+            message = worker.prepare_sparse()
+            worker.finish_sparse([message, message])
+        workers.append(worker)
+    with_kernels, without = workers
+    for p, q in zip(with_kernels.residuals, without.residuals, strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(with_kernels.residuals[p], without.residuals[q], rtol=1e-6, atol=1e-7)
+        buffers = [worker.optimizer.state[x]["momentum_buffer"] for worker, x in ((with_kernels, p), (without, q))]
+        torch.testing.assert_close(buffers[0], buffers[1], rtol=1e-6, atol=1e-7)
