@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
-from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.strategies.base import SETTLE_S, LowBandwidthStrategy
 
 INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -104,6 +104,7 @@ def main() -> None:
             records.append({"method": contestant.name, "repetition": repetition, **entry, **record})
             if os.environ["RANK"] == "0":
                 Path(sys.argv[2]).write_text(json.dumps(records))
+    time.sleep(SETTLE_S)
     dist.barrier()
 
 

@@ -45,6 +45,7 @@ from lightning_lowbw.strategies import shards
 # The hook is this package's; and what DDP would do beside the hook, unseen by it.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
+SETTLE_S = 0.02
 PLAIN = (bool, int, float, str, tuple, type(None))  # what can be compared between ranks
 SET_BY_LIGHTNING = frozenset({"self", "module", "device_ids", "output_device", "dim", "kwargs"})
 
@@ -241,7 +242,10 @@ class LowBandwidthStrategy(DDPStrategy):
         trainer = None if module is None else module._trainer
         super().teardown()
         if trainer is not None and not trainer.interrupted:  # no collective while an exception unwinds
-            # gloo sometimes aborts at exit, in stock DDP too, where a reduction was the last thing that was done
+            # At exit gloo's thread must not hold the last reference to a tensor of Python's, for it would ask a dying
+            # interpreter for leave to drop it, and abort; in stock DDP, too. A barrier holds no tensor, but the work
+            # before it if that has not been let go yet.
+            time.sleep(SETTLE_S)
             self.barrier()
 
     @override
