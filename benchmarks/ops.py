@@ -32,7 +32,7 @@ from lightning_lowbw.core import selection
 from lightning_lowbw.core.schedule import num_selected
 from lightning_lowbw.core.selection import SampledSelector, exact_top_k
 from lightning_lowbw.ops import compiled, cpu
-from lightning_lowbw.ops.reference import correct_, scatter_mean_, take_
+from lightning_lowbw.ops.reference import Segment, correct_, scatter_mean_, take_
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3
@@ -115,7 +115,15 @@ def select_in_one_pass(
     selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
 ) -> Tensor:
     return selector.accumulate_(
-        v, u, gradient, weight, k, momentum=MOMENTUM, nesterov=False, weight_decay=WEIGHT_DECAY, sign=1.0
+        Segment(
+            residual=v,
+            momentum_buffer=u,
+            gradient=gradient,
+            weight=weight,
+            k=k,
+            momentum=MOMENTUM,
+            weight_decay=WEIGHT_DECAY,
+        )
     )
 
 

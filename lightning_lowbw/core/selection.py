@@ -8,12 +8,13 @@ it was found (but for ties).
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.ops.dispatch import kernels_for
+from lightning_lowbw.ops.reference import Segment
 
 Selection = Literal["sampled", "exact"]
 SELECTIONS: tuple[str, ...] = get_args(Selection)
@@ -26,22 +27,14 @@ class Selector(Protocol):
         """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
         ...
 
-    def accumulate_(
-        self,
-        residual: Tensor,
-        momentum_buffer: Tensor | None,
-        gradient: Tensor,
-        weight: Tensor | None,
-        k: int,
-        **constants: Any,
-    ) -> Tensor:
+    def accumulate_(self, segment: Segment) -> Tensor:
         """Accumulate a gradient, then return what a call with the residual would: the positions of its k largest.
 
         In place:
-            `residual` and `momentum_buffer`.
+            its residual and momentum buffer.
 
-        Args as of `ops.reference.accumulate_`, without the threshold; the constants are `momentum`, `nesterov`,
-        `weight_decay` and `sign`.
+        Args:
+            segment: flat.
         """
         ...
 
@@ -68,18 +61,9 @@ class ExactSelector:
     def __call__(self, values: Tensor, k: int) -> Tensor:
         return exact_top_k(values, k)
 
-    def accumulate_(
-        self,
-        residual: Tensor,
-        momentum_buffer: Tensor | None,
-        gradient: Tensor,
-        weight: Tensor | None,
-        k: int,
-        **constants: Any,
-    ) -> Tensor:
-        tensors = (residual, momentum_buffer, gradient, weight)
-        kernels_for(*tensors).accumulate_(*tensors, threshold=0.0, **constants)
-        return exact_top_k(residual, k)
+    def accumulate_(self, segment: Segment) -> Tensor:
+        kernels_for(*segment.tensors).accumulate_(segment, 0.0)
+        return exact_top_k(segment.residual, segment.k)
 
 
 class SampledSelector:
@@ -114,25 +98,16 @@ class SampledSelector:
         self.threshold = 0.0
         return exact_top_k(values, k)
 
-    def accumulate_(
-        self,
-        residual: Tensor,
-        momentum_buffer: Tensor | None,
-        gradient: Tensor,
-        weight: Tensor | None,
-        k: int,
-        **constants: Any,
-    ) -> Tensor:
-        tensors, numel = (residual, momentum_buffer, gradient, weight), residual.numel()
-        kernels = kernels_for(*tensors)
+    def accumulate_(self, segment: Segment) -> Tensor:
+        residual, k, numel = segment.residual, segment.k, segment.residual.numel()
+        kernels = kernels_for(*segment.tensors)
         if self._sorts(numel, k):
-            kernels.accumulate_(*tensors, threshold=0.0, **constants)
+            kernels.accumulate_(segment, 0.0)
             return exact_top_k(residual, k)
         if self.threshold <= 0.0:
-            sample = kernels.sample_accumulated(*tensors, stride=self._stride(numel), **constants)
+            sample = kernels.sample_accumulated(segment, self._stride(numel))
             self.threshold = self._estimate(sample, numel, k)
-        candidates = kernels.accumulate_(*tensors, threshold=self.threshold, **constants)
-        positions = self._narrow(residual, candidates, k)
+        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold), k)
         if positions is None:
             self.threshold = 0.0
             positions = self(residual, k)

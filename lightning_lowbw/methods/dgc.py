@@ -872,17 +872,7 @@ class DGCWorker:
 
     def _select(self, slot: Slot, segment: Segment) -> Tensor:
         """Correct a segment; return the positions of its k largest."""
-        positions = self._selector(slot.parameter).accumulate_(
-            segment.residual,
-            segment.momentum_buffer,
-            segment.gradient,
-            segment.weight,
-            segment.k,
-            momentum=segment.momentum,
-            nesterov=segment.nesterov,
-            weight_decay=segment.weight_decay,
-            sign=segment.sign,
-        )
+        positions = self._selector(slot.parameter).accumulate_(segment)
         self._keep_velocity(slot, segment)
         return positions
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops.cpu import reach, sample_accumulated
+from lightning_lowbw.ops.reference import Segment
 
 __all__ = ["accumulate_", "is_available", "reach", "sample_accumulated"]
 
@@ -34,31 +35,22 @@ def is_available() -> bool:
     return True
 
 
-def accumulate_(
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    gradient: Tensor,
-    weight: Tensor | None,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    sign: float,
-    threshold: float,
-) -> Tensor:
+def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
 
     For contiguous float32. What it takes beside a copy: `benchmarks/results/ops_cpu.md`.
     """
-    tensors = (residual, momentum_buffer, gradient, weight)
-    look_ahead = momentum if nesterov and momentum_buffer is not None else None
-    kernel = _kernel(momentum_buffer is not None, weight is not None, look_ahead is not None)
+    residual, has_buffer = segment.residual, segment.momentum_buffer is not None
+    look_ahead = segment.momentum if segment.nesterov and has_buffer else None
+    kernel = _kernel(has_buffer, segment.weight is not None, look_ahead is not None)
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
     def run(start: int, stop: int) -> Tensor:
         positions = torch.empty((stop - start) // MOST + CHUNK, dtype=torch.int64)
+        tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
-        count = kernel(*pieces, momentum, look_ahead, weight_decay, sign, bound, positions.numpy())
+        constants = (segment.momentum, look_ahead, segment.weight_decay, segment.sign)
+        count = kernel(*pieces, *constants, bound, positions.numpy())
         found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
         return found + start
 

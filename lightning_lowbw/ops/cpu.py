@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import reference
-from lightning_lowbw.ops.reference import sample_accumulated
+from lightning_lowbw.ops.reference import Segment, sample_accumulated
 
 __all__ = ["accumulate_", "reach", "sample_accumulated"]
 
@@ -21,37 +21,16 @@ def reach(values: Tensor, threshold: float) -> Tensor:
     return _reach_after(lambda chunk: None, values, threshold)
 
 
-def accumulate_(
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    gradient: Tensor,
-    weight: Tensor | None,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    sign: float,
-    threshold: float,
-) -> Tensor:
+def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
 
     Chunk by chunk: only the first of its operations waits for the memory.
     """
 
     def accumulate_chunk(chunk: slice) -> None:
-        reference.accumulate_(
-            residual[chunk],
-            None if momentum_buffer is None else momentum_buffer[chunk],
-            gradient[chunk],
-            None if weight is None else weight[chunk],
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            sign=sign,
-            threshold=0.0,
-        )
+        reference.accumulate_(segment.map(lambda tensor: tensor[chunk]), 0.0)
 
-    return _reach_after(accumulate_chunk, residual, threshold)
+    return _reach_after(accumulate_chunk, segment.residual, threshold)
 
 
 def _reach_after(prepare: Callable[[slice], None], values: Tensor, threshold: float) -> Tensor:

@@ -7,11 +7,55 @@ PaddlePaddle Fleet document, which follows the paper. Nothing here communicates;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One tensor of a compress step; all of its tensors are contiguous and have one shape.
+
+    Args:
+        residual: v, the unsent gradient; float32.
+        momentum_buffer: u; None without momentum; float32, bfloat16 or float16, as are the following.
+        gradient: G, this rank's mean gradient, clipped; it is read only.
+        weight: w, the parameter; None without weight decay.
+        k: elements to send, in [1, numel].
+        momentum: m, in [0, 1).
+        nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
+        weight_decay: c.
+        sign: -1.0 where the optimizer climbs, else 1.0.
+    """
+
+    residual: Tensor
+    momentum_buffer: Tensor | None
+    gradient: Tensor
+    weight: Tensor | None
+    k: int
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    sign: float = 1.0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
+        return [tensor for tensor in everything if tensor is not None]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
+        """Return the same step on other tensors: each is replaced by what the function makes of it."""
+        buffer, weight = self.momentum_buffer, self.weight
+        return replace(
+            self,
+            residual=function(self.residual),
+            momentum_buffer=None if buffer is None else function(buffer),
+            gradient=function(self.gradient),
+            weight=None if weight is None else function(weight),
+        )
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -67,35 +111,17 @@ def reach(values: Tensor, threshold: float) -> Tensor:
     return (values.abs() >= threshold).nonzero().squeeze(1)
 
 
-def accumulate_(
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    gradient: Tensor,
-    weight: Tensor | None,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    sign: float,
-    threshold: float,
-) -> Tensor:
+def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """Accumulate a gradient locally, and return where the residual reaches a threshold.
 
     ``g = sign G + c w`` (eq. 12), then `correct_`, then `reach`. Whoever knows the threshold beforehand needs a single
     pass over memory.
 
     In place:
-        `residual` and `momentum_buffer`.
+        the residual and the momentum buffer.
 
     Args:
-        residual: v; float32, flat, contiguous, as are all of them.
-        momentum_buffer: u, or None without momentum; float32, bfloat16 or float16, as are the following.
-        gradient: G, this rank's mean gradient, clipped.
-        weight: w, or None without decay.
-        momentum: m, in [0, 1).
-        nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
-        weight_decay: c.
-        sign: -1 where the optimizer climbs, else 1.
+        segment: flat.
         threshold: at or below 0 nothing is compared, and nothing is returned.
 
     Returns:
@@ -103,48 +129,25 @@ def accumulate_(
 
     Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
     """
+    residual, gradient = segment.residual, segment.gradient
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # c w is lost in a narrow G
-    if sign < 0:
+    if segment.sign < 0:
         gradient = -gradient
-    if weight is not None:
-        gradient = gradient.add(weight, alpha=weight_decay)
-    correct_(residual, momentum_buffer, gradient, momentum=momentum, nesterov=nesterov)
+    if segment.weight is not None:
+        gradient = gradient.add(segment.weight, alpha=segment.weight_decay)
+    correct_(residual, segment.momentum_buffer, gradient, momentum=segment.momentum, nesterov=segment.nesterov)
     return reach(residual, threshold) if threshold > 0 else torch.empty(0, dtype=torch.int64, device=residual.device)
 
 
-def sample_accumulated(
-    residual: Tensor,
-    momentum_buffer: Tensor | None,
-    gradient: Tensor,
-    weight: Tensor | None,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    sign: float,
-    stride: int,
-) -> Tensor:
+def sample_accumulated(segment: Segment, stride: int) -> Tensor:
     """Return |v| as `accumulate_` will leave it, of every `stride`-th element; nothing is written.
-
-    Args as there, and:
-        stride: 1 or more.
 
     Returns:
         float32, shape (ceil(numel / stride),).
     """
-    sample = residual[::stride].clone()
-    accumulate_(
-        sample,
-        None if momentum_buffer is None else momentum_buffer[::stride].clone(),
-        gradient[::stride],
-        None if weight is None else weight[::stride],
-        momentum=momentum,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        sign=sign,
-        threshold=0.0,
-    )
-    return sample.abs_()
+    sample = segment.map(lambda tensor: tensor[::stride].clone())
+    accumulate_(sample, 0.0)
+    return sample.residual.abs_()
 
 
 def remove_sent_(
@@ -212,41 +215,8 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One tensor of a compress step; all of its tensors are contiguous and have one shape.
-
-    Args:
-        residual: v; float32.
-        momentum_buffer: u; None without momentum.
-        gradient: G, this rank's mean gradient, clipped; it is read only.
-        weight: w, the parameter; None without weight decay.
-        k: elements to send, in [1, numel].
-        momentum: m, in [0, 1).
-        nesterov: whether the optimizer takes the look-ahead form.
-        weight_decay: c.
-        sign: -1.0 where the optimizer climbs, else 1.0.
-    """
-
-    residual: Tensor
-    momentum_buffer: Tensor | None
-    gradient: Tensor
-    weight: Tensor | None
-    k: int
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    sign: float = 1.0
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those that are there."""
-        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
-        return [tensor for tensor in everything if tensor is not None]
-
-
 def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool) -> tuple[Tensor, Tensor]:
-    """Correct, select and take, tensor by tensor: ``g = sign G + c w``, `correct_`, the k largest |v|, `take_`.
+    """Correct, select and take, tensor by tensor: `accumulate_`, the k largest |v|, `take_`.
 
     In place:
         the residuals and momentum buffers.
@@ -262,11 +232,8 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
     """
     positions, values = [], []
     for segment in segments:
-        gradient = segment.gradient * segment.sign
-        if segment.weight is not None and segment.weight_decay != 0:
-            gradient.add_(segment.weight, alpha=segment.weight_decay)
+        accumulate_(segment, 0.0)
         residual, momentum_buffer = segment.residual, segment.momentum_buffer
-        correct_(residual, momentum_buffer, gradient, momentum=segment.momentum, nesterov=segment.nesterov)
         ranked = flat(residual).abs().sort(descending=True, stable=True).indices
         positions.append(ranked[: segment.k].sort().values)
         values.append(take_(residual, momentum_buffer, positions[-1], value_dtype=value_dtype, masking=masking))

@@ -69,7 +69,7 @@ def corrected(row, factors, offsets, inside, G: tl.constexpr, U: tl.constexpr, W
     u = tl.load(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), mask=inside & has_buffer, other=0.0)
     v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside, other=0.0)
     # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
-    g = rounded(tl.fma(w, weight_decay, g * sign), G)
+    g = tl.fma(w, weight_decay, g * sign)  # in float32: c w is lost in a narrow G
     u = rounded(rounded(u.to(tl.float32) * momentum, U) + g, U)
     v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + g), v + u)
     return v, u

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_lowbw.ops import compiled, cpu, reference
 from lightning_lowbw.ops.dispatch import kernels_for
-from lightning_lowbw.ops.reference import accumulate_, correct_, reach, sample_accumulated
+from lightning_lowbw.ops.reference import Segment, accumulate_, correct_, reach, sample_accumulated
 from tests.ops.test_reference import equal_bits
 
 needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
@@ -38,12 +38,17 @@ def copies(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple(None if tensor is None else tensor.clone() for tensor in tensors)
 
 
-def check(twin: ModuleType, tensors: tuple[Tensor | None, ...], **arguments: Any) -> Tensor:
+def step_on(tensors: tuple[Any, ...], **constants: Any) -> Segment:
+    names = ("residual", "momentum_buffer", "gradient", "weight")
+    return Segment(**dict(zip(names, tensors, strict=True)), k=1, **constants)
+
+
+def check(twin: ModuleType, tensors: tuple[Tensor | None, ...], threshold: float, **constants: Any) -> Tensor:
     """Run a twin and the specification; nothing but v and u may change."""
     actual, expected = copies(tensors), copies(tensors)
-    positions = twin.accumulate_(*actual, **arguments)
+    positions: Tensor = twin.accumulate_(step_on(actual, **constants), threshold)
     assert positions.dtype == torch.int64
-    assert positions.equal(accumulate_(*expected, **arguments))
+    assert positions.equal(accumulate_(step_on(expected, **constants), threshold))
     for one, other in zip(actual, expected, strict=True):
         assert one is other is None or equal_bits(one, other)
     for one, before in zip(actual[2:], tensors[2:], strict=True):
@@ -61,7 +66,8 @@ def test_the_specification_is_decay_then_correction_then_comparison(nesterov: bo
     assert w is not None
     expected_v, expected_u = copies((v, u))
     correct_(expected_v, expected_u, -gradient + 0.1 * w, momentum=0.9, nesterov=nesterov)
-    positions = accumulate_(v, u, gradient, w, momentum=0.9, nesterov=nesterov, weight_decay=0.1, sign=-1, threshold=1)
+    constants: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "sign": -1.0}
+    positions = accumulate_(step_on((v, u, gradient, w), **constants), threshold=1.0)
     torch.testing.assert_close(v, expected_v)
     assert (u is None) == (not has_buffer)
     if u is not None:
@@ -72,7 +78,7 @@ def test_the_specification_is_decay_then_correction_then_comparison(nesterov: bo
 
 def test_the_decay_is_not_lost_in_a_narrow_gradient() -> None:
     v, gradient, w = torch.zeros(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)
-    accumulate_(v, None, gradient, w, momentum=0.0, nesterov=False, weight_decay=1e-4, sign=1.0, threshold=0.0)
+    accumulate_(step_on((v, None, gradient, w), weight_decay=1e-4), threshold=0.0)
     torch.testing.assert_close(v, torch.full((3,), 1.0001))
 
 
@@ -83,11 +89,11 @@ def test_the_decay_is_not_lost_in_a_narrow_gradient() -> None:
 def test_a_sample_is_what_will_be_there(numel: int, stride: int, nesterov: bool, narrow: torch.dtype) -> None:
     tensors = make(numel, narrow=narrow)
     before = copies(tensors)
-    constants = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "sign": -1.0}
-    sample = sample_accumulated(*tensors, stride=stride, **constants)  # type: ignore[arg-type]
+    segment = step_on(tensors, momentum=0.9, nesterov=nesterov, weight_decay=0.1, sign=-1.0)
+    sample = sample_accumulated(segment, stride)
     for tensor, copy in zip(tensors, before, strict=True):
         assert equal_bits(tensor, copy)  # type: ignore[arg-type]
-    accumulate_(*tensors, threshold=0.0, **constants)  # type: ignore[arg-type]
+    accumulate_(segment, threshold=0.0)
     assert sample.equal(tensors[0][::stride].abs())
 
 
@@ -122,7 +128,7 @@ def test_narrow_dtypes(narrow: torch.dtype, nesterov: bool) -> None:
     numel = cpu.CHUNK + 17
     v, u, gradient, w = make(numel, narrow=narrow)
     constants: dict[str, Any] = {**PLAIN, "nesterov": nesterov, "weight_decay": 0.1}
-    assert kernels_for(v, u, gradient, w) is cpu
+    assert kernels_for(*step_on((v, u, gradient, w)).tensors) is cpu
     check(cpu, (v, u, gradient, w), threshold=3.0, **constants)
     check(cpu, (v, u.float(), gradient, None), threshold=3.0, **constants)  # type: ignore[union-attr]
 
@@ -146,8 +152,8 @@ def test_many_steps_stay_the_same(twin: ModuleType) -> None:
     constants: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-2, "sign": 1.0}
     for _ in range(20):
         gradient = torch.randn(5000)
-        positions = twin.accumulate_(actual_v, actual_u, gradient, w, threshold=4.0, **constants)
-        assert positions.equal(accumulate_(v, u, gradient, w, threshold=4.0, **constants))
+        positions = twin.accumulate_(step_on((actual_v, actual_u, gradient, w), **constants), 4.0)
+        assert positions.equal(accumulate_(step_on((v, u, gradient, w), **constants), 4.0))
         actual_v[positions] = v[positions] = 0
     assert u is not None
     assert equal_bits(actual_v, v)
@@ -195,9 +201,9 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch: pyte
 def test_which_one_runs() -> None:
     v, narrow = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
     fastest = compiled if compiled.is_available() else cpu
-    assert kernels_for(v) is kernels_for(v, None, v, None) is fastest
+    assert kernels_for(v) is kernels_for(v, v) is fastest
     assert kernels_for(v, narrow) is cpu
-    assert kernels_for(v, None, v[::2]) is cpu
+    assert kernels_for(v, v[::2]) is cpu
     assert kernels_for(torch.zeros(8, device="meta")) is reference
 
 
