@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,14 +96,25 @@ class Exchange:
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
         """
-        with self.ledger.waiting(message.device):
-            # gloo reduces CUDA tensors, but gathers only those of the CPU
-            staged = message.cpu() if dist.get_backend(self.group) == "gloo" else message
-            gathered = staged.new_empty((self.num_ranks, message.numel()))
-            dist.all_gather(list(gathered), staged, group=self.group)
-            gathered = gathered.to(message.device)
+        return self.begin_all_gather(message)()
+
+    def begin_all_gather(self, message: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather the messages of all ranks; return what waits for them, see `all_gather`.
+
+        Collective: all ranks, in the same order of calls.
+        """
+        # gloo reduces CUDA tensors, but gathers only those of the CPU
+        staged = message.cpu() if dist.get_backend(self.group) == "gloo" else message
+        gathered = staged.new_empty((self.num_ranks, message.numel()))
+        work = dist.all_gather(list(gathered), staged, group=self.group, async_op=True)
         self._record(all_gather_bytes(message.nbytes, self.num_ranks))
-        return gathered
+
+        def wait() -> Tensor:
+            with self.ledger.waiting(message.device):
+                work.wait()
+                return gathered.to(message.device)
+
+        return wait
 
     def gather_from_senders(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, on two levels of all nodes, in their order: uint8, (senders, nbytes).

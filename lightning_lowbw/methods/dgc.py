@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from torch.nn.functional import pad
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbw.comm.agreement import checksum
-from lightning_lowbw.comm.averaging import average_gradients_
+from lightning_lowbw.comm.averaging import average_gradients_, narrow_mean, wide_dtype
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.probe import measure_link
 from lightning_lowbw.comm.sparse import SparseReduceScatter
@@ -48,7 +47,8 @@ from lightning_lowbw.core.link import EXCHANGES, Link, choose
 from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.selection import SELECTIONS, Selector, make_selector
-from lightning_lowbw.core.values import VALUE_NAMES
+from lightning_lowbw.core.sparse_sum import Sparse
+from lightning_lowbw.core.values import FLOAT_NAMES, VALUE_NAMES
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.ops import gpu
@@ -79,6 +79,10 @@ class DGC:
             sums wait at the rank that owns them. "dense": an all-reduce of whole tensors, for low sparsities. "auto"
             takes the cheapest by the volume formulas and, where these do not tell, by a short measurement of the link;
             rank 0 says which. On two levels it is the all-gather.
+        dense_dtype: "float32", or "bfloat16" or "float16": what the small tensors are sent in, in the sparse phase;
+            what is rounded away is sent later. Half the bytes, in two collectives of their own.
+        overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
+            of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -97,6 +101,8 @@ class DGC:
     selection: str = "sampled"
     value_dtype: str = "bfloat16"
     exchange: str = "auto"
+    dense_dtype: str = "float32"
+    overlap: bool = False
     schedule: SparsitySchedule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,13 +118,15 @@ class DGC:
             ("selection", SELECTIONS),
             ("value_dtype", VALUE_NAMES),
             ("exchange", allowed_exchanges),
+            ("dense_dtype", FLOAT_NAMES),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
             raise ConfigurationError(f"min_numel={self.min_numel!r}: give a number of elements, an integer >= 1.")
-        if not isinstance(self.momentum_masking, bool):
-            raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True or False.")
+        for name in ("momentum_masking", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True or False.")
 
     @property
     def codec(self) -> SparseCodec:
@@ -163,7 +171,7 @@ class DGC:
             num_states += 1
             place, num_places = state.get("place", (0, 1))
             if not merged:
-                merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
+                merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}, "rounded": {}}
             for name, entry in state["tensors"].items():
                 shape = entry.get("shape", entry["residual"].shape)
                 part = _part(math.prod(shape), place, num_places)
@@ -173,6 +181,10 @@ class DGC:
                         wide = torch.promote_types(value.dtype, torch.float32)
                         total = merged["tensors"][name].setdefault(key, torch.zeros(shape, dtype=wide))
                         total.view(-1)[part] += flat(value).to(wide)
+            for name, rounded in state.get("rounded", {}).items():
+                merged["rounded"][name] = merged["rounded"].get(name, 0.0) + rounded
+        for name, total in merged["rounded"].items():
+            merged["rounded"][name] = total * (num_places / num_states)
         for (name, key), dtype in dtypes.items():
             merged["tensors"][name][key] = merged["tensors"][name][key].mul_(num_places / num_states).to(dtype)
         return merged
@@ -186,6 +198,12 @@ class Slot:
     parameter: Parameter
     group: dict[str, Any]
     k: int | None
+
+    @property
+    def num_selected(self) -> int:
+        """K, of a parameter that is sent sparse."""
+        assert self.k is not None
+        return self.k
 
     @property
     def sign(self) -> float:
@@ -229,14 +247,22 @@ class DGCWorker:
                 _ = exchange.levels.topology.ranks_per_node  # raises where they differ
                 raise ConfigurationError("DGC on two levels wants Hierarchy(algorithm='sharded').")
             self._place = exchange.levels.place, exchange.levels.node.num_ranks
+            given = {"exchange": method.exchange, "overlap": method.overlap}
+            for name, allowed in (("exchange", ("auto", "all_gather")), ("overlap", (False,))):
+                if given[name] not in allowed:
+                    raise ConfigurationError(
+                        f"{name}={given[name]!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
+                    )
         self._exchange = exchange
         self._names = {parameter: name for name, parameter in named_parameters}
         self._selectors: dict[tuple[Parameter, str], Selector] = {}
-        self._workspace = gpu.Workspace()
+        self._workspaces: dict[tuple[str, ...], gpu.Workspace] = {}  # by the tensors that are compressed together
         self._link: Link | None = None
         self._reducer = SparseReduceScatter(exchange, method.codec)
         self._last_exchange = ""
+        self._rounded: dict[Parameter, Tensor] = {}  # what a narrow dense_dtype has kept back
         self._slots: list[Slot] = []  # of the step in progress
+        self._begun: list[tuple[list[Slot], Callable[[], Tensor]]] = []  # during backward: what waits for the messages
         self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # A subclass of SGD has a step of its own, which need not be the one corrected here.
         self._is_sgd = type(optimizer) is SGD
@@ -336,12 +362,13 @@ class DGCWorker:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
             and weight decay of SGD's param groups are 0 until `stepping` ends.
 
-        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it; blocking. On two levels the
-        ranks of a node gather what each has found between the two.
+        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
+        all-gather, or another all-reduce, where `exchange` says so); blocking. On two levels the ranks of a node gather
+        what each has found between the two. A narrow `dense_dtype` adds an all-to-all and an all-gather.
 
         Wire:
             Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
-            Sparse: `SparseCodec.nbytes`; on two levels from each node.
+            Sparse: `SparseCodec.nbytes`; on two levels from each node; with `overlap` of each call of `begin`.
 
         Args:
             clip: clips `.grad` in place; called before anything is sent between ranks, on two levels between nodes.
@@ -359,11 +386,51 @@ class DGCWorker:
             DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
+        if self._begun and clip is not None:
+            raise ConfigurationError(
+                "overlap=True: the gradients have been sent during backward, which clipping would have to precede. "
+                "Leave out one of them."
+            )
         if self._exchange.num_ranks > 1:
             self._begin(reduced)
             if self._slots and not self._exchange_slots(clip, reduced, skip_nonfinite, num_backwards):
                 return False
         return self._exchange.num_senders > 1 or not self.residuals or self._apply_residuals(skip_nonfinite)
+
+    @torch.no_grad()
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Begin the exchange of gradients that the backward pass has completed; nothing where `overlap` is off.
+
+        In place:
+            The residuals and velocities of the sparse tensors among them. A gradient that is not finite enters none;
+            `exchange` tells the other ranks, and raises.
+
+        Collective: all ranks, with the same parameters in the same order of calls; returns at once.
+
+        Raises:
+            ConfigurationError: a second backward pass before the step; the first one's elements are sent already.
+        """
+        if not self.method.overlap or not self.is_sparse:
+            return
+        if not self._begun:
+            self._begin(())
+        if self._choose_exchange() != "all_gather":
+            return
+        given = set(parameters)
+        slots = [slot for slot in self._sparse_slots() if slot.parameter in given]
+        if self._begun_parameters() & given:
+            raise ConfigurationError(
+                f"overlap=True: a second backward pass before step {self.step}, whose gradients have been sent during "
+                "the first. Let Trainer(accumulate_grad_batches=...) accumulate, or set overlap=False."
+            )
+        for slot in slots:
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+        if slots:
+            self._begun.append((slots, self._exchange.begin_all_gather(self.prepare_sparse(slots))))
+
+    def _begun_parameters(self) -> set[Parameter]:
+        return {slot.parameter for slots, _ in self._begun for slot in slots}
 
     def _exchange_slots(
         self,
@@ -384,18 +451,21 @@ class DGCWorker:
         exchange.all_reduce_(message)
         if not self.finish_dense(message, skip_nonfinite=skip_nonfinite):
             return False
-        if self._sparse_slots():
-            if exchange.levels is not None:
-                message = self.choose(list(exchange.levels.node.all_gather(self.prepare_candidates())))
-                self.finish_sparse(list(exchange.gather_from_senders(message)))
-                return True
+        if self._is_narrow:
+            self._average_narrow()
+        self._correct_dense_slots()
+        begun = self._begun_parameters()
+        slots = [slot for slot in self._sparse_slots() if slot.parameter not in begun]
+        if slots:
             kind = self._choose_exchange()
             if kind == "all_gather":
-                self.finish_sparse(list(exchange.gather_from_senders(self.prepare_sparse())))
+                self.finish_sparse(list(exchange.gather_from_senders(self.prepare_sparse(slots))), slots)
             elif kind == "reduce_scatter":
-                self._reduce_scatter()
+                self._reduce_scatter(slots)
             else:
-                self._all_reduce_selected()
+                self._all_reduce_selected(slots)
+        for slots, gathered in self._begun:
+            self.finish_sparse(list(gathered()), slots)
         return True
 
     def _choose_exchange(self) -> str:
@@ -403,10 +473,9 @@ class DGCWorker:
 
         Collective: all ranks, where the link has to be measured.
         """
-        kind = self.method.exchange
+        kind = "all_gather" if self._exchange.levels is not None else self.method.exchange
         if kind == "auto":
-            numels = [slot.parameter.numel() for slot, _ in self._sparse_slots()]
-            counts = [k for _, k in self._sparse_slots()]
+            counts, numels = _sizes(self._sparse_slots())
             bits = 8 * self.method.codec.nbytes(counts, numels) / sum(counts)
             num_ranks = self._exchange.num_ranks
             choice = choose(numels, self.density, num_ranks, bits, self._link or Link(0.0, 1.0))
@@ -428,7 +497,7 @@ class DGCWorker:
             for group, values in self._user_values:
                 group.update(values)
             self._user_values.clear()
-            self._slots = []
+            self._slots, self._begun = [], []
         self.last_density = self.density
         self.step += 1
         self._exchange.ledger.steps += 1
@@ -437,20 +506,20 @@ class DGCWorker:
     def prepare_dense(self, clip: Callable[[], None] | None = None, num_backwards: int = 0) -> Tensor:
         """Return what is summed over the ranks: 1/N times [dense gradients | used by parameter | fault, mark by rank].
 
-        "used" counts the ranks on which a parameter has a gradient: one that nobody used is left alone, as in DDP.
-        "fault" is 1 + the number of the first parameter whose gradient is not finite, negative for one that is not
-        dense, else 0. "mark" is the same on all ranks that are at the same step and, looked at now and then, have the
-        same weights.
+        The dense gradients are not in it where `dense_dtype` sends them by themselves. "used" counts the ranks on
+        which a parameter has a gradient: one that nobody used is left alone, as in DDP. "fault" is 1 + the number of
+        the first parameter whose gradient is not finite, negative for one that is not dense, else 0. "mark" is the
+        same on all ranks that are at the same step and, looked at now and then, have the same weights.
 
         Returns:
             float32 (or wider, if a dense tensor is); shape (dense elements + parameters + 2 ranks,).
         """
         # Before clipping: a NaN in one tensor makes the total norm NaN, and then every tensor.
-        fault = self._first_fault()
+        fault = self._first_fault(self._slots)
         if clip is not None and not any(_is_sparse_layout(slot.parameter.grad) for slot in self._slots):
             clip()
         dtype, parts = torch.float32, []
-        for slot in self._slots:
+        for slot in self._slots if not self._is_narrow else ():
             if slot.k is None:
                 gradient = slot.parameter.grad
                 if gradient is None or _is_sparse_layout(gradient):
@@ -480,13 +549,13 @@ class DGCWorker:
             if fault:
                 self._refuse(int(fault), rank, skip_nonfinite)
                 return False
-        offset, kept = 0, []
+        offset, kept, begun = 0, [], self._begun_parameters()
         for slot, num_users in zip(self._slots, used, strict=True):
-            numel = as_real(slot.parameter).numel() if slot.k is None else 0
-            if num_users:
+            numel = as_real(slot.parameter).numel() if slot.k is None and not self._is_narrow else 0
+            if num_users or slot.parameter in begun:
                 if slot.parameter.grad is None:
                     slot.parameter.grad = torch.zeros_like(slot.parameter)
-                if slot.k is None:
+                if numel:
                     target = as_real(slot.parameter.grad)
                     target.copy_(mean[offset : offset + numel].view(target.shape))
                 kept.append(slot)
@@ -494,30 +563,77 @@ class DGCWorker:
         self._slots = kept
         if self.is_sparse and self._is_sgd:
             self._make_plain()
-            for slot in kept:
-                if slot.k is None:
-                    self._correct_dense(slot)
         return True
 
-    @torch.no_grad()
-    def prepare_sparse(self) -> Tensor:
-        """Correct, select and mask the sparse tensors; return this rank's message: uint8, the same size on all."""
-        return self._encode(self._take())
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether the small tensors of this step are sent in a half type."""
+        return self.is_sparse and self.method.dense_dtype != "float32"
 
-    def _take(self) -> list[tuple[Tensor, Tensor]]:
+    def _average_narrow(self) -> None:
+        """Average the dense gradients in a half type; what is rounded away is added to the next ones."""
+        slots = [slot for slot in self._slots if slot.k is None and slot.parameter.numel() > 0]
+        if not slots:
+            return
+        parts = []
+        for slot in slots:
+            assert slot.parameter.grad is not None
+            parts.append(flat(as_real(slot.parameter.grad)).to(wide_dtype(slot.parameter)))
+            if slot.parameter in self._rounded:
+                parts[-1] = parts[-1] + self._rounded[slot.parameter]
+        dtype: torch.dtype = getattr(torch, self.method.dense_dtype)
+        mean, unsent = narrow_mean(torch.cat(parts), dtype, self._exchange)
+        sizes = [part.numel() for part in parts]
+        for slot, own_mean, rounded in zip(slots, mean.split(sizes), unsent.split(sizes), strict=True):
+            self._rounded[slot.parameter] = rounded.clone()
+            assert slot.parameter.grad is not None
+            target = as_real(slot.parameter.grad)
+            target.copy_(own_mean.view(target.shape))
+
+    def _correct_dense_slots(self) -> None:
+        if self.is_sparse and self._is_sgd:
+            for slot in self._slots:
+                if slot.k is None:
+                    self._correct_dense(slot)
+
+    @torch.no_grad()
+    def prepare_sparse(self, slots: Sequence[Slot] | None = None) -> Tensor:
+        """Correct, select and mask sparse tensors (all of them by default); what is rounded away is kept.
+
+        Collective: on two levels, the ranks of a node.
+
+        Returns:
+            This rank's message, on two levels that of the node: uint8, the same size on all ranks.
+        """
+        slots, codec = self._sparse_slots() if slots is None else slots, self.method.codec
+        parts = self._take(slots)
+        counts, numels = _sizes(slots)
+        message = codec.encode(parts, numels)
+        if codec.value_dtype != "float32":
+            sent = codec.decode_values(message, counts, numels)
+            for slot, (indices, values), rounded in zip(slots, parts, sent, strict=True):
+                mine, local = self._mine(slot, indices)
+                self.residuals[slot.parameter].view(-1).index_add_(0, local, (values - rounded)[mine])
+        return message
+
+    def _take(self, slots: Sequence[Slot]) -> list[Sparse]:
         """Correct, select and mask; return what was selected of each tensor, with exact values."""
-        slots = self._sparse_slots()
-        segments = [self._segment(slot, k) for slot, k in slots]
+        if self._exchange.levels is not None:
+            return self.choose(list(self._exchange.levels.node.all_gather(self.prepare_candidates(slots))), slots)
+        if self.method.overlap and self._first_fault(slots):  # nobody has told that all are finite: send nothing
+            return [_nothing(slot) for slot in slots]
+        segments = [self._segment(slot) for slot in slots]
         if self._has_kernels(segments):
             masking, counts = self.method.momentum_masking, [segment.k for segment in segments]
+            workspace = self._workspaces.setdefault(tuple(slot.name for slot in slots), gpu.Workspace())
             positions, values = gpu.compress_many_(
-                segments, value_dtype=torch.float32, masking=masking, workspace=self._workspace
+                segments, value_dtype=torch.float32, masking=masking, workspace=workspace
             )
-            for (slot, _), segment in zip(slots, segments, strict=True):
+            for slot, segment in zip(slots, segments, strict=True):
                 self._keep_velocity(slot, segment)
             return list(zip(positions.split(counts), values.split(counts), strict=True))
         parts = []
-        for (slot, _), segment in zip(slots, segments, strict=True):
+        for slot, segment in zip(slots, segments, strict=True):
             indices = self._select(slot, segment)
             parts.append((indices, segment.residual[indices]))
             self._remove(slot, *parts[-1])
@@ -535,46 +651,27 @@ class DGCWorker:
             and all(tensor.dtype in gpu.DTYPES for segment in segments for tensor in segment.tensors)
         )
 
-    def _reduce_scatter(self) -> None:
+    def _reduce_scatter(self, slots: Sequence[Slot]) -> None:
         """Sum at the owners; what does not fit or is rounded away goes back into the residuals."""
-        slots = self._sparse_slots()
-        numels = [slot.parameter.numel() for slot, _ in slots]
+        counts, numels = _sizes(slots)
         self._reducer.codec = self.method.codec
-        averaged = self._reducer.average(self._take(), numels, [k for _, k in slots])
-        for (slot, _), (indices, values) in zip(slots, averaged.unsent, strict=True):
+        averaged = self._reducer.average(self._take(slots), numels, counts)
+        for slot, (indices, values) in zip(slots, averaged.unsent, strict=True):
             self.residuals[slot.parameter].view(-1).index_add_(0, indices, values)
-        self._write_gradients([[mean] for mean in averaged.means])
+        self._write_gradients([[mean] for mean in averaged.means], slots)
 
-    def _all_reduce_selected(self) -> None:
+    def _all_reduce_selected(self, slots: Sequence[Slot]) -> None:
         """Sum the same elements in dense tensors."""
-        slots, weight = self._sparse_slots(), 1.0 / self._exchange.num_ranks
-        message = torch.zeros(sum(slot.parameter.numel() for slot, _ in slots), device=slots[0][0].parameter.device)
-        offsets = [0, *accumulate(slot.parameter.numel() for slot, _ in slots)]
-        for offset, (indices, values) in zip(offsets, self._take(), strict=False):
-            message[offset + indices] = values * weight
+        _, numels = _sizes(slots)
+        message = torch.zeros(sum(numels), device=slots[0].parameter.device)
+        for mean, (indices, values) in zip(message.split(numels), self._take(slots), strict=True):
+            mean[indices] = values * (1.0 / self._exchange.num_ranks)
         self._exchange.all_reduce_(message)
-        sizes = [slot.parameter.numel() for slot, _ in slots]
-        for (slot, _), mean in zip(slots, message.split(sizes), strict=True):
-            gradient = slot.parameter.grad
-            assert gradient is not None
-            gradient.copy_(mean.view(gradient.shape))
-            if self._is_sgd and slot.sign < 0:
-                gradient.neg_()
+        for slot, mean in zip(slots, message.split(numels), strict=True):
+            self._set_gradient(slot, mean)
 
-    def _sparse_slots(self) -> list[tuple[Slot, int]]:
-        return [(slot, slot.k) for slot in self._slots if slot.k is not None]
-
-    def _encode(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the message; what it rounds away goes back into this rank's residuals."""
-        slots, codec = self._sparse_slots(), self.method.codec
-        numels = [slot.parameter.numel() for slot, _ in slots]
-        message = codec.encode(parts, numels)
-        if codec.value_dtype != "float32":
-            sent = codec.decode_values(message, [k for _, k in slots], numels)
-            for (slot, _), (indices, values), rounded in zip(slots, parts, sent, strict=True):
-                mine, local = self._mine(slot, indices)
-                self.residuals[slot.parameter].view(-1).index_add_(0, local, (values - rounded)[mine])
-        return message
+    def _sparse_slots(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.k is not None]
 
     def _mine(self, slot: Slot, indices: Tensor) -> tuple[Tensor | slice, Tensor]:
         """Return which positions are in this rank's part, and where in it."""
@@ -585,8 +682,8 @@ class DGCWorker:
         return mine, indices[mine] - own.start
 
     @torch.no_grad()
-    def prepare_candidates(self) -> Tensor:
-        """Correct this rank's part of the sparse tensors; return the elements of it that the node may have to send.
+    def prepare_candidates(self, slots: Sequence[Slot]) -> Tensor:
+        """Correct this rank's part of sparse tensors; return the elements of it that the node may have to send.
 
         These are the k largest of the part, for all of the tensor's k largest may be in it.
 
@@ -594,8 +691,8 @@ class DGCWorker:
             A message for the ranks of the node: uint8, the same size on all of them.
         """
         indices, values = [], []
-        for slot, k in self._sparse_slots():
-            segment = self._segment(slot, k)
+        for slot in slots:
+            segment = self._segment(slot)
             found = self._select(slot, segment)
             padding = (0, self._num_candidates(slot, 0) - found.numel())
             indices.append(pad(found.to(torch.int32), padding))
@@ -603,21 +700,20 @@ class DGCWorker:
         return torch.cat([*indices, *(each.view(torch.int32) for each in values)]).view(torch.uint8)
 
     @torch.no_grad()
-    def choose(self, messages: Sequence[Tensor]) -> Tensor:
+    def choose(self, messages: Sequence[Tensor], slots: Sequence[Slot]) -> list[Sparse]:
         """Choose the k largest of each tensor among the candidates of the node's ranks; mask them in this rank's part.
 
         Returns:
-            The node's message: uint8, the same bits on all of its ranks.
+            What the node sends of each tensor, with exact values: the same bits on all of its ranks.
         """
-        slots = self._sparse_slots()
-        longest = [self._num_candidates(slot, 0) for slot, _ in slots]
+        longest = [self._num_candidates(slot, 0) for slot in slots]
         halves = [message.view(torch.int32).split(sum(longest)) for message in messages]
         by_place = [
             (indices.to(torch.int64).split(longest), values.view(torch.float32).split(longest))
             for indices, values in halves
         ]
         parts = []
-        for number, (slot, k) in enumerate(slots):
+        for number, slot in enumerate(slots):
             indices, values = [], []
             for place, (all_indices, all_values) in enumerate(by_place):
                 count = self._num_candidates(slot, place)
@@ -625,31 +721,29 @@ class DGCWorker:
                 values.append(all_values[number][:count])
             magnitudes = torch.cat(values).abs()
             # Stable: all ranks choose the same of equal ones.
-            largest = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
+            largest = magnitudes.sort(descending=True, stable=True).indices[: slot.num_selected].sort().values
             parts.append((torch.cat(indices)[largest], torch.cat(values)[largest]))
             mine, local = self._mine(slot, parts[-1][0])
             self._remove(slot, local, parts[-1][1][mine])
-        return self._encode(parts)
+        return parts
 
     def _num_candidates(self, slot: Slot, place: int) -> int:
         """Return how many elements a part may have to send; of the first part, the longest."""
-        assert slot.k is not None
         part = _part(slot.parameter.numel(), place, self._place[1])
-        return min(slot.k, part.stop - part.start)
+        return min(slot.num_selected, part.stop - part.start)
 
     @torch.no_grad()
-    def finish_sparse(self, messages: Sequence[Tensor]) -> None:
-        """Average the messages of all ranks, in rank order, into the gradients of the sparse tensors."""
-        slots = self._sparse_slots()
-        counts, numels = [k for _, k in slots], [slot.parameter.numel() for slot, _ in slots]
+    def finish_sparse(self, messages: Sequence[Tensor], slots: Sequence[Slot] | None = None) -> None:
+        """Average the messages of all ranks, in rank order, into the gradients of sparse tensors (all by default)."""
+        slots = self._sparse_slots() if slots is None else slots
+        counts, numels = _sizes(slots)
         decoded = [self.method.codec.decode(message, counts, numels) for message in messages]
-        self._write_gradients(list(zip(*decoded, strict=True)))
+        self._write_gradients(list(zip(*decoded, strict=True)), slots)
 
-    def _write_gradients(self, parts: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+    def _write_gradients(self, parts: Sequence[Sequence[Sparse]], slots: Sequence[Slot]) -> None:
         """Write the mean of sparse vectors, one per sender, of each tensor."""
-        slots = self._sparse_slots()
         outs = []
-        for slot, _ in slots:
+        for slot in slots:
             gradient = slot.parameter.grad
             assert gradient is not None
             writes_directly = gradient.dtype == torch.float32 and gradient.is_contiguous()
@@ -663,17 +757,21 @@ class DGCWorker:
         else:
             for out, of_tensor in zip(outs, parts, strict=True):
                 scatter_mean_(out, of_tensor)
-        for (slot, _), out in zip(slots, outs, strict=True):
-            gradient = slot.parameter.grad
-            assert gradient is not None
-            if gradient.data_ptr() != out.data_ptr():
-                gradient.copy_(out.view(gradient.shape))
-            if self._is_sgd and slot.sign < 0:
-                gradient.neg_()
+        for slot, out in zip(slots, outs, strict=True):
+            self._set_gradient(slot, out)
+
+    def _set_gradient(self, slot: Slot, mean: Tensor) -> None:
+        """Take a mean as the gradient; where the optimizer climbs it has torch's sign again."""
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        if gradient.data_ptr() != mean.data_ptr():
+            gradient.copy_(mean.view(gradient.shape))
+        if self._is_sgd and slot.sign < 0:
+            gradient.neg_()
 
     def to(self, device: torch.device) -> None:
         """Move the residuals, as Lightning moves model and optimizer state at the end of a fit."""
-        for tensors in (self.residuals, self._velocities):
+        for tensors in (self.residuals, self._velocities, self._rounded):
             tensors.update({parameter: tensor.to(device) for parameter, tensor in tensors.items()})
 
     @torch.no_grad()
@@ -712,7 +810,14 @@ class DGCWorker:
             tensors[self._name(parameter)] = entry
         link = None if self._link is None else (self._link.latency_s, self._link.bandwidth_bytes_per_s)
         exchange = {"link": link, "reducer": self._reducer.state_dict()}  # the same on all ranks
-        return {"step": self.step, "tensors": tensors, "place": self._place, "exchange": exchange}
+        rounded = {self._name(parameter): each.cpu().clone() for parameter, each in self._rounded.items()}
+        return {
+            "step": self.step,
+            "tensors": tensors,
+            "place": self._place,
+            "rounded": rounded,
+            "exchange": exchange,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`; the optimizer's own state must have been loaded before.
@@ -722,8 +827,11 @@ class DGCWorker:
         """
         parameters = {self._name(p): p for group in self.optimizer.param_groups for p in group["params"]}
         self.step = state["step"]
-        for own in (self.residuals, self._velocities, self._selectors):
+        for own in (self.residuals, self._velocities, self._selectors, self._rounded):
             own.clear()
+        for name, rounded in state.get("rounded", {}).items():
+            if name in parameters and as_real(parameters[name]).numel() == rounded.numel():
+                self._rounded[parameters[name]] = rounded.to(parameters[name].device)
         if "exchange" in state:  # of the same ranks
             link = state["exchange"]["link"]
             self._link = None if link is None else Link(*link)
@@ -797,13 +905,13 @@ class DGCWorker:
             return mark
         return mark + MARK_MODULUS * (checksum(slot.parameter for slot in self._slots) % MARK_MODULUS)
 
-    def _first_fault(self) -> Tensor:
-        """Return 1 + the number of the first parameter whose gradient is not finite, else 0; a scalar.
+    def _first_fault(self, slots: Sequence[Slot]) -> Tensor:
+        """Return 1 + the number of the first slot whose gradient is not finite, else 0; a scalar.
 
         Negative for a gradient that is not dense: that is known on the host, and only on the rank that has it.
         """
         is_finite = []
-        for number, slot in enumerate(self._slots):
+        for number, slot in enumerate(slots):
             gradient, device = slot.parameter.grad, slot.parameter.device
             if gradient is None or gradient.numel() == 0:
                 is_finite.append(torch.ones((), dtype=torch.bool, device=device))
@@ -852,7 +960,7 @@ class DGCWorker:
     def _momentum(self, slot: Slot) -> float:
         return float(self._user_value(slot.group, "momentum", 0.0))
 
-    def _segment(self, slot: Slot, k: int) -> Segment:
+    def _segment(self, slot: Slot) -> Segment:
         """Return what this rank corrects and searches of a tensor: all of it, on two levels its part; flat."""
         parameter, momentum = slot.parameter, self._momentum(slot)
         weight_decay = float(self._user_value(slot.group, "weight_decay", 0.0))
@@ -863,7 +971,7 @@ class DGCWorker:
             momentum_buffer=flat(self._velocity(parameter)) if momentum != 0 else None,
             gradient=flat(parameter.grad)[own],
             weight=flat(parameter.detach())[own] if weight_decay != 0 else None,
-            k=min(k, own.stop - own.start),
+            k=min(slot.k or 1, own.stop - own.start),
             momentum=momentum,
             nesterov=bool(self._user_value(slot.group, "nesterov", False)),
             weight_decay=weight_decay,
@@ -893,7 +1001,7 @@ class DGCWorker:
         ]
         if not self._slots:
             return True
-        fault = int(self._first_fault())
+        fault = int(self._first_fault(self._slots))
         if fault:
             self._refuse(fault, self._exchange.rank, skip_nonfinite)
             return False
@@ -901,12 +1009,17 @@ class DGCWorker:
             self._make_plain()
         for slot in self._slots:
             if slot.parameter in self.residuals:
-                segment = self._segment(slot, 1)
+                segment = self._segment(slot)
                 self._select(slot, segment)
                 assert slot.parameter.grad is not None
                 slot.parameter.grad.copy_((segment.residual * segment.sign).view(slot.parameter.shape))
                 del self.residuals[slot.parameter]
-            elif self._is_sgd:
+                continue
+            if slot.parameter in self._rounded:
+                assert slot.parameter.grad is not None
+                gradient = as_real(slot.parameter.grad)
+                gradient.add_(self._rounded.pop(slot.parameter).view(gradient.shape))
+            if self._is_sgd:
                 self._correct_dense(slot)
         return True
 
@@ -976,6 +1089,17 @@ def _part(numel: int, place: int, num_places: int) -> slice:
     """Return the part of a flat tensor that the rank at a place of its node keeps; the last may be shorter."""
     size = -(-numel // num_places)
     return slice(min(place * size, numel), min((place + 1) * size, numel))
+
+
+def _sizes(slots: Iterable[Slot]) -> tuple[list[int], list[int]]:
+    """Return how many elements are sent of each sparse tensor, and how many it has."""
+    return [slot.num_selected for slot in slots], [slot.parameter.numel() for slot in slots]
+
+
+def _nothing(slot: Slot) -> Sparse:
+    """Return elements that change nothing, as many as all ranks expect."""
+    device = slot.parameter.device
+    return torch.arange(slot.num_selected, device=device), torch.zeros(slot.num_selected, device=device)
 
 
 def _is_sparse_layout(gradient: Tensor | None) -> bool:

@@ -304,6 +304,9 @@ class LocalSGDWorker:
 
     # One step ---------------------------------------------------------------------------------------------------
 
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Begin nothing: gradients that are averaged at all are averaged by DDP's hook."""
+
     @torch.no_grad()
     def exchange(
         self,

@@ -41,6 +41,10 @@ class Worker(Protocol):
         """What a norm threshold is multiplied with when this rank's own gradient is clipped before the exchange."""
         ...
 
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
+        ...
+
     def exchange(
         self,
         *,

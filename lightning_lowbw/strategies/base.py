@@ -26,6 +26,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -257,11 +258,13 @@ class LowBandwidthStrategy(DDPStrategy):
     # Seam 1: the gradient hook ----------------------------------------------------------------------------------
 
     def _gradient_hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """All-reduce a bucket as DDP does, all-reduce it inside the node, or pass it through.
+        """All-reduce a bucket as DDP does, all-reduce it inside the node, or pass it on to the method.
 
         By parameter, where optimizers are in different phases.
         """
         buffer = bucket.buffer()
+        for worker in self.workers:
+            worker.begin(bucket.parameters())
         reductions = {self._reduction(worker) for worker in self.workers} or {self._all_reduce}
         if len(reductions) == 1:
             (reduction,) = reductions
@@ -394,10 +397,9 @@ class LowBandwidthStrategy(DDPStrategy):
                     gradient_clip_algorithm=trainer.gradient_clip_algorithm,
                 )
 
-        reduced = self._reduced(worker)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            worker.exchange(clip=clip, reduced=reduced, num_backwards=self._num_backwards)
+        reduced, scaler = self._reduced(worker), self._scaler()
+        if scaler is None:
+            worker.exchange(clip=clip if self._clips() else None, reduced=reduced, num_backwards=self._num_backwards)
             return
         # A residual outlives the scale of its step, so gradients are exchanged unscaled; the plugin unscales them
         # once more. The scale is a power of two by default, which makes the round trip exact.
@@ -419,7 +421,18 @@ class LowBandwidthStrategy(DDPStrategy):
         """Return the parameters whose gradients the backward pass has reduced, where it is to do so."""
         return self._reduced_by_ddp
 
+    def _scaler(self) -> Any:
+        """Return the GradScaler that is in use, if any."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
     # Clipping ---------------------------------------------------------------------------------------------------
+
+    def _clips(self) -> bool:
+        """Whether the user has asked for clipping, of Lightning or of their own."""
+        module = self.lightning_module
+        assert module is not None
+        return bool(module.trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
 
     def _move_clipping(self) -> None:
         """Let gradient clipping act before the exchange in the sparse phase, on this rank's own gradient.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.comm.hierarchy import TopologyChoice
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.methods.dgc import DGC, DGCWorker
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
 
@@ -40,6 +42,10 @@ class DGCStrategy(LowBandwidthStrategy):
             away is sent later.
         exchange: "auto", "all_gather", "reduce_scatter" or "dense": how the selected elements are summed, see
             `lightning_lowbw.DGC`.
+        dense_dtype: "float32", or "bfloat16" or "float16": what the small tensors are sent in while the large ones are
+            sparse; what is rounded away is sent later.
+        overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
+            optimization, `find_unused_parameters` or two levels.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -71,6 +77,8 @@ class DGCStrategy(LowBandwidthStrategy):
         selection: str = "sampled",
         value_dtype: str = "bfloat16",
         exchange: str = "auto",
+        dense_dtype: str = "float32",
+        overlap: bool = False,
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
@@ -84,6 +92,8 @@ class DGCStrategy(LowBandwidthStrategy):
             selection=selection,
             value_dtype=value_dtype,
             exchange=exchange,
+            dense_dtype=dense_dtype,
+            overlap=overlap,
         )
         super().__init__(method, topology=topology, algorithm="sharded", **kwargs)
         self._broadcast_buffers = kwargs.get("broadcast_buffers")
@@ -93,6 +103,8 @@ class DGCStrategy(LowBandwidthStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
+        if self.method.overlap and self.world_size > 1:
+            self._check_overlap(self.lightning_module)
         with contextlib.suppress(MisconfigurationException):  # the number of steps cannot be known
             num_steps = self.lightning_module.trainer.estimated_stepping_batches
             if self.world_size > 1 and self.method.schedule.is_dense(int(min(num_steps, 2**62)) - 1):
@@ -101,6 +113,21 @@ class DGCStrategy(LowBandwidthStrategy):
                     f"rampup_begin_step={self.method.rampup_begin_step}: nothing will be compressed. Let it begin "
                     "earlier, or train longer."
                 )
+
+    def _check_overlap(self, module: LightningModule) -> None:
+        """Refuse what needs whole gradients, or does not say during backward which step they are for."""
+        obstacles = {
+            "gradient clipping": self._clips(),
+            "a GradScaler (precision='16-mixed')": self._scaler() is not None,
+            "manual optimization": not module.automatic_optimization,
+            "find_unused_parameters=True": bool(self._ddp_kwargs.get("find_unused_parameters")),
+        }
+        found = [name for name, is_there in obstacles.items() if is_there]
+        if found:
+            raise ConfigurationError(
+                f"overlap=True sends gradients during backward, which does not go together with {', '.join(found)}: "
+                "leave out one of them."
+            )
 
     # The velocities that a node keeps in parts -------------------------------------------------------------------
 

@@ -350,6 +350,8 @@ def test_a_method_is_a_value() -> None:
         "selection": "sampled",
         "value_dtype": "bfloat16",
         "exchange": "auto",
+        "dense_dtype": "float32",
+        "overlap": False,
     }
     settings = {name: value for name, value in description.items() if name != "method"}
     assert DGC(**settings) == method  # type: ignore[arg-type]
