@@ -7,7 +7,7 @@ does; so the peers run here as they would on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -62,6 +62,7 @@ class Contestant:
         dense_share: its bytes as a fraction of DDP's, roughly: decides how many steps can be waited for.
         num_untimed_steps: before the window, by which time a step is like all later ones: DDP has rebuilt its buckets
             (2), a warm-up is over, the caches are warm.
+        is_compiled: whether numba may be used where it is installed.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Contestant:
     period: int = 1
     dense_share: float = 1.0
     num_untimed_steps: int = WARMUP_STEPS + 3
+    is_compiled: bool = True
 
 
 NO_COMMUNICATION = Contestant("no communication", lambda: HookStrategy(ddp_comm_hook=noop_hook, **COMMON), 1, 0.0)
@@ -80,6 +82,8 @@ POWER_SGD = [Contestant(f"PowerSGD rank {rank}", lambda rank=rank: power_sgd(ran
 POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, LOCAL_STEPS, 1 / LOCAL_STEPS)
 DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], selection="exact", **COMMON), 1, 0.01)
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
+DGC_TORCH = replace(DGC, name="dgc, plain torch", is_compiled=False)
+DGC_OVERLAP = replace(DGC, name="dgc, overlap", make=lambda: DGCStrategy(sparsity=[0.999], overlap=True, **COMMON))
 LOCAL_SGD = Contestant(
     f"local_sgd / {LOCAL_STEPS}", lambda: LocalSGDStrategy(LOCAL_STEPS, **COMMON), LOCAL_STEPS, 1 / LOCAL_STEPS, 2
 )
@@ -91,8 +95,9 @@ HIDDEN_LOCAL_SGD = Contestant(
     LOCAL_STEPS + 2,  # the second average waits for nothing: its predecessor has landed
 )
 
-ALL = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, POST_LOCAL_SGD, DGC_EXACT, DGC, LOCAL_SGD, HIDDEN_LOCAL_SGD]
-SHORT = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], DGC]
+COMPRESSING = [*POWER_SGD, DGC_EXACT, DGC_TORCH, DGC, DGC_OVERLAP]
+ALL = [NO_COMMUNICATION, DDP, FP16, *COMPRESSING, POST_LOCAL_SGD, LOCAL_SGD, HIDDEN_LOCAL_SGD]
+SHORT = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, DGC_TORCH, DGC]
 SHARDED = Contestant("hierarchical, sharded", lambda: HierarchicalStrategy(**COMMON), num_untimed_steps=2)
 LEADER = Contestant("hierarchical, leader", lambda: HierarchicalStrategy(algorithm="leader", **COMMON), 1, 1.0, 2)
 TWO_LEVEL_DGC = Contestant("dgc, two levels", lambda: DGCStrategy(sparsity=[0.999], topology="auto", **COMMON), 1, 0.01)

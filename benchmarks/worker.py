@@ -5,6 +5,7 @@ Started by slow_link.py inside the lab. Rank 0 writes the records.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -16,6 +17,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
+from lightning_lowbw.ops import compiled
 from lightning_lowbw.strategies.base import SETTLE_S, LowBandwidthStrategy
 
 INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -76,7 +79,10 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Timed(workload), loader(workload, num_untimed_steps + num_steps))
+    with contextlib.ExitStack() as stack:
+        if not contestant.is_compiled:
+            stack.enter_context(mock.patch.object(compiled, "is_available", return_value=False))
+        trainer.fit(Timed(workload), loader(workload, num_untimed_steps + num_steps))
     # Of the node. On one level in rings: what its last rank sends.
     by_rank: list[float] = [0.0] * int(os.environ["WORLD_SIZE"])
     dist.all_gather_object(by_rank, window.ledger_bytes)

@@ -263,6 +263,7 @@ class DGCWorker:
         self._rounded: dict[Parameter, Tensor] = {}  # what a narrow dense_dtype has kept back
         self._slots: list[Slot] = []  # of the step in progress
         self._begun: list[tuple[list[Slot], Callable[[], Tensor]]] = []  # during backward: what waits for the messages
+        self._looked_at: dict[Parameter, Tensor] = {}  # then, and whether its gradient is finite
         self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # A subclass of SGD has a step of its own, which need not be the one corrected here.
         self._is_sgd = type(optimizer) is SGD
@@ -498,6 +499,7 @@ class DGCWorker:
                 group.update(values)
             self._user_values.clear()
             self._slots, self._begun = [], []
+            self._looked_at.clear()
         self.last_density = self.density
         self.step += 1
         self._exchange.ledger.steps += 1
@@ -917,9 +919,13 @@ class DGCWorker:
                 is_finite.append(torch.ones((), dtype=torch.bool, device=device))
             elif _is_sparse_layout(gradient):
                 return torch.tensor(-1.0 - number, device=device)
+            elif slot.parameter in self._looked_at:
+                is_finite.append(self._looked_at[slot.parameter])
             else:  # the extremes: unlike a norm they do not overflow, and a NaN is both
                 least, largest = torch.aminmax(as_real(gradient))
                 is_finite.append(least.isfinite() & largest.isfinite())
+                if self.method.overlap:
+                    self._looked_at[slot.parameter] = is_finite[-1]
         is_bad = ~torch.stack(is_finite)
         return torch.where(is_bad.any(), is_bad.float().argmax() + 1, 0).float()
 
