@@ -1,6 +1,6 @@
 """Bytes that a rank receives per step by three exchanges of 25M parameters, at density 1e-3: by ledger and by formula.
 
-    python benchmarks/exchange.py      # gloo on loopback; two minutes on two cores
+    .venv/bin/python benchmarks/exchange.py      # gloo on loopback; two minutes on two cores
 
 Selections are random and independent, which is the worst case for the reduce-scatter: hardly any positions coincide.
 Writes benchmarks/results/exchange.json and .md. Volumes only: loopback has no bandwidth to speak of.
@@ -8,6 +8,7 @@ Writes benchmarks/results/exchange.json and .md. Volumes only: loopback has no b
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -20,16 +21,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.slow_link import RESULTS, describe_environment
+from lightning_lowbw import DGC
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.sparse import SparseReduceScatter
 from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.schedule import num_selected
-from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes, sparse_reduce_scatter_elements
+from lightning_lowbw.core.sparse_sum import SparseSum, even_boundaries
+from lightning_lowbw.core.values import FLOAT_NAMES
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
 
-NUMELS, DENSITY, RANKS, STEPS = (16_000_000, 8_000_000, 1_000_000), 1e-3, (2, 4, 8), 4
+NUMELS, DENSITY, STEPS = (16_000_000, 8_000_000, 1_000_000), 1e-3, 4
+MEASURED, BY_FORMULA = (2, 4, 8), (16, 64)  # ranks
 COUNTS = [num_selected(numel, DENSITY) for numel in NUMELS]
-ELEMENT_BYTES = 8
+EXCHANGES = ("dense", "all_gather", "reduce_scatter")
 
 
 def select(rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -43,65 +48,106 @@ def select(rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
     return parts
 
 
-def measure() -> dict[str, list[float]]:
-    """Return received bytes of each step and exchange, and what the reduce-scatter kept back, in units of k."""
-    exchange, codec = Exchange(), SparseCodec()
-    reducer = SparseReduceScatter(exchange, codec)
-    measured: dict[str, list[float]] = {name: [] for name in ("dense", "all_gather", "reduce_scatter", "unsent")}
-    dense = torch.zeros(sum(NUMELS))
+def magnitude(parts: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the sum of all magnitudes."""
+    return sum(float(values.abs().sum()) for _, values in parts)
+
+
+def formulas(codec: SparseCodec, num_ranks: int, boundaries: tuple[int, ...] = ()) -> dict[str, int]:
+    """Return the bytes that a rank receives in each exchange.
+
+    Args:
+        codec: of the elements on the wire.
+        num_ranks: the number of ranks.
+        boundaries: of the reduce-scatter's parts; as in a first step where there are none.
+    """
+    boundaries = boundaries or even_boundaries(NUMELS, COUNTS, num_ranks)
+    return {
+        "dense": all_reduce_bytes(4 * sum(NUMELS), num_ranks),
+        "all_gather": all_gather_bytes(codec.nbytes(COUNTS, NUMELS), num_ranks),
+        "reduce_scatter": SparseSum(NUMELS, sum(COUNTS), boundaries, codec).received_bytes,
+    }
+
+
+def measure(codec: SparseCodec) -> list[dict[str, Any]]:
+    """Return received bytes of each exchange and step, what the formula says, and the share that was kept back."""
+    exchange, rows = Exchange(), []
+    reducer, dense = SparseReduceScatter(exchange, codec), torch.zeros(sum(NUMELS))
     for step in range(STEPS):
         parts = select(exchange.rank, step)
-        for name in ("dense", "all_gather", "reduce_scatter"):
-            before = exchange.ledger.received_bytes
+        formula = formulas(codec, exchange.num_ranks, reducer.boundaries)
+        for name in EXCHANGES:
+            before, unsent = exchange.ledger.received_bytes, 0.0
             if name == "dense":
                 exchange.all_reduce_(dense)
             elif name == "all_gather":
-                exchange.all_gather(codec.encode(parts))
+                exchange.all_gather(codec.encode(parts, NUMELS))
             else:
                 averaged = reducer.average(parts, NUMELS, COUNTS)
-                measured["unsent"].append(sum(values.numel() for _, values in averaged.unsent) / sum(COUNTS))
-            measured[name].append(exchange.ledger.received_bytes - before)
-    return measured
+                unsent = magnitude(averaged.unsent) / magnitude(parts)
+            received = exchange.ledger.received_bytes - before
+            rows.append({"exchange": name, "received": received, "formula": formula[name], "unsent": unsent})
+    return rows
+
+
+def to_markdown(rows: list[dict[str, Any]], codec: SparseCodec) -> str:
+    """Return the table."""
+    message = codec.nbytes(COUNTS, NUMELS)
+    lines = [
+        f"{sum(NUMELS):,} parameters, of which {sum(COUNTS):,} are sent: {message:,} bytes, "
+        f"{8 * message / sum(COUNTS):.1f} bits per element, values {codec.value_dtype}. Received by a rank in a step; "
+        "kept back, of the magnitude that was selected, rounding included:",
+        "",
+        "| ranks | exchange | bytes received | by formula | in messages | kept back |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        measured = row["received_bytes"] is not None
+        cells = [
+            row["ranks"],
+            row["exchange"],
+            f"{row['received_bytes']:,}" if measured else "not measured",
+            f"{row['formula_bytes']:,}",
+            f"{row['formula_bytes'] / message:.2f}",
+            f"{row['unsent']:.1%}" if measured else "-",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
     """Measure, write."""
-    k, rows = sum(COUNTS), []
-    for num_ranks in RANKS:
-        by_rank = run_ranks(measure, num_ranks, timeout_s=300.0)
-        formulas = {
-            "dense": all_reduce_bytes(4 * sum(NUMELS), num_ranks),
-            "all_gather": all_gather_bytes(ELEMENT_BYTES * k, num_ranks),
-            "reduce_scatter": ELEMENT_BYTES * sparse_reduce_scatter_elements(k, num_ranks),
-        }
-        for name, formula in formulas.items():
-            received = max(value for result in by_rank for value in result[name])
-            unsent = statistics.mean(value for result in by_rank for value in result["unsent"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=MEASURED)
+    parser.add_argument("--value-dtype", choices=FLOAT_NAMES, default=DGC().value_dtype)
+    options = parser.parse_args()
+    codec, rows = SparseCodec(options.value_dtype), list[dict[str, Any]]()
+    for num_ranks in options.ranks:
+        cells = [cell for cells in run_ranks(measure, num_ranks, codec, timeout_s=300.0) for cell in cells]
+        for name in EXCHANGES:
+            mine = [cell for cell in cells if cell["exchange"] == name]
+            for cell in mine:  # in every step of every rank
+                if cell["received"] != cell["formula"]:
+                    raise SystemExit(f"{name}: {cell['received']} bytes received, {cell['formula']} by formula.")
             rows.append(
                 {
                     "ranks": num_ranks,
                     "exchange": name,
-                    "received_bytes": received,
-                    "formula_bytes": formula,
-                    "elements_per_k": None if name == "dense" else received / (ELEMENT_BYTES * k),
-                    "unsent_per_k": unsent if name == "reduce_scatter" else 0.0,
+                    "received_bytes": max(cell["received"] for cell in mine),
+                    "formula_bytes": max(cell["formula"] for cell in mine),
+                    "unsent": statistics.mean(cell["unsent"] for cell in mine),
                 }
             )
-    environment: dict[str, Any] = {**describe_environment(), "link": "loopback, gloo"}
-    results = {"environment": environment, "command": " ".join(sys.argv), "numels": NUMELS, "k": k, "rows": rows}
+    for num_ranks in BY_FORMULA:
+        for name, nbytes in formulas(codec, num_ranks).items():
+            rows.append({"ranks": num_ranks, "exchange": name, "received_bytes": None, "formula_bytes": nbytes})
+    environment = {**describe_environment(), "link": "loopback, gloo"}
+    results = {"environment": environment, "command": " ".join(sys.argv), "numels": NUMELS, "k": sum(COUNTS)}
+    results |= {"value_dtype": codec.value_dtype, "message_bytes": codec.nbytes(COUNTS, NUMELS), "rows": rows}
     (RESULTS / "exchange.json").write_text(json.dumps(results, indent=1) + "\n")
-    lines = [
-        "| ranks | exchange | bytes received | by formula | elements / k | kept back / k |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        elements = "-" if row["elements_per_k"] is None else f"{row['elements_per_k']:.2f}"
-        lines.append(
-            f"| {row['ranks']} | {row['exchange']} | {row['received_bytes']:,.0f} | {row['formula_bytes']:,.0f} | "
-            f"{elements} | {row['unsent_per_k']:.2f} |"
-        )
-    (RESULTS / "exchange.md").write_text("\n".join([*lines, ""]))
-    print("\n".join(lines))
+    table = to_markdown(rows, codec)
+    (RESULTS / "exchange.md").write_text(table)
+    print(table)
 
 
 if __name__ == "__main__":

@@ -237,13 +237,16 @@ class Hierarchy:
 
     def _through_leaders(self, buffer: Tensor, inter_dtype: torch.dtype | None) -> None:
         leader, intra = self._ranks[0], self._intra
+        staged = buffer.cpu() if dist.get_backend(intra) == "gloo" else buffer  # whose reduce takes the CPU's only
         if len(self._ranks) > 1:
-            dist.reduce(buffer, dst=leader, group=intra)
+            dist.reduce(staged, dst=leader, group=intra)
         if self.place == 0:
-            self._between(buffer, self._leaders, inter_dtype)
+            self._between(staged, self._leaders, inter_dtype)
         if len(self._ranks) > 1:
-            dist.broadcast(buffer, src=leader, group=intra)
+            dist.broadcast(staged, src=leader, group=intra)
             self.ledger.record(buffer.nbytes, "intra")
+        if staged is not buffer:
+            buffer.copy_(staged)
 
     def _between(self, tensor: Tensor, group: dist.ProcessGroup | None, inter_dtype: torch.dtype | None) -> None:
         wire = tensor if inter_dtype is None else tensor.to(inter_dtype)

@@ -119,6 +119,12 @@ class SparseSum:
         """The elements that fit into `Owned.message`."""
         return gather_capacity(self.num_selected, self.num_ranks, self.gathered)
 
+    @property
+    def received_bytes(self) -> int:
+        """What a rank receives in both phases, which is also what it sends."""
+        row = COUNT_BYTES + self._nbytes(self.scatter_capacity)
+        return (self.num_ranks - 1) * (row + 2 * COUNT_BYTES + self._nbytes(self.gather_capacity))
+
     def prepare(self, rank: int, selected: Sparse) -> Outgoing:
         """Sort a rank's selection by owner.
 

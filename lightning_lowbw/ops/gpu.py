@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there
 SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more lest a small k be missed by chance
 ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
-GAIN = 0.1  # as in `core.selection.SampledSelector`
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -65,6 +65,7 @@ class Kind(NamedTuple):
     is_aligned: bool
 
 
+@cache  # each step asks
 def is_available(device: torch.device) -> bool:
     """Return whether the kernels run on a device: CUDA or ROCm, with a Triton that compiles them."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -83,8 +84,9 @@ def compress_many_(
 
     The same elements as the reference selects (but for ties at the k-th magnitude where a tensor had to be sorted).
     A threshold, `workspace.thresholds`, finds the candidates in the pass that corrects; it aims at twice k of them
-    and is steered by their exact number. Too few or too many: the tensor is sorted, and its threshold estimated anew
-    in the next step from a sample. Tensors of which about an eighth or more is sent are always sorted.
+    and is steered by their exact number and the k-th magnitude. Too few or too many: the tensor is sorted, and its
+    threshold estimated anew in the next step from a sample. Tensors of which about an eighth or more is sent are always
+    sorted.
 
     In place:
         the residuals and momentum buffers; `workspace`.
@@ -329,7 +331,7 @@ def _take(workspace: Workspace, numbers: Sequence[int], positions: Tensor, value
     tensors = w.everyone if len(numbers) == len(w.rows) else upload(numbers, torch.int32, device)
     take_kernel[(len(numbers),)](
         w.table, tensors, w.counts, w.thresholds, w.ordered_positions, w.ordered_values, positions, values,
-        torch.finfo(values.dtype).max, GAIN, V=getattr(tl, str(values.dtype).removeprefix("torch.")),
+        torch.finfo(values.dtype).max, V=getattr(tl, str(values.dtype).removeprefix("torch.")),
         MASKING=masking, BLOCK=SELECT_BLOCK, num_warps=16, **OPTIONS,
     )  # fmt: skip
 

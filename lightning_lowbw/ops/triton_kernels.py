@@ -163,10 +163,11 @@ def order_kernel(
 
 @triton.jit
 def take_kernel(
-    table, tensors, counts, thresholds, positions, values, sent_positions, sent_values, limit, gain,
+    table, tensors, counts, thresholds, positions, values, sent_positions, sent_values, limit,
     V: tl.constexpr, MASKING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take the k largest of a tensor's candidates (`reference.take_`) and steer its threshold by their number.
+    """Take the k largest of a tensor's candidates (`reference.take_`) and steer its threshold by their number: along
+    the power law through the threshold and the k-th magnitude, as `core.selection.SampledSelector` does.
 
     The k-th magnitude is found by its bits, four at a time: floats that are not negative are in the order of
     their bits. A tensor that has too few or too many candidates is left as it is.
@@ -228,8 +229,13 @@ def take_kernel(
             num_ties += tl.sum(is_tie.to(tl.int32), 0)
             num_taken += tl.sum(is_taken.to(tl.int32), 0)
 
-        surplus = count.to(tl.float32) / tl.load(row + AIM).to(tl.float32)
-        tl.store(thresholds + tensor, tl.load(thresholds + tensor) * tl.exp2(gain * tl.log2(surplus)))
+        least = kth.to(tl.float32, bitcast=True)
+        threshold = tl.load(thresholds + tensor)
+        if (count > k) & (threshold > 0) & (least > threshold):
+            reached = count.to(tl.float32)
+            exponent = tl.log2(least / threshold) / tl.log2(reached / k.to(tl.float32))
+            surplus = tl.log2(reached / tl.load(row + AIM).to(tl.float32))
+            tl.store(thresholds + tensor, threshold * tl.exp2(exponent * surplus))
 
 
 @triton.jit(do_not_specialize=["numel"])

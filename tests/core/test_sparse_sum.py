@@ -280,7 +280,7 @@ def test_messages_are_as_long_as_the_formula_says(num_ranks: int) -> None:
         SparseCodec("float32").nbytes([c], [max(c, *plan.widths)])
         for c in (plan.scatter_capacity, plan.gather_capacity)
     ]
-    assert received == (num_ranks - 1) * sum(exact) + headers
+    assert received == (num_ranks - 1) * sum(exact) + headers == plan.received_bytes
     assert plan.scatter_capacity + plan.gather_capacity == sparse_reduce_scatter_elements(k, num_ranks) // (
         num_ranks - 1
     )

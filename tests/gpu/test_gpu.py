@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from torch import nn
 from lightning_lowbw import DGC, DGCStrategy, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.methods.local_sgd import LocalSGDWorker
+from tests.methods.problem import Nodes, exchange_of
 from tests.ranks import run_ranks
 from tests.tiny import sgd
 
@@ -31,13 +33,13 @@ METHODS: dict[str, Any] = {
 }
 
 
-def train(device: str, name: str) -> tuple[list[torch.Tensor], str]:
+def train(device: str, name: str, nodes: Nodes = ()) -> tuple[list[torch.Tensor], str]:
     """Train in a plain loop, all ranks on one device, gloo between them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4)).to(device)
     optimizer = sgd(model.parameters())
     method = METHODS[name]
-    worker = method.attach(optimizer, model.named_parameters())
+    worker = method.attach(optimizer, model.named_parameters(), exchange_of(nodes))
     for step in range(10):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         x = torch.randn(16, 32, generator=generator).to(device)
@@ -53,10 +55,78 @@ def train(device: str, name: str) -> tuple[list[torch.Tensor], str]:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_cuda_tensors_through_gloo(name: str) -> None:
-    on_gpu, on_cpu = run_ranks(train, 2, "cuda", name), run_ranks(train, 2, "cpu", name)
-    assert on_gpu[0][1] == on_gpu[1][1]
+    check_training(run_ranks(train, 2, "cuda", name), run_ranks(train, 2, "cpu", name))
+
+
+def check_training(on_gpu: list[Any], on_cpu: list[Any]) -> None:
+    assert len({weights for _, weights in on_gpu}) == 1
     for a, b in zip(on_gpu[0][0], on_cpu[0][0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+# Two levels -----------------------------------------------------------------------------------------------------
+
+NODES: dict[str, Nodes] = {"blocks": ((0, 1), (2, 3)), "crossed": ((0, 3), (1, 2))}
+
+
+def reduce_on_two_levels(device: str, nodes: Nodes, algorithm: Any) -> tuple[list[torch.Tensor], int]:
+    """Sum over four ranks, with sizes that do not divide by two among them, several begun at once."""
+    exchange, pending = exchange_of(nodes, algorithm), []
+    for numel in (1, 5, 1000, 100_001):
+        generator = torch.Generator().manual_seed(100 * numel + dist.get_rank())
+        buffer = torch.randn(numel, generator=generator).to(device)
+        pending.append((exchange.begin_all_reduce_(buffer), buffer))
+    for work, _ in pending:
+        work.wait()
+    return [buffer.cpu() for _, buffer in pending], exchange.ledger.inter_bytes
+
+
+def through_nccl(store: str, function: Any, *args: Any) -> Any:
+    """Call a function with one device per rank, and NCCL instead of gloo between them."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    return function("cuda", *args)
+
+
+def check_sums(on_gpu: list[Any], on_cpu: list[Any]) -> None:
+    for sums, inter_bytes in on_gpu:
+        assert inter_bytes == on_cpu[0][1] or inter_bytes == 0  # with "leader" the others send nothing
+        for mine, first, expected in zip(sums, on_gpu[0][0], on_cpu[0][0], strict=True):
+            assert mine.equal(first)
+            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["sharded", "leader"])
+@pytest.mark.parametrize("name", list(NODES))
+def test_all_reduce_on_two_levels_through_gloo(name: str, algorithm: str) -> None:
+    on_gpu = run_ranks(reduce_on_two_levels, 4, "cuda", NODES[name], algorithm)
+    check_sums(on_gpu, run_ranks(reduce_on_two_levels, 4, "cpu", NODES[name], algorithm))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs two nodes of two devices")
+@pytest.mark.parametrize("algorithm", ["sharded", "leader"])
+def test_all_reduce_on_two_levels_through_nccl(algorithm: str, tmp_path: Path) -> None:
+    arguments = (NODES["crossed"], algorithm)
+    on_gpu = run_ranks(through_nccl, 4, str(tmp_path / "store"), reduce_on_two_levels, *arguments)
+    check_sums(on_gpu, run_ranks(reduce_on_two_levels, 4, "cpu", *arguments))
+
+
+@pytest.mark.parametrize("name", ["dgc", "local"])
+def test_methods_on_two_levels_through_gloo(name: str) -> None:
+    on_gpu = run_ranks(train, 4, "cuda", name, NODES["crossed"])
+    check_training(on_gpu, run_ranks(train, 4, "cpu", name, NODES["crossed"]))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs two nodes of two devices")
+@pytest.mark.parametrize("name", ["dgc", "local"])
+def test_methods_on_two_levels_through_nccl(name: str, tmp_path: Path) -> None:
+    on_gpu = run_ranks(through_nccl, 4, str(tmp_path / "store"), train, name, NODES["blocks"])
+    check_training(on_gpu, run_ranks(train, 4, "cpu", name, NODES["blocks"]))
+
+
+# In Lightning ---------------------------------------------------------------------------------------------------
 
 
 class Module(pl.LightningModule):

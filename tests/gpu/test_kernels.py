@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 
-from lightning_lowbw.core.selection import SampledSelector
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.gpu import Workspace
 from tests.ops import kernel_cases
@@ -56,7 +55,3 @@ def test_one_wait_for_the_device_in_a_step() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert workspace.unknown == []
     assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
-
-
-def test_the_threshold_is_steered_as_on_a_cpu() -> None:
-    assert gpu.GAIN == SampledSelector.GAIN

@@ -14,11 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw import Topology
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.hierarchy import Algorithm, Hierarchy
+from lightning_lowbw.comm.ledger import TrafficLedger
 from lightning_lowbw.methods.dgc import DGC, DGCWorker
 from tests.oracle import OracleDGC
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Parameter]
+Nodes = tuple[tuple[int, ...], ...]  # the ranks of each
 
 AWKWARD: dict[str, Shape] = {
     "scalar": (),
@@ -38,6 +43,14 @@ EXACT: dict[str, Any] = {"selection": "exact", "value_dtype": "float32"}  # as t
 DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, **EXACT)
 DENSITIES = {step: DENSE_THEN_SPARSE.schedule.density(step) for step in range(8)}
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
+
+
+def exchange_of(nodes: Nodes, algorithm: Algorithm = "sharded", purpose: str = "gradients") -> Exchange:
+    """Return an exchange of the world: on two levels, but for nodes of one rank."""
+    ledger = TrafficLedger()
+    if all(len(node) == 1 for node in nodes):
+        return Exchange(None, ledger)
+    return Exchange(None, ledger, hierarchy=Hierarchy(Topology(nodes), algorithm, None, ledger, purpose))
 
 
 def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_lowbw import DGC
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.methods.dgc import DGCWorker
+from tests.methods.problem import Nodes, exchange_of
 from tests.oracle import OracleDGC
 from tests.ranks import run_ranks
 
 STEPS = 12
 BEGIN = 4
 STAIRS = (0.5, 0.9, 0.97)
+MIN_NUMEL = 100
 SGD = dict[str, float | bool]
 
 
@@ -37,22 +41,24 @@ def clip_(model: nn.Module, clip: dict[str, float], factor: float) -> None:
         nn.utils.clip_grad_value_(model.parameters(), clip["value"])
 
 
-def train_on_ranks(optimizer: SGD, clip: dict[str, float], selection: str, masking: bool) -> tuple[list[Tensor], str]:
+def train_on_ranks(
+    nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool, dtype: str = "float32"
+) -> tuple[nn.Module, DGCWorker]:
+    """Train in a plain loop; nodes of one rank are one level."""
     model = make_model()
     sgd = torch.optim.SGD(model.parameters(), **optimizer)  # type: ignore[arg-type]
     method = DGC(
         rampup_begin_step=BEGIN,
         rampup_step=6,
         sparsity=STAIRS,
-        min_numel=100,
-        selection=selection,
+        min_numel=MIN_NUMEL,
+        selection="exact",
         momentum_masking=masking,
-        value_dtype="float32",
+        value_dtype=dtype,
     )
-    worker = method.attach(sgd, model.named_parameters())
-    rank = torch.distributed.get_rank()
+    worker = method.attach(sgd, model.named_parameters(), exchange_of(nodes))
     for step in range(STEPS):
-        for parameter, gradient in zip(model.parameters(), make_gradients(model, rank, step), strict=True):
+        for parameter, gradient in zip(model.parameters(), make_gradients(model, dist.get_rank(), step), strict=True):
             parameter.grad = gradient
         with worker.stepping():
             sparse = worker.is_sparse
@@ -60,29 +66,40 @@ def train_on_ranks(optimizer: SGD, clip: dict[str, float], selection: str, maski
             if not sparse:
                 clip_(model, clip, 1.0)
             sgd.step()
-    return [parameter.detach() for parameter in model.parameters()], digest(model.parameters())
+    return model, worker
 
 
-def train_by_the_paper(num_ranks: int, optimizer: SGD, clip: dict[str, float], masking: bool) -> list[Tensor]:
+def train_by_the_paper(
+    nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool
+) -> tuple[list[Tensor], OracleDGC]:
+    """Train one rank of the paper per node, which has the node's mean gradient."""
     model = make_model()
     weights = [parameter.detach() for parameter in model.parameters()]
     oracle = OracleDGC(
-        num_ranks,
+        len(nodes),
         clip_norm=clip.get("norm"),
         clip_value=clip.get("value"),
-        min_numel=100,
+        min_numel=MIN_NUMEL,
         masking=masking,
         **optimizer,  # type: ignore[arg-type]
     )
     for step in range(STEPS):
-        gradients = [make_gradients(model, rank, step) for rank in range(num_ranks)]
+        gradients = []
+        for node in nodes:
+            by_rank = [make_gradients(model, rank, step) for rank in node]
+            gradients.append([sum(each) / len(node) for each in zip(*by_rank, strict=True)])
         with torch.no_grad():
             if step < BEGIN:
                 oracle.dense_step(weights, gradients)
             else:
                 stair = min(int((step - BEGIN) * len(STAIRS) / 6), len(STAIRS) - 1)
                 oracle.sparse_step(weights, gradients, 1 - STAIRS[stair])
-    return weights
+    return weights, oracle
+
+
+def train(nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool) -> tuple[list[Tensor], str]:
+    model, _ = train_on_ranks(nodes, optimizer, clip, masking)
+    return [parameter.detach() for parameter in model.parameters()], digest(model.parameters())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -99,8 +116,9 @@ def train_by_the_paper(num_ranks: int, optimizer: SGD, clip: dict[str, float], m
     ],
 )
 def test_equals_the_paper(num_ranks: int, optimizer: SGD, clip: dict[str, float], masking: bool) -> None:
-    results = run_ranks(train_on_ranks, num_ranks, optimizer, clip, "exact", masking)
-    expected = train_by_the_paper(num_ranks, optimizer, clip, masking)
+    nodes = tuple((rank,) for rank in range(num_ranks))
+    results = run_ranks(train, num_ranks, nodes, optimizer, clip, masking)
+    expected, _ = train_by_the_paper(nodes, optimizer, clip, masking)
     assert len({digest for _, digest in results}) == 1  # replicas are equal to the bit
     for weight, reference in zip(results[0][0], expected, strict=True):
         torch.testing.assert_close(weight, reference, rtol=1e-5, atol=2e-6)

@@ -21,14 +21,21 @@ from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.methods.dgc import DGCWorker
 from lightning_lowbw.methods.local_sgd import LocalSGDWorker
 from tests.local_oracle import OracleLocalSGD, mean_of
-from tests.methods.problem import AWKWARD, backward, coefficients, make_parameters, make_weight, take_step
-from tests.methods.test_dgc_oracle import BEGIN, STAIRS, STEPS, clip_, make_gradients, make_model
+from tests.methods.problem import (
+    AWKWARD,
+    Nodes,
+    backward,
+    coefficients,
+    exchange_of,
+    make_parameters,
+    make_weight,
+    take_step,
+)
+from tests.methods.test_dgc_oracle import MIN_NUMEL, SGD, make_model, train_by_the_paper, train_on_ranks
 from tests.methods.test_local_sgd import CASES, CLOSE, OPTIMIZERS, loss_of
 from tests.methods.test_local_sgd import STEPS as LOCAL_STEPS
-from tests.oracle import OracleDGC
 from tests.ranks import run_ranks
 
-Nodes = tuple[tuple[int, ...], ...]
 NODES: dict[str, Nodes] = {
     "blocks": ((0, 1), (2, 3)),
     "strided": ((0, 2), (1, 3)),
@@ -38,70 +45,20 @@ NODES: dict[str, Nodes] = {
 }
 
 
-def exchange_of(nodes: Nodes, algorithm: Any = "sharded", purpose: str = "gradients") -> Exchange:
-    ledger = TrafficLedger()
-    return Exchange(None, ledger, hierarchy=Hierarchy(Topology(nodes), algorithm, None, ledger, purpose))
-
-
 # Deep gradient compression --------------------------------------------------------------------------------------
 
 
-def train(nodes: Nodes, optimizer: Any, clip: dict[str, float], masking: bool, dtype: str) -> dict[str, Any]:
-    model = make_model()
-    sgd = torch.optim.SGD(model.parameters(), **optimizer)
-    method = DGC(
-        rampup_begin_step=BEGIN,
-        rampup_step=6,
-        sparsity=STAIRS,
-        min_numel=100,
-        selection="exact",
-        momentum_masking=masking,
-        value_dtype=dtype,
-    )
-    worker = method.attach(sgd, model.named_parameters(), exchange_of(nodes))
-    for step in range(STEPS):
-        for parameter, gradient in zip(model.parameters(), make_gradients(model, dist.get_rank(), step), strict=True):
-            parameter.grad = gradient
-        with worker.stepping():
-            sparse = worker.is_sparse
-            worker.exchange(clip=lambda: clip_(model, clip, worker.clip_factor) if worker.is_sparse else None)
-            if not sparse:
-                clip_(model, clip, 1.0)
-            sgd.step()
+def train(nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool, dtype: str) -> dict[str, Any]:
+    model, worker = train_on_ranks(nodes, optimizer, clip, masking, dtype)
+    state = worker.optimizer.state
     return {
         "weights": [parameter.detach() for parameter in model.parameters()],
         "digest": digest(model.parameters()),
         "kept": {worker._name(p): v.numel() for p, v in worker.residuals.items()},
         "velocities": {worker._name(p): u.numel() for p, u in worker._velocities.items()},
-        "in optimizer": sorted(worker._name(p) for p, state in sgd.state.items() if "momentum_buffer" in state),
+        "in optimizer": sorted(worker._name(p) for p, entry in state.items() if "momentum_buffer" in entry),
         "whole": {worker._name(p): u for p, u in worker.whole_momentum().items()},
     }
-
-
-def by_the_paper(nodes: Nodes, optimizer: Any, clip: dict[str, float], masking: bool) -> tuple[list[Tensor], OracleDGC]:
-    """One rank per node, which has the node's mean gradient."""
-    model = make_model()
-    weights = [parameter.detach() for parameter in model.parameters()]
-    oracle = OracleDGC(
-        len(nodes),
-        clip_norm=clip.get("norm"),
-        clip_value=clip.get("value"),
-        min_numel=100,
-        masking=masking,
-        **optimizer,
-    )
-    for step in range(STEPS):
-        gradients = []
-        for node in nodes:
-            by_rank = [make_gradients(model, rank, step) for rank in node]
-            gradients.append([sum(each) / len(node) for each in zip(*by_rank, strict=True)])
-        with torch.no_grad():
-            if step < BEGIN:
-                oracle.dense_step(weights, gradients)
-            else:
-                stair = min(int((step - BEGIN) * len(STAIRS) / 6), len(STAIRS) - 1)
-                oracle.sparse_step(weights, gradients, 1 - STAIRS[stair])
-    return weights, oracle
 
 
 @pytest.mark.parametrize(
@@ -115,15 +72,15 @@ def by_the_paper(nodes: Nodes, optimizer: Any, clip: dict[str, float], masking: 
         ("three each", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {"value": 0.02}, True),
     ],
 )
-def test_dgc_is_that_of_one_rank_per_node(name: str, optimizer: Any, clip: dict[str, float], masking: bool) -> None:
+def test_dgc_is_that_of_one_rank_per_node(name: str, optimizer: SGD, clip: dict[str, float], masking: bool) -> None:
     nodes = NODES[name]
     results = run_ranks(train, sum(map(len, nodes)), nodes, optimizer, clip, masking, "float32")
-    expected, oracle = by_the_paper(nodes, optimizer, clip, masking)
+    expected, oracle = train_by_the_paper(nodes, optimizer, clip, masking)
     assert len({result["digest"] for result in results}) == 1
     for weight, reference in zip(results[0]["weights"], expected, strict=True):
         torch.testing.assert_close(weight, reference, rtol=1e-5, atol=2e-6)
     # Memory: each rank of a node keeps a part of u and v.
-    numels = {key: p.numel() for key, p in make_model().named_parameters() if p.numel() >= 100}
+    numels = {key: p.numel() for key, p in make_model().named_parameters() if p.numel() >= MIN_NUMEL}
     for node in nodes:
         for kept in ("kept", "velocities") if "momentum" in optimizer else ("kept",):
             total = {key: sum(results[rank][kept][key] for rank in node) for key in numels}
@@ -143,13 +100,13 @@ def test_dgc_is_that_of_one_rank_per_node(name: str, optimizer: Any, clip: dict[
 
 def test_dgc_with_half_values_keeps_what_they_round_away() -> None:
     """Owners and the others of a node round alike: replicas are equal, and near those that send float32."""
-    optimizer = {"lr": 0.1, "momentum": 0.9}
+    optimizer: SGD = {"lr": 0.1, "momentum": 0.9}
     wide = run_ranks(train, 4, NODES["blocks"], optimizer, {}, True, "float32")
     half = run_ranks(train, 4, NODES["blocks"], optimizer, {}, True, "float16")
     assert len({result["digest"] for result in half}) == 1
     for weight, reference in zip(half[0]["weights"], wide[0]["weights"], strict=True):
         assert float((weight - reference).abs().mean()) < 1e-4  # but for elements of which another was chosen
-        assert not torch.equal(weight, reference) or weight.numel() < 100
+        assert not torch.equal(weight, reference) or weight.numel() < MIN_NUMEL
 
 
 def awkward(nodes: Nodes, selection: str) -> dict[str, Any]:
@@ -189,7 +146,7 @@ def resume(nodes: Nodes, states: list[Any], first: int, last: int) -> Any:
     parameters = make_parameters(shapes)
     sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
     method = DGC(sparsity=[0.95], min_numel=1, selection="exact")
-    worker = method.attach(sgd, parameters.items(), exchange_of(nodes) if nodes else Exchange())
+    worker = method.attach(sgd, parameters.items(), exchange_of(nodes))
     if states:
         same = len(states) == dist.get_world_size() and states[0][2] == nodes
         state, weights, _ = states[dist.get_rank()] if same else states[0]
@@ -202,9 +159,9 @@ def resume(nodes: Nodes, states: list[Any], first: int, last: int) -> Any:
     return worker.state_dict(), {name: p.detach().clone() for name, p in parameters.items()}, nodes
 
 
-def total_unsent(states: list[Any], num_senders: int) -> dict[str, Tensor]:
+def mean_unsent(states: list[Any]) -> dict[str, Tensor]:
     merged = DGC().merge_states(state for state, _, _ in states)
-    return {name: entry["residual"] * num_senders for name, entry in merged["tensors"].items()}
+    return {name: entry["residual"] for name, entry in merged["tensors"].items()}
 
 
 def test_resume_is_to_the_bit_and_survives_another_topology() -> None:
@@ -218,16 +175,17 @@ def test_resume_is_to_the_bit_and_survives_another_topology() -> None:
             for key in ("residual", "momentum_buffer"):
                 assert torch.equal(state["tensors"][name][key], other["tensors"][name][key])
     # The unsent mean, 1/N sum v, is the same for the ranks of any other world.
-    for other_nodes, num_ranks, num_senders in (((), 3, 3), (NODES["strided"], 4, 2), ((), 1, 1)):
-        moved = run_ranks(resume, num_ranks, other_nodes, half, 4, 4)
-        for name, unsent in total_unsent(half, 1).items():
-            torch.testing.assert_close(total_unsent(moved, 1)[name], unsent, rtol=1e-6, atol=1e-7)
-        assert num_senders  # and it trains on
-        run_ranks(resume, num_ranks, other_nodes, half, 4, 6)
     flat = run_ranks(resume, 2, (), [], 0, 4)
-    moved = run_ranks(resume, 4, nodes, flat, 4, 4)
-    for name, unsent in total_unsent(flat, 1).items():
-        torch.testing.assert_close(total_unsent(moved, 1)[name], unsent, rtol=1e-6, atol=1e-7)
+    moves: list[tuple[list[Any], Nodes, int]] = [(half, (), 3), (half, NODES["strided"], 4), (half, (), 1)]
+    for states, other_nodes, num_ranks in [*moves, (flat, nodes, 4)]:
+        moved = mean_unsent(run_ranks(resume, num_ranks, other_nodes, states, 4, 4))
+        for name, unsent in mean_unsent(states).items():
+            torch.testing.assert_close(moved[name], unsent, rtol=1e-6, atol=1e-7)
+        # And it trains on: all replicas step, and alike.
+        replicas = [weights for _, weights, _ in run_ranks(resume, num_ranks, other_nodes, states, 4, 6)]
+        for name, start in states[0][1].items():
+            assert all(torch.equal(weights[name], replicas[0][name]) for weights in replicas)
+            assert not torch.equal(replicas[0][name], start)
 
 
 def one_node_goes_on(states: list[Any]) -> tuple[str, int]:

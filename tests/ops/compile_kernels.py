@@ -18,7 +18,7 @@ POINTERS = {
     }.items()
     for name in names.split()
 }
-SCALARS = {"first": "i32", "width": "i32", "numel": "i32", "limit": "fp32", "gain": "fp32", "scale": "fp32"}
+SCALARS = {"first": "i32", "width": "i32", "numel": "i32", "limit": "fp32", "scale": "fp32"}
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw import DGC
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.selection import SampledSelector
 from lightning_lowbw.methods.dgc import DGCWorker
 from lightning_lowbw.ops import gpu, reference
 from lightning_lowbw.ops.gpu import BLOCK, SAMPLE, SELECT_BLOCK, Workspace
@@ -81,6 +82,22 @@ def check(
     assert all(a.equal(b) for a, b in zip(state(segments), state(twins), strict=True))
     assert all(a.gradient.equal(b.gradient) for a, b in zip(segments, twins, strict=True))
     return positions
+
+
+def cubic(numel: int) -> Tensor:
+    """A heavy tail: what exceeds x falls as x ** -3."""
+    return torch.rand(numel).pow(-1 / 3) * torch.randn(numel).sign()
+
+
+class CountingSelector(SampledSelector):
+    """A CPU's, for tensors of all sizes; counts the samples it draws."""
+
+    SMALL = 0
+    num_estimates = 0
+
+    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
+        self.num_estimates += 1
+        return super()._estimate(sample, numel, k)
 
 
 # compress_many_ -------------------------------------------------------------------------------------------------------
@@ -276,11 +293,45 @@ def test_thresholds_are_sampled_and_steered() -> None:
         segment.residual.normal_()
     assert abs(counts[0] - aim) < 4 * (stride * aim) ** 0.5
     workspace.thresholds.mul_(1.05)
-    low = float(workspace.thresholds)
+    high, selector = float(workspace.thresholds), SampledSelector()
+    corrected = segment.residual + segment.gradient
     check([segment], workspace)
-    ratio = int(workspace.counts) / aim
-    assert ratio < 0.95
-    assert float(workspace.thresholds) == pytest.approx(low * ratio**gpu.GAIN, rel=1e-5)
+    assert k < int(workspace.counts) < 0.95 * aim
+    assert float(workspace.thresholds) < high
+    # As a CPU's, which aims at fewer.
+    selector.SURPLUS, selector.threshold = aim / k, high
+    selector(corrected, k)
+    assert float(workspace.thresholds) == pytest.approx(selector.threshold, rel=1e-5)
+
+
+@pytest.mark.parametrize(("tail", "momentum"), [(torch.randn, 0.9), (cubic, 0.0)])
+def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: float) -> None:
+    """Error feedback cuts the tail off in each step: what comes lies close behind the last step's k-th magnitude."""
+    segments = [make(3 * BLOCK, k, momentum=momentum) for k in (12, 100)]
+    twins, selectors = copy.deepcopy(segments), [CountingSelector() for _ in segments]
+    for tensor in (*state(segments), *state(twins)):
+        tensor.zero_()
+    workspace, num_missed = Workspace(), [0, 0]
+    for step in range(100):
+        for number, (segment, twin) in enumerate(zip(segments, twins, strict=True)):
+            segment.gradient.copy_(tail(segment.gradient.numel()))
+            u = twin.momentum_buffer
+            positions = selectors[number].accumulate_(
+                twin.residual, u, segment.gradient, None, twin.k, momentum=momentum, nesterov=False,
+                weight_decay=0.0, sign=1.0,
+            )  # fmt: skip
+            assert u is not None
+            twin.residual[positions] = u[positions] = 0
+        gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
+        for number in workspace.unknown:
+            num_missed[number] += 1
+        if step > 40:  # the velocity no longer grows
+            assert workspace.unknown == []
+            for count, row in zip(workspace.counts.tolist(), workspace.rows, strict=True):
+                assert row.k <= count <= row.capacity
+                assert 0.5 * row.aim < count < 3 * row.aim
+    for missed, selector in zip(num_missed, selectors, strict=True):
+        assert missed <= selector.num_estimates + 3  # on a CPU there is room for twice as many candidates
 
 
 def test_tensors_come_and_go() -> None:
