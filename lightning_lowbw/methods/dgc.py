@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import pad
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.averaging import average_gradients_, narrow_mean, wide_dtype
@@ -43,6 +43,7 @@ from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.probe import measure_link
 from lightning_lowbw.comm.sparse import SparseReduceScatter
 from lightning_lowbw.core.codec import SparseCodec
+from lightning_lowbw.core.corrections import CORRECTIONS, correction_for
 from lightning_lowbw.core.link import EXCHANGES, Link, choose
 from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
@@ -103,6 +104,7 @@ class DGC:
     exchange: str = "auto"
     dense_dtype: str = "float32"
     overlap: bool = False
+    correction: str = "auto"
     schedule: SparsitySchedule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +121,7 @@ class DGC:
             ("value_dtype", VALUE_NAMES),
             ("exchange", allowed_exchanges),
             ("dense_dtype", FLOAT_NAMES),
+            ("correction", CORRECTIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
@@ -205,11 +208,6 @@ class Slot:
         assert self.k is not None
         return self.k
 
-    @property
-    def sign(self) -> float:
-        """-1 where the optimizer climbs: torch negates the gradient before it adds the decay."""
-        return -1.0 if self.group.get("maximize") else 1.0
-
 
 class DGCWorker:
     """One rank's side of deep gradient compression for one optimizer.
@@ -264,29 +262,32 @@ class DGCWorker:
         self._slots: list[Slot] = []  # of the step in progress
         self._begun: list[tuple[list[Slot], Callable[[], Tensor]]] = []  # during backward: what waits for the messages
         self._looked_at: dict[Parameter, Tensor] = {}  # then, and whether its gradient is finite
-        self._user_values: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        # A subclass of SGD has a step of its own, which need not be the one corrected here.
-        self._is_sgd = type(optimizer) is SGD
+        self._correction = correction_for(optimizer, method.correction)
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
             )
-        self._check_groups()
+        self._correction.check()
         for pattern in method.exclude:
             if not any(fnmatchcase(name, pattern) for name in self._names.values()):
                 raise ConfigurationError(
                     f"exclude={list(method.exclude)}: {pattern!r} matches no parameter of the model; they are named "
                     f"{', '.join(list(self._names.values())[:8])}, ..."
                 )
-        if not self._is_sgd and exchange.num_senders > 1 and exchange.rank == 0:
+        if not self._correction.is_complete and exchange.num_senders > 1 and exchange.rank == 0:
             warnings.warn(
                 f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
                 "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers; a "
-                "dense phase (rampup_begin_step > 0) helps. torch.optim.SGD gets all corrections of DGC.",
+                "dense phase (rampup_begin_step > 0) helps. torch.optim.SGD, Adam and AdamW have corrections.",
                 stacklevel=3,
             )
 
     # What the strategies ask ------------------------------------------------------------------------------------
+
+    @property
+    def velocity_key(self) -> str | None:
+        """The name of u in the optimizer's state; None under error feedback."""
+        return self._correction.velocity_key
 
     @property
     def is_sparse(self) -> bool:
@@ -335,8 +336,10 @@ class DGCWorker:
         """Check that the coming step is not dense after sparse ones, which leave velocities that differ by rank.
 
         Raises:
-            ConfigurationError: on all ranks.
+            ConfigurationError: on all ranks; also where the step is sparse and wants a dense one before it.
         """
+        if self.is_sparse:
+            self._correction.check_dense_phase()
         if self.residuals and self._exchange.num_senders > 1 and not self.is_sparse:
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
@@ -495,9 +498,7 @@ class DGCWorker:
         try:
             yield
         finally:
-            for group, values in self._user_values:
-                group.update(values)
-            self._user_values.clear()
+            self._correction.give_back()
             self._slots, self._begun = [], []
             self._looked_at.clear()
         self.last_density = self.density
@@ -563,8 +564,8 @@ class DGCWorker:
                 kept.append(slot)
             offset += numel
         self._slots = kept
-        if self.is_sparse and self._is_sgd:
-            self._make_plain()
+        if self.is_sparse:
+            self._correction.take_over([slot.parameter for slot in kept if slot.k is not None])
         return True
 
     @property
@@ -593,10 +594,10 @@ class DGCWorker:
             target.copy_(own_mean.view(target.shape))
 
     def _correct_dense_slots(self) -> None:
-        if self.is_sparse and self._is_sgd:
+        if self.is_sparse:
             for slot in self._slots:
                 if slot.k is None:
-                    self._correct_dense(slot)
+                    self._correction.correct_dense(slot.parameter, slot.group)
 
     @torch.no_grad()
     def prepare_sparse(self, slots: Sequence[Slot] | None = None) -> Tensor:
@@ -643,12 +644,13 @@ class DGCWorker:
 
     def _remove(self, slot: Slot, indices: Tensor, values: Tensor) -> None:
         """Mask elements of this rank's part, which have these values, in u and v."""
-        velocity = self._velocity(slot.parameter) if self._momentum(slot) != 0 else None
+        velocity = self._velocity(slot.parameter) if self._correction.constants(slot.group).momentum != 0 else None
         remove_sent_(self.residuals[slot.parameter], velocity, indices, values, masking=self.method.momentum_masking)
 
     def _has_kernels(self, segments: Sequence[Segment]) -> bool:
         return (
             self.method.selection == "sampled"
+            and all(segment.scale is None for segment in segments)  # which they do not know of
             and gpu.is_available(segments[0].residual.device)
             and all(tensor.dtype in gpu.DTYPES for segment in segments for tensor in segment.tensors)
         )
@@ -768,17 +770,18 @@ class DGCWorker:
         assert gradient is not None
         if gradient.data_ptr() != mean.data_ptr():
             gradient.copy_(mean.view(gradient.shape))
-        if self._is_sgd and slot.sign < 0:
+        if self._correction.constants(slot.group).sign < 0:
             gradient.neg_()
 
     def to(self, device: torch.device) -> None:
         """Move the residuals, as Lightning moves model and optimizer state at the end of a fit."""
         for tensors in (self.residuals, self._velocities, self._rounded):
             tensors.update({parameter: tensor.to(device) for parameter, tensor in tensors.items()})
+        self._correction.forget()
 
     @torch.no_grad()
     def whole_momentum(self) -> dict[Parameter, Tensor]:
-        """Return the velocities that this node keeps in parts, as `momentum_buffer` has them; empty on one level.
+        """Return the velocities that this node keeps in parts, as `velocity_key` has them; empty on one level.
 
         Collective: the ranks of a node, blocking.
         """
@@ -804,11 +807,11 @@ class DGCWorker:
                 "threshold": self._selector(parameter).threshold,
                 "shape": tuple(parameter.shape),
             }
-            momentum_buffer = self._velocities.get(parameter)
-            if momentum_buffer is None:
-                momentum_buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if self._is_sgd and momentum_buffer is not None:
-                entry["momentum_buffer"] = momentum_buffer.detach().cpu().clone()
+            velocity = self._velocities.get(parameter)
+            if velocity is None and self.velocity_key is not None:
+                velocity = self.optimizer.state.get(parameter, {}).get(self.velocity_key)
+            if velocity is not None:
+                entry["momentum_buffer"] = velocity.detach().cpu().clone()
             tensors[self._name(parameter)] = entry
         link = None if self._link is None else (self._link.latency_s, self._link.bandwidth_bytes_per_s)
         exchange = {"link": link, "reducer": self._reducer.state_dict()}  # the same on all ranks
@@ -831,6 +834,7 @@ class DGCWorker:
         self.step = state["step"]
         for own in (self.residuals, self._velocities, self._selectors, self._rounded):
             own.clear()
+        self._correction.forget()
         for name, rounded in state.get("rounded", {}).items():
             if name in parameters and as_real(parameters[name]).numel() == rounded.numel():
                 self._rounded[parameters[name]] = rounded.to(parameters[name].device)
@@ -860,7 +864,7 @@ class DGCWorker:
 
     def _begin(self, reduced: Collection[Parameter]) -> None:
         """List the parameters of this step; the same on all ranks, whatever gradients they happen to have."""
-        self._check_groups()
+        self._correction.check()
         self.check_schedule()
         is_sparse, density = self.is_sparse, self.density
         skipped = frozenset() if is_sparse else frozenset(reduced)
@@ -885,20 +889,14 @@ class DGCWorker:
     def _compresses(self, parameter: Parameter) -> bool:
         if not parameter.is_floating_point() or parameter.numel() < self.method.min_numel:
             return False
+        if not self._correction.is_ready(parameter, self.method.rampup_begin_step):
+            return False
         name = self._name(parameter)
         if parameter.numel() > MAX_NUMEL:
             raise ConfigurationError(
                 f"{name!r} has {parameter.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
             )
         return not any(fnmatchcase(name, pattern) for pattern in self.method.exclude)
-
-    def _check_groups(self) -> None:
-        for group in self.optimizer.param_groups:
-            if self._is_sgd and group["momentum"] != 0 and group["dampening"] != 0:
-                raise ConfigurationError(
-                    f"SGD with dampening={group['dampening']} has no momentum correction. Set dampening=0 and lower "
-                    "the learning rate instead."
-                )
 
     def _mark(self, num_backwards: int) -> Tensor | int:
         """Return a number below 2^20, which float32 carries exactly: the count, and every so often a checksum."""
@@ -949,39 +947,21 @@ class DGCWorker:
                 "such steps are skipped."
             )
 
-    def _make_plain(self) -> None:
-        """Let SGD step without momentum and decay, which the exchange has applied already."""
-        if self._user_values:  # a closure that ran twice
-            return
-        for group in self.optimizer.param_groups:
-            self._user_values.append((group, {key: group[key] for key in ("momentum", "weight_decay")}))
-            group.update(momentum=0.0, weight_decay=0.0)
-
-    def _user_value(self, group: dict[str, Any], key: str, default: Any = None) -> Any:
-        for changed, values in self._user_values:
-            if changed is group and key in values:
-                return values[key]
-        return group.get(key, default) if self._is_sgd else default
-
-    def _momentum(self, slot: Slot) -> float:
-        return float(self._user_value(slot.group, "momentum", 0.0))
-
     def _segment(self, slot: Slot) -> Segment:
         """Return what this rank corrects and searches of a tensor: all of it, on two levels its part; flat."""
-        parameter, momentum = slot.parameter, self._momentum(slot)
-        weight_decay = float(self._user_value(slot.group, "weight_decay", 0.0))
+        parameter, constants = slot.parameter, self._correction.constants(slot.group)
         assert parameter.grad is not None
-        own = self._own_part(parameter)
+        if parameter not in self.residuals:
+            self._correction.hand_over(parameter)
+        own, scale = self._own_part(parameter), self._correction.scale(parameter)
         return Segment(
             residual=self._residual(parameter).view(-1),
-            momentum_buffer=flat(self._velocity(parameter)) if momentum != 0 else None,
+            momentum_buffer=flat(self._velocity(parameter)) if constants.momentum != 0 else None,
             gradient=flat(parameter.grad)[own],
-            weight=flat(parameter.detach())[own] if weight_decay != 0 else None,
+            weight=flat(parameter.detach())[own] if constants.weight_decay != 0 else None,
+            scale=None if scale is None else flat(scale)[own],
             k=min(slot.k or 1, own.stop - own.start),
-            momentum=momentum,
-            nesterov=bool(self._user_value(slot.group, "nesterov", False)),
-            weight_decay=weight_decay,
-            sign=slot.sign if self._is_sgd else 1.0,
+            **vars(constants),
         )
 
     def _select(self, slot: Slot, segment: Segment) -> Tensor:
@@ -1011,8 +991,7 @@ class DGCWorker:
         if fault:
             self._refuse(fault, self._exchange.rank, skip_nonfinite)
             return False
-        if self._is_sgd:
-            self._make_plain()
+        self._correction.take_over([slot.parameter for slot in self._slots if slot.parameter in self.residuals])
         for slot in self._slots:
             if slot.parameter in self.residuals:
                 segment = self._segment(slot)
@@ -1025,28 +1004,8 @@ class DGCWorker:
                 assert slot.parameter.grad is not None
                 gradient = as_real(slot.parameter.grad)
                 gradient.add_(self._rounded.pop(slot.parameter).view(gradient.shape))
-            if self._is_sgd:
-                self._correct_dense(slot)
+            self._correction.correct_dense(slot.parameter, slot.group)
         return True
-
-    def _correct_dense(self, slot: Slot) -> None:
-        """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
-        momentum, weight_decay = self._momentum(slot), self._user_value(slot.group, "weight_decay")
-        gradient = slot.parameter.grad
-        assert gradient is not None
-        if slot.sign < 0:  # as torch's SGD does, before the decay
-            gradient.neg_()
-        if weight_decay != 0:
-            gradient.add_(slot.parameter.detach(), alpha=weight_decay)
-        if momentum != 0:
-            momentum_buffer = self._momentum_buffer(slot.parameter)
-            momentum_buffer.mul_(momentum).add_(gradient)
-            nesterov = self._user_value(slot.group, "nesterov")
-            gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
-        assert slot.parameter.grad is not None
-        slot.parameter.grad.copy_(gradient)
-        if slot.sign < 0:
-            slot.parameter.grad.neg_()
 
     def _residual(self, parameter: Parameter) -> Tensor:
         if parameter not in self.residuals:
@@ -1064,19 +1023,11 @@ class DGCWorker:
     def _velocity(self, parameter: Parameter) -> Tensor:
         """Return u of a sparse parameter: the optimizer's own, of which on two levels this rank's part is kept."""
         if self._place[1] == 1:
-            return self._momentum_buffer(parameter)
+            return self._correction.velocity(parameter)
         if parameter not in self._velocities:
-            self._velocities[parameter] = self._own(parameter, self._momentum_buffer(parameter)).clone()
-            del self.optimizer.state[parameter]["momentum_buffer"]
+            self._velocities[parameter] = self._own(parameter, self._correction.velocity(parameter)).clone()
+            del self.optimizer.state[parameter][self.velocity_key]
         return self._velocities[parameter]
-
-    def _momentum_buffer(self, parameter: Parameter) -> Tensor:
-        """Return the optimizer's own velocity; the hand-over from the dense phase is that nothing is to be done."""
-        state = self.optimizer.state[parameter]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
 
     def _selector(self, parameter: Parameter) -> Selector:
         key = (parameter, self.method.selection)

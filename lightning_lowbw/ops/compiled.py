@@ -42,14 +42,14 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """
     residual, has_buffer = segment.residual, segment.momentum_buffer is not None
     look_ahead = segment.momentum if segment.nesterov and has_buffer else None
-    kernel = _kernel(has_buffer, segment.weight is not None, look_ahead is not None)
+    kernel = _kernel(has_buffer, segment.weight is not None, look_ahead is not None, segment.scale is not None)
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
     def run(start: int, stop: int) -> Tensor:
         positions = torch.empty((stop - start) // MOST + CHUNK, dtype=torch.int64)
-        tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight)
+        tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, segment.scale)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
-        constants = (segment.momentum, look_ahead, segment.weight_decay, segment.sign)
+        constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign)
         count = kernel(*pieces, *constants, bound, positions.numpy())
         found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
         return found + start
@@ -74,7 +74,7 @@ def _numba() -> Any:
 
 
 @cache
-def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool) -> Callable[..., int]:
+def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool) -> Callable[..., int]:
     """Compile `_accumulate` for float32; what is not there has the type of None, and its branches are left out."""
     numba = _numba()
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
@@ -83,6 +83,8 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool) -> Callable[...,
         vector if has_buffer else nothing,
         vector,
         vector if has_weight else nothing,
+        vector if has_scale else nothing,
+        number,
         number,
         number if nesterov else nothing,
         number,
@@ -96,14 +98,14 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool) -> Callable[...,
         return numba.njit(signature, nogil=True)(_accumulate)
 
 
-# What numba compiles: the equations of `reference.correct_` on one element; u, w, look_ahead may be None.
+# What numba compiles: the equations of `reference.correct_` on one element; u, w, s, look_ahead may be None.
 
 
 def _multiply_add(a: float, b: float, c: float) -> float:
     return a * b + c
 
 
-def _accumulate(v, u, gradient, w, m, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
+def _accumulate(v, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
     count = 0
     for start in range(0, v.size, CHUNK):
         stop = min(start + CHUNK, v.size)
@@ -115,8 +117,10 @@ def _accumulate(v, u, gradient, w, m, look_ahead, c, sign, threshold, positions)
             if u is None:
                 v[i] += g
             else:
-                u[i] = m * u[i] + g
-                if look_ahead is None:
+                u[i] = _multiply_add(gain, g, m * u[i])
+                if s is not None:
+                    v[i] += s[i] * u[i]
+                elif look_ahead is None:
                     v[i] += u[i]
                 else:
                     v[i] = _multiply_add(look_ahead, u[i], v[i] + g)

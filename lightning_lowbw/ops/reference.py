@@ -28,6 +28,8 @@ class Segment:
         nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
         weight_decay: c.
         sign: -1.0 where the optimizer climbs, else 1.0.
+        dampening: d; see `correct_`.
+        scale: s; see `correct_`; float32, None for 1.
     """
 
     residual: Tensor
@@ -39,22 +41,25 @@ class Segment:
     nesterov: bool = False
     weight_decay: float = 0.0
     sign: float = 1.0
+    dampening: float = 0.0
+    scale: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those that are there."""
-        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
+        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight, self.scale)
         return [tensor for tensor in everything if tensor is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
         """Return the same step on other tensors: each is replaced by what the function makes of it."""
-        buffer, weight = self.momentum_buffer, self.weight
+        buffer, weight, scale = self.momentum_buffer, self.weight, self.scale
         return replace(
             self,
             residual=function(self.residual),
             momentum_buffer=None if buffer is None else function(buffer),
             gradient=function(self.gradient),
             weight=None if weight is None else function(weight),
+            scale=None if scale is None else function(scale),
         )
 
 
@@ -69,12 +74,20 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def correct_(
-    residual: Tensor, momentum_buffer: Tensor | None, gradient: Tensor, *, momentum: float, nesterov: bool
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    gradient: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    dampening: float = 0.0,
+    scale: Tensor | None = None,
 ) -> None:
     """Accumulate a corrected gradient locally: momentum correction.
 
     Plain: ``u = m u + g; v = v + u`` (eq. 7). Nesterov: ``u = m u + g; v = v + g + m u``.
-    Without a buffer: ``v = v + g``, which is error feedback.
+    Without a buffer: ``v = v + g``, which is error feedback. With a scale, for Adam: ``u = m u + (1 - d) g;
+    v = v + s u``.
 
     Deviation: the paper's Nesterov form is ``u = m (u + g); v = v + u + g``. Its velocity is m times torch's
     `momentum_buffer`; keeping torch's leaves the buffer valid for the dense phase, for checkpoints and for plain DDP.
@@ -88,14 +101,18 @@ def correct_(
         gradient: g, this rank's mean gradient, clipped, weight decay already added; the parameter's shape.
         momentum: m, in [0, 1).
         nesterov: whether the optimizer takes the look-ahead form.
+        dampening: d, in [0, 1).
+        scale: s, the parameter's shape; None for 1. Not with Nesterov's form.
 
     Source: arXiv 1712.01887, section 3.2 and appendix B.
     """
     if momentum_buffer is None:
         residual.add_(gradient)
         return
-    momentum_buffer.mul_(momentum).add_(gradient)
-    if nesterov:
+    momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - dampening)
+    if scale is not None:
+        residual.add_(momentum_buffer * scale)  # rounded twice, on every machine
+    elif nesterov:
         residual.add_(gradient).add_(momentum_buffer, alpha=momentum)
     else:
         residual.add_(momentum_buffer)
@@ -135,7 +152,15 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
         gradient = -gradient
     if segment.weight is not None:
         gradient = gradient.add(segment.weight, alpha=segment.weight_decay)
-    correct_(residual, segment.momentum_buffer, gradient, momentum=segment.momentum, nesterov=segment.nesterov)
+    correct_(
+        residual,
+        segment.momentum_buffer,
+        gradient,
+        momentum=segment.momentum,
+        nesterov=segment.nesterov,
+        dampening=segment.dampening,
+        scale=segment.scale,
+    )
     return reach(residual, threshold) if threshold > 0 else torch.empty(0, dtype=torch.int64, device=residual.device)
 
 

@@ -79,6 +79,7 @@ class DGCStrategy(LowBandwidthStrategy):
         exchange: str = "auto",
         dense_dtype: str = "float32",
         overlap: bool = False,
+        correction: str = "auto",
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
@@ -94,6 +95,7 @@ class DGCStrategy(LowBandwidthStrategy):
             exchange=exchange,
             dense_dtype=dense_dtype,
             overlap=overlap,
+            correction=correction,
         )
         super().__init__(method, topology=topology, algorithm="sharded", **kwargs)
         self._broadcast_buffers = kwargs.get("broadcast_buffers")
@@ -148,7 +150,7 @@ class DGCStrategy(LowBandwidthStrategy):
             for index, parameter in enumerate(parameters):
                 if parameter in whole:
                     entry = state["state"].get(index, {})
-                    state["state"][index] = {**entry, "momentum_buffer": whole[parameter]}
+                    state["state"][index] = {**entry, worker.velocity_key: whole[parameter]}
         return state
 
     # The running statistics of batch norm -----------------------------------------------------------------------
@@ -201,8 +203,8 @@ class DGCStrategy(LowBandwidthStrategy):
         super().on_train_end()
         for worker in self.workers:
             assert isinstance(worker, DGCWorker)
-            for parameter, momentum_buffer in worker.whole_momentum().items():
-                worker.optimizer.state[parameter]["momentum_buffer"] = momentum_buffer
+            for parameter, velocity in worker.whole_momentum().items():
+                worker.optimizer.state[parameter][worker.velocity_key] = velocity
         if self._owns_statistics():
             self._show_statistics_of_rank_zero()
 

@@ -39,8 +39,8 @@ def copies(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 
 def step_on(tensors: tuple[Any, ...], **constants: Any) -> Segment:
-    names = ("residual", "momentum_buffer", "gradient", "weight")
-    return Segment(**dict(zip(names, tensors, strict=True)), k=1, **constants)
+    names = ("residual", "momentum_buffer", "gradient", "weight", "scale")
+    return Segment(**dict(zip(names, tensors, strict=False)), k=1, **constants)
 
 
 def check(twin: ModuleType, tensors: tuple[Tensor | None, ...], threshold: float, **constants: Any) -> Tensor:
@@ -110,6 +110,27 @@ def test_sizes(twin: ModuleType, numel: int, has_buffer: bool, has_weight: bool,
     for sign in (1.0, -1.0):
         positions = check(twin, tensors, momentum=0.9, nesterov=nesterov, weight_decay=0.37, sign=sign, threshold=3.0)
         assert positions.numel() < max(numel / 2, 2)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_adam(twin: ModuleType, numel: int, has_weight: bool) -> None:
+    """A dampened velocity, scaled on its way into the residual."""
+    tensors = (*make(numel, has_weight=has_weight), torch.rand(numel) + 0.5)
+    positions = check(twin, tensors, momentum=0.9, dampening=0.9, weight_decay=0.37, sign=-1.0, threshold=2.0)
+    assert positions.numel() < max(numel / 2, 2)
+
+
+def test_the_specification_of_adam() -> None:
+    v, u, gradient, _ = make(1000)
+    scale = torch.rand(1000)
+    assert u is not None
+    expected_u = 0.9 * u + (1 - 0.9) * gradient
+    expected_v = v + scale * expected_u
+    accumulate_(step_on((v, u, gradient, None, scale), momentum=0.9, dampening=0.9), 0.0)
+    torch.testing.assert_close(u, expected_u)
+    torch.testing.assert_close(v, expected_v)
 
 
 @pytest.mark.parametrize("twin", TWINS)

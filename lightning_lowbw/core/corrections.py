@@ -1,0 +1,260 @@
+"""What an optimizer's own arithmetic makes of a gradient that arrives late and in pieces, and how it is done locally.
+
+A correction says how a gradient enters the residual (the constants of `ops.reference.Segment`), which state of the
+optimizer is the velocity, and what is left to the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
+1712.01887. `torch.optim.Adam` and `AdamW`: the same with the second moment of the dense phase, frozen; after 1-bit
+Adam, arXiv 2102.02888. All others: error feedback, and the optimizer does the rest with what arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_lowbw.errors import ConfigurationError
+
+CORRECTIONS = ("auto", "error_feedback")
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """How a gradient enters the residual of a param group's tensors, as in `ops.reference.Segment`."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    sign: float = 1.0
+
+
+class Correction:
+    """Error feedback: ``v = v + G``. The optimizer applies its own momentum and decay to what arrives.
+
+    Attributes:
+        velocity_key: of the optimizer's state that is u; None without.
+        is_complete: whether nothing of the optimizer's arithmetic is left out.
+    """
+
+    velocity_key: str | None = None
+    is_complete = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def check(self) -> None:
+        """Raise ConfigurationError where a param group asks for what cannot be corrected."""
+
+    def check_dense_phase(self) -> None:
+        """Raise ConfigurationError where sparse steps want something that dense ones before them have to leave."""
+
+    def is_ready(self, parameter: Parameter, num_dense_steps: int) -> bool:
+        """Return whether a parameter has what it needs to be sparse, after a dense phase of so many steps."""
+        return True
+
+    def constants(self, group: Group) -> Constants:
+        """Return the constants of a param group, as the user has them."""
+        return Constants()
+
+    def velocity(self, parameter: Parameter) -> Tensor:
+        """Return u of a parameter: the optimizer's own, in the parameter's shape; zeros where there is none yet."""
+        assert self.velocity_key is not None
+        state = self.optimizer.state[parameter]
+        if state.get(self.velocity_key) is None:
+            state[self.velocity_key] = torch.zeros_like(parameter, requires_grad=False)
+        velocity: Tensor = state[self.velocity_key]
+        return velocity
+
+    def scale(self, parameter: Parameter) -> Tensor | None:
+        """Return what the velocity is multiplied with, elementwise, on its way into the residual; None for 1."""
+        return None
+
+    def forget(self) -> None:
+        """Drop what can be computed again: the optimizer's state has been replaced, or moved."""
+
+    def hand_over(self, parameter: Parameter) -> None:
+        """Prepare the velocity of a parameter whose first sparse step this is."""
+
+    def take_over(self, sparse: Sequence[Parameter]) -> None:
+        """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""
+
+    def give_back(self) -> None:
+        """Let the optimizer step as it did."""
+
+    def correct_dense(self, parameter: Parameter, group: Group) -> None:
+        """Make of an averaged gradient, in place, what the optimizer is to step with after `take_over`."""
+
+
+class MomentumCorrection(Correction):
+    """``g = G + c w; u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); what arrives is a plain SGD step.
+
+    `take_over` sets momentum and weight decay of the param groups to 0.
+    """
+
+    velocity_key = "momentum_buffer"
+    is_complete = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._user_values: list[tuple[Group, Group]] = []
+
+    def check(self) -> None:
+        for group in self.optimizer.param_groups:
+            if group["momentum"] != 0 and group["dampening"] != 0:
+                raise ConfigurationError(
+                    f"SGD with dampening={group['dampening']} has no momentum correction. Set dampening=0 and lower "
+                    "the learning rate instead."
+                )
+
+    def constants(self, group: Group) -> Constants:
+        values = {**group, **next((values for changed, values in self._user_values if changed is group), {})}
+        return Constants(
+            momentum=float(values["momentum"]),
+            nesterov=bool(values["nesterov"]),
+            weight_decay=float(values["weight_decay"]),
+            sign=-1.0 if group.get("maximize") else 1.0,
+        )
+
+    def take_over(self, sparse: Sequence[Parameter]) -> None:
+        if self._user_values:  # a closure that ran twice
+            return
+        for group in self.optimizer.param_groups:
+            self._user_values.append((group, {key: group[key] for key in ("momentum", "weight_decay")}))
+            group.update(momentum=0.0, weight_decay=0.0)
+
+    def give_back(self) -> None:
+        for group, values in self._user_values:
+            group.update(values)
+        self._user_values.clear()
+
+    def correct_dense(self, parameter: Parameter, group: Group) -> None:
+        """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
+        constants, gradient = self.constants(group), parameter.grad
+        assert gradient is not None
+        if constants.sign < 0:  # as torch's SGD does, before the decay
+            gradient.neg_()
+        if constants.weight_decay != 0:
+            gradient.add_(parameter.detach(), alpha=constants.weight_decay)
+        if constants.momentum != 0:
+            velocity = self.velocity(parameter)
+            velocity.mul_(constants.momentum).add_(gradient)
+            gradient = gradient.add(velocity, alpha=constants.momentum) if constants.nesterov else velocity
+        assert parameter.grad is not None
+        parameter.grad.copy_(gradient)
+        if constants.sign < 0:
+            parameter.grad.neg_()
+
+
+class AdamCorrection(Correction):
+    """``m = b1 m + (1 - b1) G; r = r + m / D``, D = sqrt(v_hat) + eps as the dense phase has left it; for Adam, AdamW.
+
+    D is bounded below by `FLOOR` times its mean over the tensor. What arrives is taken by
+    ``w = w - lr (result + c w)``, decay only where it is decoupled; Adam's own goes into G. The steps of small tensors
+    are Adam's own. `exp_avg` is m of this rank, without bias from the first sparse step on; `exp_avg_sq` and `step`
+    stay as they are while a tensor is sparse, so that dense training may go on with them.
+
+    Source: methods of 1-bit Adam (frozen variance) and DGC (momentum correction); the floor is this package's.
+    """
+
+    velocity_key = "exp_avg"
+    is_complete = True
+    FLOOR = 0.1
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._scales: dict[Parameter, Tensor] = {}
+
+    def check(self) -> None:
+        for group in self.optimizer.param_groups:
+            for name in ("capturable", "differentiable"):
+                if group.get(name):
+                    raise ConfigurationError(
+                        f"{type(self.optimizer).__name__}({name}=True): the sparse steps of {name} Adam are not "
+                        f'corrected. Leave {name} out, or set correction="error_feedback".'
+                    )
+
+    def check_dense_phase(self) -> None:
+        if not self.optimizer.state:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} with rampup_begin_step=0: sparse steps divide by the second moment "
+                "that dense ones have estimated. Begin later, with rampup_begin_step or SparsityWarmup(begin_epoch="
+                'some tenth of the run), or set correction="error_feedback".'
+            )
+
+    def forget(self) -> None:
+        self._scales.clear()
+
+    def is_ready(self, parameter: Parameter, num_dense_steps: int) -> bool:
+        step = self.optimizer.state.get(parameter, {}).get("step", 0)
+        return int(step) >= max(1, num_dense_steps)
+
+    def constants(self, group: Group) -> Constants:
+        beta1 = float(group["betas"][0])
+        return Constants(
+            momentum=beta1,
+            dampening=beta1,
+            weight_decay=0.0 if self._is_decoupled(group) else float(group["weight_decay"]),
+            sign=-1.0 if group.get("maximize") else 1.0,
+        )
+
+    def _is_decoupled(self, group: Group) -> bool:
+        return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
+
+    def scale(self, parameter: Parameter) -> Tensor:
+        if parameter not in self._scales:
+            state = self.optimizer.state[parameter]
+            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+            second_moment = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].float()
+            unbiased = second_moment / (1.0 - float(group["betas"][1]) ** float(state["step"]))
+            denominator = unbiased.sqrt_().add_(group["eps"])
+            floor = self.FLOOR * denominator.mean()
+            self._scales[parameter] = denominator.clamp_(min=floor).reciprocal_()
+        return self._scales[parameter]
+
+    def hand_over(self, parameter: Parameter) -> None:
+        state = self.optimizer.state[parameter]
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        state["exp_avg"].div_(1.0 - float(group["betas"][0]) ** float(state["step"]))
+
+    def take_over(self, sparse: Sequence[Parameter]) -> None:
+        """Step the sparse parameters where the optimizer gathers those of a group: after all hooks of the closure."""
+        optimizer, ours = self.optimizer, set(sparse)
+        gather: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
+
+        def step_ours_and_gather_the_others(group: Group, *lists: list[Any]) -> Any:
+            mine = [p for p in group["params"] if p in ours and p.grad is not None]
+            for parameter in mine:
+                self._step(parameter, group)
+            return gather(optimizer, {**group, "params": [p for p in group["params"] if p not in ours]}, *lists)
+
+        optimizer._init_group = step_ours_and_gather_the_others  # type: ignore[attr-defined]
+
+    def _step(self, parameter: Parameter, group: Group) -> None:
+        lr = float(group["lr"])
+        assert parameter.grad is not None
+        with torch.no_grad():
+            if self._is_decoupled(group):
+                parameter.mul_(1.0 - lr * float(group["weight_decay"]))
+            parameter.add_(parameter.grad, alpha=lr if group.get("maximize") else -lr)
+
+    def give_back(self) -> None:
+        vars(self.optimizer).pop("_init_group", None)
+
+
+def correction_for(optimizer: Optimizer, name: str) -> Correction:
+    """Return the correction of an optimizer, by one of `CORRECTIONS`.
+
+    A subclass of torch's optimizers has a step of its own, which need not be the one corrected here.
+    """
+    kind = type(optimizer)
+    if name == "auto" and kind is SGD:
+        return MomentumCorrection(optimizer)
+    if name == "auto" and kind in (Adam, AdamW):
+        return AdamCorrection(optimizer)
+    return Correction(optimizer)

@@ -1,0 +1,87 @@
+"""DGC for Adam and AdamW in one process, written from its equations: slow, and nothing of the package is used.
+
+All ranks are a list of gradients, each rank's own mean, not divided by N. Dense steps are Adam on the mean gradient. At
+the first sparse step D = sqrt(v_hat) + eps is frozen, at least FLOOR times its mean over the tensor, and
+
+    m = b1 m + (1 - b1) G;  r = r + m / D;  the k largest |r| are averaged, and cleared in r (with masking, in m)
+    w = w (1 - lr c) - lr average                                  (AdamW; Adam's decay goes into G)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+FLOOR = 0.1
+
+
+@dataclass
+class OracleAdam:
+    """All ranks, all tensors; weights are changed in place."""
+
+    num_ranks: int
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    is_decoupled: bool = True
+    amsgrad: bool = False
+    min_numel: int = 1
+    masking: bool = True
+    step: dict[int, int] = field(default_factory=dict)
+    m: dict[int, Tensor] = field(default_factory=dict)
+    v: dict[int, Tensor] = field(default_factory=dict)
+    largest_v: dict[int, Tensor] = field(default_factory=dict)
+    own_m: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    r: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    d: dict[int, Tensor] = field(default_factory=dict)
+
+    def dense_step(self, weights: list[Tensor], gradients: list[list[Tensor]]) -> None:
+        """Adam on the mean gradient."""
+        for i, weight in enumerate(weights):
+            self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
+
+    def sparse_step(self, weights: list[Tensor], gradients: list[list[Tensor]], density: float) -> None:
+        """One compressed step; small tensors take one of Adam's own."""
+        b1, b2 = self.betas
+        for i, weight in enumerate(weights):
+            if weight.numel() < self.min_numel:
+                self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
+                continue
+            if i not in self.d:
+                v = self.largest_v[i] if self.amsgrad else self.v[i]
+                d = (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
+                self.d[i] = d.clamp(min=FLOOR * float(d.mean()))
+                for rank in range(self.num_ranks):
+                    self.own_m[rank, i] = self.m[i] / (1 - b1 ** self.step[i])
+                    self.r[rank, i] = torch.zeros_like(weight)
+            total, k = torch.zeros(weight.numel()), max(1, round(weight.numel() * density))
+            for rank in range(self.num_ranks):
+                g = gradients[rank][i] if self.is_decoupled else gradients[rank][i] + self.weight_decay * weight
+                self.own_m[rank, i] = b1 * self.own_m[rank, i] + (1 - b1) * g
+                self.r[rank, i] = self.r[rank, i] + self.own_m[rank, i] / self.d[i]
+                r = self.r[rank, i].view(-1)
+                sent = r.abs().topk(k).indices
+                total[sent] += r[sent]
+                r[sent] = 0
+                if self.masking:
+                    self.own_m[rank, i].view(-1)[sent] = 0
+            if self.is_decoupled:
+                weight *= 1 - self.lr * self.weight_decay
+            weight -= self.lr * (total / self.num_ranks).view(weight.shape)
+
+    def _adam(self, i: int, weight: Tensor, g: Tensor) -> None:
+        b1, b2 = self.betas
+        zeros = torch.zeros_like(weight)
+        t = self.step[i] = self.step.get(i, 0) + 1
+        if self.is_decoupled:
+            weight *= 1 - self.lr * self.weight_decay
+        else:
+            g = g + self.weight_decay * weight
+        self.m[i] = b1 * self.m.get(i, zeros) + (1 - b1) * g
+        self.v[i] = b2 * self.v.get(i, zeros) + (1 - b2) * g * g
+        self.largest_v[i] = torch.maximum(self.largest_v.get(i, zeros), self.v[i])
+        v = self.largest_v[i] if self.amsgrad else self.v[i]
+        weight -= self.lr * (self.m[i] / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + self.eps)

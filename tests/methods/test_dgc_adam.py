@@ -1,0 +1,177 @@
+"""DGC for Adam and AdamW on real gloo ranks, against its equations in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Adam, AdamW
+
+from lightning_lowbw import DGC, ConfigurationError
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.collectives import Exchange
+from tests.adam_oracle import OracleAdam
+from tests.methods.problem import AWKWARD, backward, coefficients, make_parameters, make_weight
+from tests.methods.test_dgc_failures import message_of
+from tests.methods.test_two_levels import NODES, exchange_of
+from tests.ranks import run_ranks
+
+BEGIN, STEPS, LR = 4, 12, 0.01
+SHAPES = {**AWKWARD, "large": (40, 30)}
+MIN_NUMEL = 100
+EXACT: dict[str, Any] = {"selection": "exact", "value_dtype": "float32", "min_numel": MIN_NUMEL}
+
+
+def method_for(**changes: Any) -> DGC:
+    return DGC(**{"rampup_begin_step": BEGIN, "rampup_step": 4, "sparsity": [0.5, 0.9], **EXACT, **changes})
+
+
+def train(
+    kind: str, options: dict[str, Any], changes: dict[str, Any], nodes: Any = (), sign: float = 1.0
+) -> dict[str, Any]:
+    parameters = make_parameters(SHAPES)
+    optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
+    method = method_for(**changes)
+    worker = method.attach(optimizer, parameters.items(), exchange_of(nodes) if nodes else Exchange())
+    frozen = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, step, sign=sign)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+        assert "_init_group" not in vars(optimizer)
+        if step == BEGIN - 1:
+            frozen = optimizer.state[parameters["large"]]["exp_avg_sq"].clone()
+    assert frozen is not None
+    return {
+        "digest": digest(parameters.values()),
+        "weights": {name: p.detach().clone() for name, p in parameters.items()},
+        "keeps": torch.equal(frozen, optimizer.state[parameters["large"]]["exp_avg_sq"]),
+        "steps": [float(optimizer.state[parameters[name]]["step"]) for name in ("large", "vector")],
+    }
+
+
+def by_the_equations(num_ranks: int, kind: str, options: dict[str, Any], masking: bool) -> dict[str, Tensor]:
+    options = {key: value for key, value in options.items() if key in ("betas", "eps", "weight_decay", "amsgrad")}
+    oracle = OracleAdam(num_ranks, LR, is_decoupled=kind == "AdamW", min_numel=MIN_NUMEL, masking=masking, **options)
+    if kind == "AdamW" and "weight_decay" not in options:
+        oracle.weight_decay = 0.01  # torch's default
+    weights = {name: make_weight(name, shape).contiguous() for name, shape in SHAPES.items()}
+    for step in range(STEPS):
+        gradients = [
+            [coefficients(name, w, rank, step) + w for name, w in weights.items()] for rank in range(num_ranks)
+        ]
+        if step < BEGIN:
+            oracle.dense_step(list(weights.values()), gradients)
+        else:
+            oracle.sparse_step(list(weights.values()), gradients, 0.5 if step < BEGIN + 2 else 0.1)
+    return weights
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("AdamW", {}, {}),
+    ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"momentum_masking": False}),
+    ("Adam", {"weight_decay": 0.05}, {}),
+    ("Adam", {"amsgrad": True, "eps": 1e-3}, {}),
+    ("AdamW", {"foreach": True}, {}),
+    ("AdamW", {"fused": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "changes"), CASES)
+def test_equals_the_equations(kind: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
+    results = run_ranks(train, 2, kind, options, changes)
+    expected = by_the_equations(2, kind, options, changes.get("momentum_masking", True))
+    assert len({result["digest"] for result in results}) == 1
+    for name, weight in expected.items():
+        torch.testing.assert_close(results[0]["weights"][name], weight, rtol=2e-5, atol=1e-5)
+    assert results[0]["keeps"]  # the second moment, for dense training to go on with
+    assert results[0]["steps"] == [BEGIN, STEPS]  # the small tensors' steps are Adam's own
+
+
+def test_on_two_levels_a_node_is_a_rank() -> None:
+    flat = run_ranks(train, 2, "AdamW", {}, {})
+    # Ranks of a node with the gradients of one rank each would be another problem: what counts is that all agree.
+    results = run_ranks(train, 4, "AdamW", {}, {}, NODES["blocks"])
+    assert len({result["digest"] for result in results}) == 1
+    assert results[0]["keeps"]
+    assert results[0]["digest"] != flat[0]["digest"]
+
+
+def test_climbing_is_descending_the_negative() -> None:
+    down = run_ranks(train, 2, "AdamW", {}, {})
+    up = run_ranks(train, 2, "AdamW", {"maximize": True}, {}, (), -1.0)
+    for name, weight in down[0]["weights"].items():
+        torch.testing.assert_close(up[0]["weights"][name], weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("changes", [{"selection": "sampled"}, {"value_dtype": "bfloat16"}, {"overlap": True}])
+def test_with_the_other_choices_replicas_are_equal(changes: dict[str, Any]) -> None:
+    results = run_ranks(train, 2, "AdamW", {}, changes)
+    assert len({result["digest"] for result in results}) == 1
+
+
+def resume(states: list[Any], first: int, last: int, nodes: Any) -> Any:
+    parameters = make_parameters(SHAPES)
+    optimizer = AdamW(parameters.values(), lr=LR)
+    worker = method_for().attach(optimizer, parameters.items(), exchange_of(nodes) if nodes else Exchange())
+    if states:
+        state, weights, of_optimizer = states[dist.get_rank()]
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        optimizer.load_state_dict(of_optimizer)
+        worker.load_state_dict(state)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    of_optimizer, whole = optimizer.state_dict(), worker.whole_momentum()
+    for index, parameter in enumerate(parameters.values()):
+        if parameter in whole:
+            of_optimizer["state"][index]["exp_avg"] = whole[parameter]
+    return worker.state_dict(), {name: p.detach().clone() for name, p in parameters.items()}, of_optimizer
+
+
+@pytest.mark.parametrize("nodes", [(), NODES["blocks"]], ids=["flat", "two levels"])
+@pytest.mark.parametrize("stop", [BEGIN - 1, BEGIN, BEGIN + 3])
+def test_resumes_to_the_bit(stop: int, nodes: Any) -> None:
+    num_ranks = 4 if nodes else 2
+    whole = run_ranks(resume, num_ranks, [], 0, STEPS, nodes)
+    half = run_ranks(resume, num_ranks, [], 0, stop, nodes)
+    again = run_ranks(resume, num_ranks, half, stop, STEPS, nodes)
+    for (_, weights, _), (_, expected, _) in zip(again, whole, strict=True):
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def attach(options: dict[str, Any], changes: dict[str, Any]) -> str | None:
+    parameters = make_parameters({"large": (40, 30)})
+
+    def step() -> None:
+        worker = method_for(**changes).attach(AdamW(parameters.values(), **options), parameters.items())
+        backward(parameters, 0)
+        with worker.stepping():
+            worker.exchange()
+
+    return message_of(step, ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "words"),
+    [
+        ({}, {"rampup_begin_step": 0}, "second moment"),
+        ({"capturable": True}, {}, "capturable"),
+        ({"differentiable": True}, {}, "differentiable"),
+    ],
+)
+def test_what_cannot_be_corrected_is_refused(options: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    for message in run_ranks(attach, 2, options, changes):
+        assert message is not None
+        assert words in message
+        assert "error_feedback" in message
