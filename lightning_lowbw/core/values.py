@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -121,6 +122,7 @@ class LevelFormat:
         return magnitudes.mul_(1.0 - (codes >> (self.bits - 1)) * 2.0)
 
 
+@cache
 def make_value_format(name: str) -> ValueFormat:
     """Return a value format by its public name, one of `VALUE_NAMES`."""
     formats: dict[str, ValueFormat] = {"int8": LevelFormat(8), "int4": LevelFormat(4)}
