@@ -109,9 +109,13 @@ def _fields(
         rows.append((width, unary_start - first, low_start - first * width))  # element e adds e and e * width
         first, unary_start, low_start = first + count, unary_start + unary, low_start + low
     columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3).t().contiguous().to(device)
-    owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64).to(device), output_size=first)
+    owner: Tensor | None = None
+    if len(counts) > 1:
+        owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64).to(device), output_size=first)
     for start in range(0, first, CHUNK):
         part = slice(start, min(start + CHUNK, first))
         number = torch.arange(part.start, part.stop, device=device)
-        width, unary, low = (column.index_select(0, owner[part]) for column in columns)
-        yield part, width, unary.add_(number), low.add_(number.mul_(width))
+        # One tensor has one of each, whatever the element.
+        mine = columns if owner is None else [column.index_select(0, owner[part]) for column in columns]
+        width, unary, low = mine
+        yield part, width, unary + number, low + number.mul_(width)

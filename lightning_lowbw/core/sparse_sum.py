@@ -223,15 +223,18 @@ class SparseSum:
         """Return which elements fit, ascending: of each tensor the same fraction, the largest of it."""
         if positions.numel() <= capacity:
             return torch.arange(positions.numel(), device=positions.device)
-        ends = torch.tensor([*accumulate(self.numels)], device=positions.device)
-        tensor = torch.searchsorted(ends, positions, right=True)
-        order = values.abs().argsort(descending=True, stable=True)
-        order = order[tensor[order].argsort(stable=True)]  # by tensor, and in each from the largest down
-        counts = torch.bincount(tensor, minlength=len(self.numels))
-        starts = counts.cumsum(0) - counts
-        place = torch.arange(order.numel(), device=order.device) - starts[tensor[order]]
-        quantile = (place + 0.5).double() / counts[tensor[order]]
-        return order[quantile.argsort(stable=True)[:capacity]].sort().values
+        # Selecting is several times faster than sorting.
+        edges = torch.tensor([*accumulate(self.numels, initial=0)], device=positions.device)
+        counts = torch.searchsorted(positions, edges).diff()
+        tensor = torch.repeat_interleave(counts, output_size=positions.numel())
+        first = counts.cumsum(0) - counts
+        place = torch.arange(positions.numel(), device=positions.device) - first[tensor]
+        quantile = (place + 0.5).double() / counts[tensor]  # of a tensor's elements, from the largest down
+        num_sent = torch.bincount(tensor[_smallest(quantile, capacity)], minlength=len(self.numels))
+        magnitudes, pieces = values.abs(), []
+        for begin, count, sent in zip(first.tolist(), counts.tolist(), num_sent.tolist(), strict=True):
+            pieces.append(begin + _smallest(-magnitudes[begin : begin + count], sent))
+        return torch.cat(pieces)
 
     def _rebalance(self, masses: list[int], counts: list[int], positions: Tensor) -> tuple[int, ...]:
         """Return the boundaries of parts with equal numbers of selected elements.
@@ -298,8 +301,18 @@ def sum_in_order(parts: Sequence[Sparse]) -> Sparse:
     positions, places = torch.cat([positions for positions, _ in parts]).unique(return_inverse=True)
     sums = torch.zeros(positions.numel(), device=positions.device)
     for place, (_, values) in zip(places.split([p.numel() for p, _ in parts]), parts, strict=True):
-        sums[place] += values.float()  # positions are distinct within a vector
+        sums.index_add_(0, place, values.float())  # positions are distinct within a vector: no two additions meet
     return positions, sums
+
+
+def _smallest(values: Tensor, count: int) -> Tensor:
+    """Return the positions of the `count` smallest values, ascending; of equal ones the first."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    bound = values.topk(count, largest=False, sorted=False).values.max()
+    is_chosen, is_tied = values < bound, values == bound
+    is_chosen |= is_tied & (is_tied.cumsum(0) <= count - is_chosen.sum())
+    return is_chosen.nonzero().squeeze(1)
 
 
 def _write_row(row: Tensor, counts: list[int], packed: Tensor) -> None:

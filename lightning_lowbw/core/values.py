@@ -13,8 +13,9 @@ the value from zero to the largest, is far behind. Errors: `benchmarks/results/w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -28,6 +29,7 @@ BLOCK_SHIFT = 7
 BLOCK = 1 << BLOCK_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
 EXTREME_BYTES = 4  # of a block: two bfloat16
 LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
+PIECE = 1 << 16  # values coded at a time; what is computed for them stays in the cache
 HALF = 16  # bits between bfloat16 and float32
 
 
@@ -88,24 +90,33 @@ class LevelFormat:
         return sum(_num_blocks(counts)) * EXTREME_BYTES + -(-sum(counts) * self.bits // 8)
 
     def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        magnitudes = values.abs().view(torch.int32).clamp_(max=(LARGEST << HALF) | 0xFFFF)
-        blocks = magnitudes.take(_members(counts, values.device))
-        is_zero = blocks == 0
-        highest = ((blocks.amax(1) + 0xFFFF) >> HALF).clamp_(max=LARGEST)
-        lowest = (blocks.masked_fill_(is_zero, LARGEST << HALF).amin(1) >> HALF).clamp_(min=1)
-        has_zero = is_zero.any(1)
-        # From here on floats will do: only the sender chooses a level.
-        row, top = _rows(counts, values.device), self.num_levels - 1
-        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
-        codes = (magnitudes - (lowest << HALF).index_select(0, row)) * per_bit.index_select(0, row)
-        codes = codes.round_().clamp_(min=0, max=top).to(torch.uint8)
-        codes = codes.maximum(has_zero.to(torch.uint8).index_select(0, row)).mul_(magnitudes != 0)
-        codes += (values < 0).to(torch.uint8) << (self.bits - 1)
+        pieces = list(_pieces(counts))
+        of_piece = values.split([sum(piece) for piece in pieces])
+        coded = [self._encode_blocks(*each) for each in zip(of_piece, pieces, strict=True)]
+        extremes, codes = (torch.cat(column) for column in zip(*coded, strict=True))
         if self.bits == 4:
             pairs = torch.cat([codes, codes.new_zeros(codes.numel() % 2)]).view(-1, 2)
             codes = pairs[:, 0] | (pairs[:, 1] << 4)
-        extremes = torch.stack([torch.where(has_zero, -lowest, lowest), highest], 1).to(torch.int16)
         return torch.cat([extremes.view(torch.uint8).view(-1), codes])
+
+    def _encode_blocks(self, values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the extremes of every block, int16, shape (blocks, 2), and a code per value, uint8."""
+        blocks = _blocks(values, counts)
+        magnitudes = blocks.abs().view(torch.int32).clamp_(max=(LARGEST << HALF) | 0xFFFF)
+        is_zero = magnitudes == 0
+        highest = ((magnitudes.amax(1) + 0xFFFF) >> HALF).clamp_(max=LARGEST)
+        lowest = (magnitudes.masked_fill(is_zero, LARGEST << HALF).amin(1) >> HALF).clamp_(min=1)
+        has_zero = is_zero.any(1)
+        # From here on floats will do: only the sender chooses a level.
+        top = self.num_levels - 1
+        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
+        scaled = magnitudes.sub_((lowest << HALF).unsqueeze(1)) * per_bit.unsqueeze(1)
+        codes = scaled.round_().clamp_(min=0, max=top).to(torch.uint8)
+        codes = codes.maximum(has_zero.to(torch.uint8).unsqueeze(1)).masked_fill_(is_zero, 0)
+        codes += (blocks < 0).to(torch.uint8) << (self.bits - 1)
+        extremes = torch.stack([torch.where(has_zero, -lowest, lowest), highest], 1).to(torch.int16)
+        codes = codes.view(-1)
+        return extremes, codes[: counts[0]] if len(counts) == 1 else codes.take(_slots(counts, values.device))
 
     def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
         split = sum(_num_blocks(counts)) * EXTREME_BYTES
@@ -121,6 +132,7 @@ class LevelFormat:
         return magnitudes.mul_(1.0 - (codes >> (self.bits - 1)) * 2.0)
 
 
+@cache
 def make_value_format(name: str) -> ValueFormat:
     """Return a value format by its public name, one of `VALUE_NAMES`."""
     formats: dict[str, ValueFormat] = {"int8": LevelFormat(8), "int4": LevelFormat(4)}
@@ -133,15 +145,41 @@ def _num_blocks(counts: Sequence[int]) -> list[int]:
     return [-(-count // BLOCK) for count in counts]
 
 
+def _pieces(counts: Sequence[int]) -> Iterator[list[int]]:
+    """Cut tensors between blocks into pieces of at most PIECE values, what is small together, in order."""
+    together: list[int] = []
+    for count in counts:
+        if together and sum(together) + count > PIECE:
+            yield together
+            together = []
+        for _ in range(0, count - PIECE, PIECE):
+            yield [PIECE]
+        together.append(count - max(0, -(-count // PIECE) - 1) * PIECE)
+    yield together
+
+
+def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the values of each block: shape (blocks, BLOCK); a short one repeats its last."""
+    if len(counts) != 1:
+        return values.take(_members(counts, values.device))
+    missing = -counts[0] % BLOCK
+    return torch.cat([values, values[-1:].expand(missing)]).view(-1, BLOCK) if missing else values.view(-1, BLOCK)
+
+
 def _rows(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the block of each value: int64, shape (sum(counts),). A block ends with its tensor."""
+    return _slots(counts, device) >> BLOCK_SHIFT
+
+
+def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the place of each value among those of all blocks: int64, shape (sum(counts),)."""
     shifts, first, row = [], 0, 0
     for count, blocks in zip(counts, _num_blocks(counts), strict=True):
         shifts.append(row * BLOCK - first)
         first, row = first + count, row + blocks
     owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64).to(device), output_size=first)
     shift = torch.tensor(shifts, dtype=torch.int64).to(device).index_select(0, owner)
-    return shift.add_(torch.arange(first, device=device)) >> BLOCK_SHIFT
+    return shift.add_(torch.arange(first, device=device))
 
 
 def _members(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -197,6 +197,29 @@ def test_no_tensor_is_left_waiting() -> None:
     assert first[0].numel() + second[0].numel() == gather_capacity(k, num_ranks, 1)
 
 
+def largest_by_sorting(plan: SparseSum, positions: Tensor, values: Tensor, capacity: int) -> Tensor:
+    """The slow twin: all elements in the order in which tensors and magnitudes have them sent."""
+    tensor = torch.searchsorted(torch.tensor([*accumulate(plan.numels)]), positions, right=True)
+    order = values.abs().argsort(descending=True, stable=True)
+    order = order[tensor[order].argsort(stable=True)]
+    counts = torch.bincount(tensor, minlength=len(plan.numels))
+    place = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[tensor[order]]
+    quantile = (place + 0.5).double() / counts[tensor[order]]
+    return order[quantile.argsort(stable=True)[:capacity]].sort().values
+
+
+@pytest.mark.parametrize("levels", [1, 3, 1000])
+def test_selecting_is_what_sorting_would_be(levels: int) -> None:
+    """Ties of magnitudes, and of tensors of equal counts: the first are sent."""
+    numels = (300, 0, 300, 1, 2000, 40)
+    plan = SparseSum(numels, 100, even_boundaries(numels, [1] * 6, 1), SparseCodec("float32"))
+    positions = draw(sum(numels), 900, levels)[0]
+    values = torch.randint(-levels, levels + 1, (900,)).float()
+    for capacity in (0, 1, 2, 7, 450, 899, 900, 901):
+        chosen = plan._largest(positions, values, capacity)
+        assert chosen.equal(largest_by_sorting(plan, positions, values, capacity))
+
+
 def test_the_largest_are_sent() -> None:
     numel, k, num_ranks = 4000, 200, 4
     plan = SparseSum((numel,), k, (0, 0, 0, 0, numel), SparseCodec("float32"), gathered=1)  # the last owns all

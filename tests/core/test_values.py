@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.core.selection import exact_top_k
-from lightning_lowbw.core.values import BLOCK, VALUE_NAMES, LevelFormat, make_value_format
+from lightning_lowbw.core.values import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
 
 LEVELS = ["int8", "int4"]
 COUNTS = [[1], [2], [3, 1], [BLOCK], [BLOCK + 1, 1, BLOCK - 1], [0], [4, 0, 3], [], [1000]]
@@ -42,6 +42,47 @@ def test_values_are_finite_and_keep_their_sign(name: str, counts: list[int]) -> 
     decoded = code(name, values, counts)
     assert decoded.isfinite().all()
     assert decoded.sign().equal(values.sign())
+
+
+def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
+    """The slow twin: block by block, in the order of the definition."""
+    extremes, codes = [], []
+    for block in (block for tensor in values.split(counts) for block in tensor.split(BLOCK) if block.numel()):
+        magnitudes = block.abs().view(torch.int32).clamp(max=(LARGEST << HALF) | 0xFFFF)
+        is_zero = magnitudes == 0
+        highest = ((magnitudes.amax() + 0xFFFF) >> HALF).clamp(max=LARGEST)
+        lowest = (magnitudes.masked_fill(is_zero, LARGEST << HALF).amin() >> HALF).clamp(min=1)
+        top = (1 << (bits - 1)) - 1
+        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
+        level = ((magnitudes - (lowest << HALF)) * per_bit).round().clamp(min=0, max=top).to(torch.uint8)
+        if is_zero.any():  # the lowest level is taken
+            level, lowest = level.clamp(min=1).masked_fill(is_zero, 0), -lowest
+        extremes += [lowest, highest]
+        codes.append(level + ((block < 0).to(torch.uint8) << (bits - 1)))
+    packed = torch.cat(codes)
+    if bits == 4:
+        pairs = torch.cat([packed, packed.new_zeros(packed.numel() % 2)]).view(-1, 2)
+        packed = pairs[:, 0] | (pairs[:, 1] << 4)
+    return torch.cat([torch.stack(extremes).to(torch.int16).view(torch.uint8), packed])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1000],
+        [BLOCK + 1, 1, 0, BLOCK - 1],
+        [PIECE],
+        [PIECE + 1],
+        [7, 2 * PIECE, 5],
+        [PIECE - 1, 3, 2 * PIECE + BLOCK, 9],
+    ],
+    ids=str,
+)
+def test_pieces_are_coded_as_the_whole(bits: int, counts: list[int]) -> None:
+    values = torch.randn(sum(counts)) * 10.0 ** torch.empty(sum(counts)).uniform_(-3, 3)
+    values[::1001] = 0.0
+    assert LevelFormat(bits).encode(values, counts).equal(encode_by_blocks(bits, values, counts))
 
 
 @pytest.mark.parametrize("name", VALUE_NAMES)
