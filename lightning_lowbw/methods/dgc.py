@@ -84,6 +84,9 @@ class DGC:
             what is rounded away is sent later. Half the bytes, in two collectives of their own.
         overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
             of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
+        correction: "auto" takes what `core.corrections` has for the optimizer: momentum correction for SGD, frozen
+            variance and momentum correction for Adam and AdamW, which want a dense phase, and error feedback for
+            others. "error_feedback" takes that for any.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -151,7 +154,8 @@ class DGC:
         """Return this rank's worker for an optimizer.
 
         Args:
-            optimizer: any torch optimizer but LBFGS; `torch.optim.SGD` gets all corrections, others error feedback.
+            optimizer: any torch optimizer but LBFGS; `torch.optim.SGD`, `Adam` and `AdamW` get corrections of their
+                own, others error feedback.
             named_parameters: of the whole model; names key the state and select the excluded ones.
             exchange: the process group; by default the world.
 
@@ -274,7 +278,8 @@ class DGCWorker:
                     f"exclude={list(method.exclude)}: {pattern!r} matches no parameter of the model; they are named "
                     f"{', '.join(list(self._names.values())[:8])}, ..."
                 )
-        if not self._correction.is_complete and exchange.num_senders > 1 and exchange.rank == 0:
+        is_asked_for = method.correction == "error_feedback"
+        if not (self._correction.is_complete or is_asked_for) and exchange.num_senders > 1 and exchange.rank == 0:
             warnings.warn(
                 f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
                 "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers; a "

@@ -26,9 +26,10 @@ from lightning_lowbw.strategies.base import LowBandwidthStrategy
 class DGCStrategy(LowBandwidthStrategy):
     """Send the 0.1 % largest elements of the gradient, and keep the rest for later steps.
 
-    `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping, weight decay); other
-    optimizers train by error feedback, with a warning. `Trainer(gradient_clip_val=...)` clips each rank's own gradient
-    at ``gradient_clip_val * sqrt(ranks)``, before the exchange. See `lightning_lowbw.methods.dgc` for the equations.
+    `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping, weight decay), `Adam` and
+    `AdamW` those of their own after a dense phase; other optimizers train by error feedback, with a warning.
+    `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
+    exchange. See `lightning_lowbw.methods.dgc` for the equations.
 
     Args:
         rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, to the bit.
@@ -46,6 +47,7 @@ class DGCStrategy(LowBandwidthStrategy):
             sparse; what is rounded away is sent later.
         overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
             optimization, `find_unused_parameters` or two levels.
+        correction: "auto", or "error_feedback" for any optimizer; see `lightning_lowbw.DGC`.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
