@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
@@ -125,3 +127,23 @@ def test_monitored_metrics_are_cached_results() -> None:
     assert "result_metric._computed" in source
     assert list(inspect.signature(_ResultCollection._forked_name).parameters) == ["self", "result_metric", "on_step"]
     assert "self._callback_metrics.update" in inspect.getsource(_LoggerConnector.callback_metrics.fget)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}])
+def test_adam_gathers_the_parameters_of_a_group_after_the_closure(kind: Any, options: dict[str, Any]) -> None:
+    """`AdamCorrection.take_over` steps some of them there, and lets Adam see the others only."""
+    ours, others = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, order = kind([ours, others], **options), []
+    ours.grad = others.grad = torch.ones(3)
+
+    def spy(group: dict[str, Any], *lists: Any) -> Any:
+        order.append("gather")
+        return kind._init_group(optimizer, {**group, "params": [others]}, *lists)
+
+    optimizer._init_group = spy
+    optimizer.step(lambda: order.append("closure"))
+    assert order == ["closure", "gather"]
+    assert torch.equal(ours, torch.ones(3))
+    assert ours not in optimizer.state
+    assert not torch.equal(others, torch.ones(3))
