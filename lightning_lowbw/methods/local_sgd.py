@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, average_gradients_, wide_dtype
+from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_, wide_dtype
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.payload import Arrival, Arrived, NarrowChanges, Payload, SparseChanges, WholeValues
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
+from lightning_lowbw.core.compression import Compression, as_compression
 from lightning_lowbw.core.outer import OuterName, OuterOptimizer
 from lightning_lowbw.core.values import FLOAT_NAMES
 from lightning_lowbw.core.volume import all_reduce_bytes
@@ -61,6 +63,8 @@ class LocalSGD:
             with the progress made meanwhile kept. 0 waits for it. Less than k_steps.
         value_dtype: "float32", or "bfloat16" or "float16": what is sent of the parameters is then their change since
             the last average, with error feedback.
+        compression: None, or what is sent of that change: its largest elements, in few bits, with error feedback
+            (SparseLoCo). A `Compression`, or a mapping of its arguments.
         node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
             on the mean of their gradients.
 
@@ -79,6 +83,7 @@ class LocalSGD:
     inner_momentum: InnerMomentum = "local"
     delay_steps: int = 0
     value_dtype: str = "float32"
+    compression: Compression | None = None
     node_k_steps: int = 1
     schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
     outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
@@ -88,6 +93,7 @@ class LocalSGD:
         object.__setattr__(self, "schedule", schedule)
         outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
         object.__setattr__(self, "outer_optimizer", outer_optimizer)
+        object.__setattr__(self, "compression", as_compression(self.compression))
         for name, allowed in (("inner_momentum", get_args(InnerMomentum)), ("value_dtype", FLOAT_NAMES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
@@ -98,16 +104,34 @@ class LocalSGD:
             raise ConfigurationError(
                 f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1."
             )
+        if self.compression is not None and self.value_dtype != "float32":
+            raise ConfigurationError(
+                f"value_dtype={self.value_dtype!r} with a compression: give its own value_dtype, as in "
+                f"compression={{'value_dtype': {self.value_dtype!r}}}."
+            )
         if delay and (self.value_dtype != "float32" or self.inner_momentum != "local"):
             raise ConfigurationError(
                 "delay_steps > 0 does not go together with value_dtype or inner_momentum: leave one of them out."
             )
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether changes since the last average are sent, instead of values."""
+        return self.compression is not None or self.value_dtype != "float32"
 
     def describe(self) -> dict[str, object]:
         """Return the configuration as plain values."""
         values = asdict(self)
         del values["schedule"], values["outer_optimizer"]
         return {"method": "local_sgd", **values}
+
+    def make_payload(self, numels: Mapping[str, int], exchange: Exchange) -> Payload:
+        """Return what an average sends of parameters with these names and numbers of elements."""
+        if self.compression is not None:
+            return SparseChanges(self.compression, exchange)
+        if self.value_dtype != "float32":
+            return NarrowChanges(numels, getattr(torch, self.value_dtype), exchange)
+        return WholeValues()
 
     def attach(
         self,
@@ -131,20 +155,29 @@ class LocalSGD:
         return LocalSGDWorker(self, optimizer, named_parameters, exchange or Exchange(), named_buffers or {})
 
     def merge_states(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state every rank of another world size starts with: no weights of its own, the mean momentum."""
+        """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
+
+        Of what a compression has kept back it is the mean, too: 1/N of the sum over the ranks stays as it is. What a
+        half type has rounded away belonged to parts of the old world, and is dropped.
+        """
         merged: dict[str, Any] = {}
+        residuals: dict[str, Tensor] = {}
+        num_states = 0
         totals: dict[tuple[Any, str], Tensor] = {}
         counts: dict[tuple[Any, str], int] = {}
         for state in states:
+            num_states += 1
             if not merged:
                 merged = {**state, "own": {}, "buffers": {}, "flight": None, "steps_since_average": 0, "moved": []}
-                merged["narrow"] = None  # what had been rounded away belonged to parts of the old world
+            for name, residual in state["payload"].get("residuals", {}).items():
+                residuals[name] = residuals[name] + residual if name in residuals else residual
             for index, entry in state["optimizer"]["state"].items():
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and value.is_floating_point():
                         wide = value.to(torch.promote_types(value.dtype, torch.float32))
                         totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
                         counts[index, name] = counts.get((index, name), 0) + 1
+        merged["payload"] = {"residuals": {name: total / num_states for name, total in residuals.items()}}
         optimizer_state = merged["optimizer"]["state"]
         for (index, name), total in totals.items():
             entry = optimizer_state.setdefault(index, {})
@@ -214,16 +247,16 @@ class LocalSGDWorker:
         self._start: dict[Parameter, Tensor] = {}  # the last consensus, where something needs it
         self._velocity: dict[Parameter, Tensor] = {}  # of the outer optimizer
         self._buffer_start: dict[str, Tensor] = {}
-        self._narrow: NarrowMean | None = None
+        self._payload = method.make_payload({self._name(p): as_real(p).numel() for p in self._parameters()}, exchange)
         self._flight: _Flight | None = None
         self._own: list[Tensor] | None = None  # this rank's tensors, while the consensus is shown
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError("LBFGS evaluates its closure several times per step: use strategy='ddp'.")
         if method.inner_momentum != "local":
             self._moment_names()
-        if method.value_dtype != "float32" and exchange.levels is not None and exchange.levels.peers is None:
+        if method.sends_changes and exchange.levels is not None and exchange.levels.peers is None:
             _ = exchange.levels.topology.ranks_per_node  # raises where they differ
-            raise ConfigurationError(f"value_dtype={method.value_dtype!r} wants Hierarchy(algorithm='sharded').")
+            raise ConfigurationError("value_dtype and compression want Hierarchy(algorithm='sharded').")
 
     # What the strategies ask ------------------------------------------------------------------------------------
 
@@ -423,8 +456,8 @@ class LocalSGDWorker:
         Collective: all ranks.
 
         Wire:
-            The parameters trained since the last average and the floating buffers, in float32 (or wider, or
-            `value_dtype`), with 8 numbers and 2 per rank; integer buffers apart.
+            The parameters trained since the last average and the floating buffers, in float32 (or wider), with 8
+            numbers and 2 per rank; integer buffers apart, and what the payload takes of the parameters.
 
         Args:
             finished: this rank is out of data.
@@ -470,17 +503,20 @@ class LocalSGDWorker:
         tail[NUM_SUMS + rank] = self._first_fault(parameters)
         tail[NUM_SUMS + num_ranks + rank] = 1 + (0 if self.weighs_samples else self.step) % MARK_MODULUS
         moments = self._moments(parameters) if self.method.inner_momentum == "average" else []
-        sources = [*moments, *self._buffer_changes()]
-        is_narrow = self.method.value_dtype != "float32"
-        if not is_narrow:
-            sources = [*parameters, *sources]
+        whole = [p for p in parameters if not self._payload.takes(p)]
+        changes = {self._name(p): self._change(p) for p in parameters if self._payload.takes(p)}
         return _Flight(
             parameters,
-            MeanInFlight(sources, tail, weight, self._exchange),
+            MeanInFlight([*whole, *moments, *self._buffer_changes()], tail, weight, self._exchange),
+            self._payload.begin(changes),
             moments,
             [_wide(p) for p in parameters] if self.method.delay_steps else None,
             {name: _wide(b) for name, b in self._buffers.items()} if self.method.delay_steps else {},
         )
+
+    def _change(self, parameter: Parameter) -> Tensor:
+        """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
+        return as_real(parameter.detach()).float() - self._start[parameter].to(as_real(parameter).dtype).float()
 
     def _land(self) -> None:
         flight = self._flight
@@ -498,16 +534,18 @@ class LocalSGDWorker:
             for mean in means:
                 mean.div_(tail[WEIGHT])
         lr = tail[LR] / num_ranks
-        if self.method.value_dtype != "float32":
-            means = [*self._narrow_means(flight.parameters), *means]
-        num_parameters, num_moments = len(flight.parameters), len(flight.moments)
-        self._apply_parameters(flight, means[:num_parameters], lr)
-        for moment, mean in zip(flight.moments, means[num_parameters : num_parameters + num_moments], strict=True):
-            as_real(moment).copy_(mean)
+        changes, remaining = flight.changes.wait(), iter(means)
+        names = {p: self._name(p) for p in flight.parameters}
+        of_parameters = [
+            self._start[p] + changes[name] if name in changes else next(remaining) for p, name in names.items()
+        ]
+        self._apply_parameters(flight, of_parameters, lr)
+        for moment in flight.moments:
+            as_real(moment).copy_(next(remaining))
         if self.method.inner_momentum == "reset":
             for moment in self._moments(flight.parameters):
                 moment.zero_()
-        self._apply_buffers(flight, means[num_parameters + num_moments :])
+        self._apply_buffers(flight, list(remaining))
         self._agree_counts()
         if self.method.rule != "fixed":
             if self.method.rule != "qsr" and tail[NUM_LOSSES] < num_ranks and not self.weighs_samples:
@@ -576,28 +614,7 @@ class LocalSGDWorker:
 
     @property
     def _needs_start(self) -> bool:
-        return self.method.outer != "none" or self.method.value_dtype != "float32"
-
-    def _narrow_means(self, parameters: list[Parameter]) -> list[Tensor]:
-        """Return the mean of the parameters, of which only the changes are sent, in a half type."""
-        everything = [p for p in self._parameters() if as_real(p).dtype != torch.float64]
-        numel = sum(as_real(p).numel() for p in everything)
-        if self._narrow is None:
-            dtype = getattr(torch, self.method.value_dtype)
-            self._narrow = NarrowMean(numel, dtype, self._exchange, self._device())
-        if self._narrow.numel != numel or len(everything) < len(self._parameters()):
-            raise ConfigurationError(
-                f"value_dtype={self.method.value_dtype!r} needs a fixed set of parameters, none of them float64; "
-                "leave it out where param groups are added during the training."
-            )
-        change = torch.cat([(as_real(p.detach()) - self._start[p]).float().reshape(-1) for p in everything])
-        mean = self._narrow.reduce(change)
-        sizes = [as_real(p).numel() for p in everything]
-        means = {
-            p: self._start[p] + part.view(as_real(p).shape)
-            for p, part in zip(everything, mean.split(sizes), strict=True)
-        }
-        return [means[p] for p in parameters]
+        return self.method.outer != "none" or self.method.sends_changes
 
     # Momentum of the inner optimizer ----------------------------------------------------------------------------
 
@@ -717,7 +734,7 @@ class LocalSGDWorker:
         """
         self.show_consensus()
         if self._flight is not None:
-            self._flight.mean.wait()
+            self._flight.mean.wait(), self._flight.changes.wait()
         self._own, self._flight = None, None
         self.steps_since_average = 0
         self._moved.clear()
@@ -732,6 +749,7 @@ class LocalSGDWorker:
         for of_parameters in (self._start, self._velocity):
             of_parameters.update({parameter: tensor.to(device) for parameter, tensor in of_parameters.items()})
         self._buffer_start = {name: tensor.to(device) for name, tensor in self._buffer_start.items()}
+        self._payload.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: its weights, the optimizer's state, where it is in the interval.
@@ -746,14 +764,15 @@ class LocalSGDWorker:
         if self._flight is not None:
             means, tail = self._flight.mean.wait()
             self._flight.mean = _Landed(means, tail)  # may be waited for again
+            self._flight.changes = changes = Arrived(self._flight.changes.wait())
             flight = {
                 "parameters": [self._name(p) for p in self._flight.parameters],
                 "means": [mean.cpu().clone() for mean in means],
+                "changes": {name: change.cpu().clone() for name, change in changes.changes.items()},
                 "tail": tail.cpu().clone(),
                 "snapshots": [snapshot.cpu().clone() for snapshot in self._flight.snapshots or []],
                 "buffer_snapshots": {n: b.cpu().clone() for n, b in self._flight.buffer_snapshots.items()},
             }
-        narrow = self._narrow
         return {
             "step": self.step,
             "local_since": self._local_since,
@@ -769,13 +788,7 @@ class LocalSGDWorker:
             "buffers": {name: start.cpu().clone() for name, start in self._buffer_start.items()},
             "start": {self._name(p): start.cpu().clone() for p, start in self._start.items()},
             "velocity": {self._name(p): u.cpu().clone() for p, u in self._velocity.items()},
-            "narrow": None
-            if narrow is None
-            else {
-                "numel": narrow.numel,
-                "vector_error": narrow.vector_error.cpu().clone(),
-                "mean_error": narrow.mean_error.cpu().clone(),
-            },
+            "payload": self._payload.state_dict(),
             "flight": flight,
             "optimizer": _cpu(self.optimizer.state_dict()),
         }
@@ -810,18 +823,14 @@ class LocalSGDWorker:
         self._buffer_start = {name: start.to(device) for name, start in state["buffers"].items()}
         self._start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
         self._velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
-        self._narrow = None
-        if state["narrow"] is not None:
-            dtype = getattr(torch, self.method.value_dtype)
-            self._narrow = NarrowMean(state["narrow"]["numel"], dtype, self._exchange, device)
-            for name in ("vector_error", "mean_error"):
-                getattr(self._narrow, name).copy_(state["narrow"][name])
+        self._payload.load_state_dict(state["payload"])
         self._flight = None
         if state["flight"] is not None:
             saved = state["flight"]
             self._flight = _Flight(
                 [parameters[name] for name in saved["parameters"]],
                 _Landed([mean.to(device) for mean in saved["means"]], saved["tail"].to(device)),
+                Arrived({name: change.to(device) for name, change in saved["changes"].items()}),
                 [],
                 [snapshot.to(device) for snapshot in saved["snapshots"]],
                 {name: snapshot.to(device) for name, snapshot in saved["buffer_snapshots"].items()},
@@ -866,13 +875,14 @@ class _Flight:
     """An average that has been begun."""
 
     parameters: list[Parameter]
-    mean: MeanInFlight | _Landed
+    mean: MeanInFlight | _Landed  # of all but what the payload has taken
+    changes: Arrival
     moments: list[Tensor]
     snapshots: list[Tensor] | None  # of the parameters when it was begun, where local steps go on meanwhile
     buffer_snapshots: dict[str, Tensor]
 
 
-_NO_FLIGHT = _Flight([], _Landed([], torch.empty(0)), [], None, {})
+_NO_FLIGHT = _Flight([], _Landed([], torch.empty(0)), Arrived(), [], None, {})
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -160,6 +160,7 @@ def test_what_is_exported() -> None:
     assert sorted(lightning_lowbw.__all__) == [
         "AdaptiveLocalSGDStrategy",
         "AveragingSchedule",
+        "Compression",
         "ConfigurationError",
         "DGC",
         "DGCStrategy",
@@ -223,11 +224,13 @@ NAMES = {
     "local_sgd": LocalSGDStrategy,
     "post_local_sgd": LocalSGDStrategy,
     "diloco": LocalSGDStrategy,
+    "sparse_loco": LocalSGDStrategy,
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
     "dgc_hierarchical": DGCStrategy,
     "local_sgd_hierarchical": LocalSGDStrategy,
     "post_local_sgd_hierarchical": LocalSGDStrategy,
     "diloco_hierarchical": LocalSGDStrategy,
+    "sparse_loco_hierarchical": LocalSGDStrategy,
     "adaptive_local_sgd_hierarchical": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
 }

@@ -17,6 +17,7 @@ from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, Non
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.averaging import BUCKET_BYTES
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.compression import Compression
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.methods.local_sgd import LocalSGDWorker
 from tests.local_oracle import OracleLocalSGD
@@ -404,6 +405,8 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "slowmo": {"k_steps": 4, "outer": "slowmo"},
     "delayed": {"k_steps": 5, "delay_steps": 4, "outer": "nesterov"},
     "narrow": {"k_steps": 3, "value_dtype": "bfloat16"},
+    "sparse": {"k_steps": 3, "compression": Compression(density=1 / 8, chunk=64, min_numel=100)},
+    "sparse delayed": {"k_steps": 5, "delay_steps": 4, "compression": Compression(chunk=None, min_numel=100)},
 }
 SOME_SHAPES = {"conv": AWKWARD["conv"], "matrix": AWKWARD["matrix"], "vector": (17,)}
 
