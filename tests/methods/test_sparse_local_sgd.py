@@ -256,6 +256,7 @@ def stop_and_resume(choices: dict[str, Any], at: int) -> tuple[list[str], list[s
     state = copy.deepcopy(worker.state_dict())
     weights = {name: p.detach().clone() for name, p in parameters.items()}
     straight = train_on(worker, parameters, range(at, STEPS))
+    worker.finish()  # the next one has the same process groups, which must not hear of two averages at once
     worker, parameters = attach(LocalSGD(**choices), "adamw", exchange_of(NODES["blocks"], "sharded", "averages"))
     with torch.no_grad():
         for name, parameter in parameters.items():
