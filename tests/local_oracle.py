@@ -34,6 +34,8 @@ class OracleLocalSGD:
     outer_momentum: float = 0.0
     momentum: str = "local"
     delay: int = 0
+    phase: int = 0  # steps that the first period is shorter by
+    mixing: float | None = None
     # what happened
     averaged_at: list[int] = field(default_factory=list)
     ks: list[int] = field(default_factory=list)
@@ -41,7 +43,7 @@ class OracleLocalSGD:
     def __post_init__(self) -> None:
         self.replicas = [self.start.clone().requires_grad_() for _ in range(self.num_ranks)]
         self.optimizers = [self.make_optimizer([replica]) for replica in self.replicas]
-        self.first_k, self.step, self.since = self.k, 0, 0
+        self.first_k, self.step, self.since = self.k, 0, self.phase
         self.x0 = self.start.clone().double()
         self.u = torch.zeros_like(self.x0)
         self.losses: list[list[float]] = []
@@ -84,7 +86,10 @@ class OracleLocalSGD:
         self.landing = None
         with torch.no_grad():
             for replica, snapshot in zip(self.replicas, snapshots, strict=True):
-                replica.add_((mean - snapshot.double()).to(replica.dtype))
+                if self.mixing is None or not self.delay:
+                    replica.add_((mean - snapshot.double()).to(replica.dtype))
+                else:
+                    replica.copy_(self.mixing * replica.double() + (1 - self.mixing) * mean)
             states = [next(iter(optimizer.state.values())) for optimizer in self.optimizers]
             names = [name for name in ("momentum_buffer", "exp_avg", "exp_avg_sq") if name in states[0]]
             for name in names:
@@ -143,6 +148,7 @@ class OracleSparseLoCo:
     quantise: Callable[[Tensor], Tensor] = torch.Tensor.clone
     clips: bool = False
     delay: int = 0
+    phase: int = 0
     momentum: float | None = None  # of an outer Nesterov step of lr 0.7
     rounds: int = 0
 
@@ -152,7 +158,7 @@ class OracleSparseLoCo:
         self.x0 = self.start.clone()
         self.e = [torch.zeros(self.start.numel()) for _ in range(self.num_ranks)]
         self.u = torch.zeros_like(self.start)
-        self.since = 0
+        self.since = self.phase
         self.landing: Any = None
 
     def take_step(self, gradients: list[Tensor]) -> None:

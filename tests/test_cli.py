@@ -108,7 +108,7 @@ def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
 
 
 def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:
-    for name in ("post_local_sgd", "sparse_loco"):
+    for name in ("post_local_sgd", "sparse_loco", "streaming_diloco"):
         built = instantiate(compose_train(f"strategy={name}").strategy)
         assert built.method == StrategyRegistry.get(name).method
 

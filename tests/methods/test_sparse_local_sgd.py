@@ -63,6 +63,11 @@ def train_on(worker: LocalSGDWorker, parameters: dict[str, Parameter], steps: Se
     return digests
 
 
+def residuals_of(worker: LocalSGDWorker) -> dict[str, Tensor]:
+    by_fragment = [fragment["payload"].get("residuals", {}) for fragment in worker.state_dict()["fragments"]]
+    return {name: residual for residuals in by_fragment for name, residual in residuals.items()}
+
+
 def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = (), steps: int = STEPS) -> dict[str, Any]:
     exchange = exchange_of(nodes, "sharded", "averages") if nodes else Exchange()
     worker, parameters = attach(LocalSGD(**{"begin_step": 0, **choices}), optimizer, exchange)
@@ -72,7 +77,7 @@ def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = (), steps: int
         digests += train_on(worker, parameters, [step])
         sent.append((exchange.ledger.sent_bytes, exchange.ledger.inter_bytes))
     own = {name: p.detach().clone() for name, p in parameters.items()}
-    state = worker.state_dict()["payload"]["residuals"] if "compression" in choices else {}
+    state = residuals_of(worker)
     return {"own": own, "digests": digests, "sent": sent, "residuals": state, "averages": worker.num_averages}
 
 
@@ -289,7 +294,7 @@ def go_on(state: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     worker.load_state_dict(copy.deepcopy(state))  # arguments of ranks are in memory that they share
-    kept = {name: residual.clone() for name, residual in worker.state_dict()["payload"]["residuals"].items()}
+    kept = residuals_of(worker)
     train_on(worker, parameters, range(6, 10))
     return {
         "kept": kept,
@@ -302,16 +307,17 @@ def test_another_number_of_ranks_keeps_the_mean_of_what_was_unsent() -> None:
     results = run_ranks(state_after, 2, 6)
     states = [state for state, _ in results]
     merged = METHOD.merge_states(copy.deepcopy(states))
+    residuals = merged["fragments"][0]["payload"]["residuals"]
     for name in SPARSE:
-        mean = mean_of([state["payload"]["residuals"][name] for state in states])
-        torch.testing.assert_close(merged["payload"]["residuals"][name], mean)
+        mean = mean_of([state["fragments"][0]["payload"]["residuals"][name] for state in states])
+        torch.testing.assert_close(residuals[name], mean)
         assert mean.any()
     continued = run_ranks(go_on, 3, merged, results[0][1])
     assert continued[0]["after"] == continued[1]["after"] == continued[2]["after"]
     for result in continued:
         assert result["averages"] == 2
         for name in SPARSE:
-            assert torch.equal(result["kept"][name], merged["payload"]["residuals"][name])
+            assert torch.equal(result["kept"][name], residuals[name])
 
 
 # Parameters of all kinds -------------------------------------------------------------------------------------------

@@ -252,6 +252,7 @@ def fit_and_look(look: bool, kwargs: dict[str, Any], folder: str) -> dict[str, A
         {"k_steps": 3, "outer": "slowmo"},
         {"k_steps": 20},
         {"k_steps": 4, "compression": SPARSE},
+        {"k_steps": 4, "num_fragments": 3, "delay_steps": 2, "mixing": 0.25, "compression": SPARSE},
     ],
 )
 def test_validating_and_saving_change_nothing(kwargs: dict[str, Any], tmp_path: Path) -> None:
@@ -408,6 +409,7 @@ def fit_resumable(
         ({"k_steps": 3, "value_dtype": "bfloat16"}, 6, False, False),
         ({"init_k_steps": 4, "rule": "adacomm"}, 7, False, True),
         ({"k_steps": 3, "compression": SPARSE}, 6, False, False),
+        ({"k_steps": 4, "num_fragments": 3, "delay_steps": 3, "mixing": 0.25}, 6, False, False),
         ({"k_steps": 5, "delay_steps": 4, "begin_step": 0, "compression": SPARSE}, 6, False, False),
     ],
 )
@@ -503,7 +505,7 @@ def fit_gan(adaptive: bool) -> dict[str, Any]:
 
     trainer = make_trainer(strategy, num_ranks, callbacks=[Watch()])
     trainer.fit(model, make_data(num_ranks, 14))
-    buffers = [sorted(worker._buffers) for worker in strategy._local_workers]
+    buffers = [sorted(worker._buffers.floating) for worker in strategy._local_workers]
     return {
         "trace": trace,
         "averages": [w.num_averages for w in strategy._local_workers],
@@ -769,6 +771,7 @@ def fit_uneven_refused(trouble: str) -> str:
     kwargs |= {"begin_step": 2} if trouble == "accumulation" else {}
     kwargs |= {"delay_steps": 1} if trouble == "delay" else {}
     kwargs |= {"compression": {}} if trouble == "compression" else {}
+    kwargs |= {"num_fragments": 2} if trouble == "fragments" else {}
     trainer = make_trainer(LocalSGDStrategy(**{"k_steps": 4, "begin_step": 0, **kwargs}), 2, **options)
     try:
         trainer.fit(Tiny(), uneven_loader(6 + 2 * dist.get_rank()), uneven_loader(1))
@@ -784,6 +787,7 @@ def fit_uneven_refused(trouble: str) -> str:
         ("accumulation", "synchronous"),
         ("delay", "delay_steps"),
         ("compression", "compression"),
+        ("fragments", "num_fragments"),
         ("validation", "validation in the middle"),
         ("checkpoint", "end of an epoch"),
     ],
@@ -802,6 +806,7 @@ def test_what_uneven_data_do_not_allow_is_refused(trouble: str, word: str) -> No
         ("local_sgd", {"k_steps": 8, "begin_step": 1}),
         ("post_local_sgd", {"begin_step": "first_lr_decay"}),
         ("diloco_spawn", {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}),
+        ("streaming_diloco", {"k_steps": 100, "num_fragments": 4, "delay_steps": "auto", "mixing": 0.5}),
         ("sparse_loco_spawn", {"k_steps": 15, "begin_step": 0, "outer": "none", "compression": Compression()}),
         ("adaptive_local_sgd", {"k_steps": 1, "rule": "fleet", "max_k_steps": 16}),
     ],
