@@ -4,6 +4,8 @@ Run it:  python examples/digits_local_sgd.py
          python examples/digits_local_sgd.py --strategy adaptive_local_sgd     k follows the learning rate and the loss
          python examples/digits_local_sgd.py --strategy post_local_sgd         local from the first drop of the rate on
          python examples/digits_local_sgd.py --strategy diloco --k-steps 20    with an outer optimizer
+         python examples/digits_local_sgd.py --strategy streaming_diloco       parts of the model take turns
+         python examples/digits_local_sgd.py --strategy sparse_loco            1 in 64 of what has changed, in two bits
 """
 
 from __future__ import annotations

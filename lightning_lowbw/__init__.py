@@ -6,6 +6,7 @@ Importing this package makes the strategies known to Lightning by name: `Trainer
 from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
+from lightning_lowbw.core.compression import Compression
 from lightning_lowbw.core.topology import Topology
 from lightning_lowbw.errors import (
     ConfigurationError,
@@ -29,6 +30,7 @@ __all__ = [
     "DGC",
     "AdaptiveLocalSGDStrategy",
     "AveragingSchedule",
+    "Compression",
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ class OracleLocalSGD:
     outer_momentum: float = 0.0
     momentum: str = "local"
     delay: int = 0
+    phase: int = 0  # steps that the first period is shorter by
+    mixing: float | None = None
     # what happened
     averaged_at: list[int] = field(default_factory=list)
     ks: list[int] = field(default_factory=list)
@@ -40,7 +43,7 @@ class OracleLocalSGD:
     def __post_init__(self) -> None:
         self.replicas = [self.start.clone().requires_grad_() for _ in range(self.num_ranks)]
         self.optimizers = [self.make_optimizer([replica]) for replica in self.replicas]
-        self.first_k, self.step, self.since = self.k, 0, 0
+        self.first_k, self.step, self.since = self.k, 0, self.phase
         self.x0 = self.start.clone().double()
         self.u = torch.zeros_like(self.x0)
         self.losses: list[list[float]] = []
@@ -83,7 +86,10 @@ class OracleLocalSGD:
         self.landing = None
         with torch.no_grad():
             for replica, snapshot in zip(self.replicas, snapshots, strict=True):
-                replica.add_((mean - snapshot.double()).to(replica.dtype))
+                if self.mixing is None or not self.delay:
+                    replica.add_((mean - snapshot.double()).to(replica.dtype))
+                else:
+                    replica.copy_(self.mixing * replica.double() + (1 - self.mixing) * mean)
             states = [next(iter(optimizer.state.values())) for optimizer in self.optimizers]
             names = [name for name in ("momentum_buffer", "exp_avg", "exp_avg_sq") if name in states[0]]
             for name in names:
@@ -121,3 +127,91 @@ class OracleLocalSGD:
         if self.rule == "adacomm" and lr == self.last_lr and k >= self.k:
             k = max(1, self.k // 2)
         self.k, self.last_lr = k, lr
+
+
+@dataclass
+class OracleSparseLoCo:
+    """Algorithm 1 of arXiv 2508.15706 for one tensor, chunk by chunk, in float32 so that bits can be compared.
+
+    Args:
+        top: how many of `numel` elements are sent.
+        quantise: what the wire makes of the values sent of a tensor.
+    """
+
+    start: Tensor
+    num_ranks: int
+    make_optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    top: Callable[[int], int]
+    k: int = 4
+    chunk: int = 4096
+    decay: float = 0.95
+    quantise: Callable[[Tensor], Tensor] = torch.Tensor.clone
+    clips: bool = False
+    delay: int = 0
+    phase: int = 0
+    momentum: float | None = None  # of an outer Nesterov step of lr 0.7
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self.replicas = [self.start.clone().requires_grad_() for _ in range(self.num_ranks)]
+        self.optimizers = [self.make_optimizer([replica]) for replica in self.replicas]
+        self.x0 = self.start.clone()
+        self.e = [torch.zeros(self.start.numel()) for _ in range(self.num_ranks)]
+        self.u = torch.zeros_like(self.start)
+        self.since = self.phase
+        self.landing: Any = None
+
+    def take_step(self, gradients: list[Tensor]) -> None:
+        for replica, optimizer, gradient in zip(self.replicas, self.optimizers, gradients, strict=True):
+            replica.grad = gradient.clone()
+            optimizer.step()
+        self.since += 1
+        if self.landing is not None and self.since == self.delay:
+            self.land()
+        if self.since == self.k:
+            self.landing = (self.average(), [replica.detach().clone() for replica in self.replicas])
+            self.since = 0
+            if not self.delay:
+                self.land()
+
+    def average(self) -> Tensor:
+        total = torch.zeros(self.start.numel())
+        for sent in self.clipped([self.send(rank) for rank in range(self.num_ranks)]):
+            total = total + sent * (1 / self.num_ranks)
+        return total.view(self.start.shape)
+
+    def send(self, rank: int) -> Tensor:
+        e = self.e[rank]
+        e.copy_(self.decay * e + (self.x0 - self.replicas[rank].detach()).reshape(-1))
+        chosen = []
+        for first in range(0, e.numel(), self.chunk):
+            chunk = e[first : first + self.chunk].abs().tolist()
+            largest = sorted(range(len(chunk)), key=lambda i: -chunk[i])[: self.top(len(chunk))]
+            chosen += [first + i for i in sorted(largest)]
+        sent = torch.zeros_like(e)
+        sent[chosen] = self.quantise(e[chosen])
+        e.sub_(sent)
+        return sent
+
+    def clipped(self, sent: list[Tensor]) -> list[Tensor]:
+        if self.clips:
+            for first in range(0, sent[0].numel(), self.chunk):
+                chunks = [each[first : first + self.chunk] for each in sent]
+                norms = [math.sqrt(math.fsum(value * value for value in chunk.tolist())) for chunk in chunks]
+                for chunk, norm in zip(chunks, norms, strict=True):
+                    if norm > statistics.median(norms):
+                        chunk.mul_(torch.tensor(statistics.median(norms) / norm).float())
+        return sent
+
+    def land(self) -> None:
+        pseudo_gradient, snapshots = self.landing
+        self.landing = None
+        self.rounds += 1
+        step = pseudo_gradient
+        if self.momentum is not None:
+            self.u = self.momentum * self.u + pseudo_gradient
+            step = 0.7 * (pseudo_gradient + self.momentum * self.u)
+        self.x0 = self.x0 - step
+        with torch.no_grad():
+            for replica, snapshot in zip(self.replicas, snapshots, strict=True):
+                replica.copy_(replica + (self.x0 - snapshot) if self.delay else self.x0)

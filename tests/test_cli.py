@@ -16,6 +16,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
@@ -104,6 +105,12 @@ def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
         assert [type(each).__name__ for each in built.values()] == [
             each._target_.split(".")[-1] for each in node.values()
         ]
+
+
+def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:
+    for name in ("post_local_sgd", "sparse_loco", "streaming_diloco"):
+        built = instantiate(compose_train(f"strategy={name}").strategy)
+        assert built.method == StrategyRegistry.get(name).method
 
 
 @pytest.mark.parametrize("strategy", ["dgc", "local_sgd", "adaptive_local_sgd", "hierarchical"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,20 @@ from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 
 if TYPE_CHECKING:
     from lightning_lowbw.comm.hierarchy import Hierarchy
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """An all-gather that has been begun."""
+
+    work: Any  # has a wait()
+    gathered: Tensor
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        """Return the messages of all ranks: uint8, shape (ranks, nbytes)."""
+        self.work.wait()
+        return self.gathered.to(self.device)
 
 
 @dataclass
@@ -96,10 +109,11 @@ class Exchange:
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
         """
-        return self.begin_all_gather(message)()
+        with self.ledger.waiting(message.device):
+            return self.begin_all_gather(message).wait()
 
-    def begin_all_gather(self, message: Tensor) -> Callable[[], Tensor]:
-        """Begin to gather the messages of all ranks; return what waits for them, see `all_gather`.
+    def begin_all_gather(self, message: Tensor) -> Gathering:
+        """Begin `all_gather`.
 
         Collective: all ranks, in the same order of calls.
         """
@@ -108,13 +122,7 @@ class Exchange:
         gathered = staged.new_empty((self.num_ranks, message.numel()))
         work = dist.all_gather(list(gathered), staged, group=self.group, async_op=True)
         self._record(all_gather_bytes(message.nbytes, self.num_ranks))
-
-        def wait() -> Tensor:
-            with self.ledger.waiting(message.device):
-                work.wait()
-                return gathered.to(message.device)
-
-        return wait
+        return Gathering(work, gathered, message.device)
 
     def gather_from_senders(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, on two levels of all nodes, in their order: uint8, (senders, nbytes).
@@ -122,6 +130,15 @@ class Exchange:
         Collective: all ranks with messages of one size, equal ones inside a node; blocking (on CUDA, for the stream).
         """
         return self.all_gather(message) if self.levels is None else self.levels.gather_from_nodes(message)
+
+    def begin_gather_from_senders(self, message: Tensor) -> Any:
+        """Begin `gather_from_senders`; return what has a `wait()`, which returns the messages.
+
+        Collective: all ranks, in the same order of calls.
+        """
+        if self.levels is not None:
+            return self.levels.begin_gather_from_nodes(message)
+        return self.begin_all_gather(message)
 
     def all_to_all(self, message: Tensor) -> Tensor:
         """Send the r-th of equal parts of a message to rank r; return the parts received, in rank order.

@@ -160,15 +160,28 @@ class Hierarchy:
 
         Collective: all ranks, with the same message on the ranks of a node and messages of one size; blocking.
         """
+        with self.ledger.waiting(message.device):
+            return self._gather_from_nodes(message, self.node)
+
+    def begin_gather_from_nodes(self, message: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin `gather_from_nodes`.
+
+        Collective: all ranks, in the same order of calls as `all_reduce`.
+        """
+        node = Exchange(self._intra, self.ledger, "intra")
+        gathered = message.new_empty((self.topology.num_nodes, message.numel()))
+        return self._begin(lambda out: out.copy_(self._gather_from_nodes(message, node)), gathered)
+
+    def _gather_from_nodes(self, message: Tensor, node: Exchange) -> Tensor:
         assert self.peers is not None
         num_places, nbytes = len(self._ranks), message.numel()
         size = -(-nbytes // num_places)
         padded = torch.nn.functional.pad(message, (0, num_places * size - nbytes))
-        mine = self.peers.all_gather(padded[self.place * size : (self.place + 1) * size])
+        mine = self.peers.begin_all_gather(padded[self.place * size : (self.place + 1) * size]).wait()
         # A group has its ranks in ascending order; nodes need not be in the same order at all places.
         peers = self.topology.peers(self.place)
         mine = mine[[sorted(peers).index(rank) for rank in peers]]
-        parts = self.node.all_gather(mine.view(-1)).view(num_places, self.topology.num_nodes, size)
+        parts = node.begin_all_gather(mine.view(-1)).wait().view(num_places, self.topology.num_nodes, size)
         return parts.transpose(0, 1).reshape(self.topology.num_nodes, -1)[:, :nbytes].contiguous()
 
     def reduce_scatter(self, buffer: Tensor) -> Tensor:
@@ -206,7 +219,7 @@ class Hierarchy:
             self._lane.shutdown(wait=False)
             self._lane = None
 
-    def _begin(self, collective: Callable[[Tensor], None], buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def _begin(self, collective: Callable[[Tensor], object], buffer: Tensor) -> torch.futures.Future[Tensor]:
         if dist.get_backend() == "gloo":
             if self._lane is None:
                 self._lane = ThreadPoolExecutor(1, "lightning_lowbw hierarchy")
@@ -256,7 +269,7 @@ class Hierarchy:
             tensor.copy_(wire)
 
 
-def _finish(collective: Callable[[Tensor], None], buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
+def _finish(collective: Callable[[Tensor], object], buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
     try:
         with torch.no_grad():
             collective(buffer)

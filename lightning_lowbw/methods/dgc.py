@@ -39,7 +39,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.comm.averaging import average_gradients_, narrow_mean, wide_dtype
-from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.collectives import Exchange, Gathering
 from lightning_lowbw.comm.probe import measure_link
 from lightning_lowbw.comm.sparse import SparseReduceScatter
 from lightning_lowbw.core.codec import SparseCodec
@@ -73,8 +73,8 @@ class DGC:
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
-        value_dtype: "float32", "bfloat16", "float16", "int8" or "int4", for the values on the wire; what is rounded
-            away is sent later.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
+            rounded away is sent later.
         exchange: how the selected elements are summed. "all_gather": every rank gets those of all, (N-1) k elements.
             "reduce_scatter": below 6 k elements whatever N is; where the ranks' selections differ much, some of the
             sums wait at the rank that owns them. "dense": an all-reduce of whole tensors, for low sparsities. "auto"
@@ -264,7 +264,7 @@ class DGCWorker:
         self._last_exchange = ""
         self._rounded: dict[Parameter, Tensor] = {}  # what a narrow dense_dtype has kept back
         self._slots: list[Slot] = []  # of the step in progress
-        self._begun: list[tuple[list[Slot], Callable[[], Tensor]]] = []  # during backward: what waits for the messages
+        self._begun: list[tuple[list[Slot], Gathering]] = []  # during backward: what waits for the messages
         self._looked_at: dict[Parameter, Tensor] = {}  # then, and whether its gradient is finite
         self._correction = correction_for(optimizer, method.correction)
         if isinstance(optimizer, LBFGS):
@@ -473,8 +473,10 @@ class DGCWorker:
                 self._reduce_scatter(slots)
             else:
                 self._all_reduce_selected(slots)
-        for slots, gathered in self._begun:
-            self.finish_sparse(list(gathered()), slots)
+        with exchange.ledger.waiting(self._slots[0].parameter.device):
+            messages = [list(gathering.wait()) for _, gathering in self._begun]
+        for (slots, _), of_slots in zip(self._begun, messages, strict=True):
+            self.finish_sparse(of_slots, slots)
         return True
 
     def _choose_exchange(self) -> str:

@@ -9,10 +9,15 @@ steps, counted from there,
     x_i = mean over ranks of x_i          (or what the outer optimizer makes of it)
 
 for parameters and floating buffers. Batch norm's running variance gets the variance between the ranks' means, too.
+
+With fragments, each part of the parameters has its own turn: Douillard et al., "Streaming DiLoCo with overlapping
+communication", arXiv 2501.18512, algorithm 2.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -24,9 +29,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw.comm.averaging import MeanInFlight, NarrowMean, average_gradients_, wide_dtype
+from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_
+from lightning_lowbw.comm.buffers import ReplicaBuffers, wide
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.comm.flight import Flight, Fragment
+from lightning_lowbw.comm.payload import NarrowChanges, Payload, SparseChanges, WholeValues
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
+from lightning_lowbw.core.compression import Compression, as_compression
+from lightning_lowbw.core.fragments import balance, hiding_steps, steps_before
 from lightning_lowbw.core.outer import OuterName, OuterOptimizer
 from lightning_lowbw.core.values import FLOAT_NAMES
 from lightning_lowbw.core.volume import all_reduce_bytes
@@ -40,6 +50,10 @@ MARK_MODULUS = 1 << 10
 WEIGHT, NUM_LOSSES, LOSS, LR, STOP, SAVE, FINISHED, OVER = range(8)
 NUM_SUMS = 8
 NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
+AUTO = "auto"
+TIMED_AVERAGE = 2  # of each fragment, whose time is taken; the first one pays for connections and allocations
+
+_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +72,16 @@ class LocalSGD:
         inner_momentum: what an average does with the inner optimizer's momentum: leaves it "local", takes the
             "average" (of Adam's second moment, too; SGD, Adam and AdamW), or does a "reset" of the first moment to 0.
         delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
-            with the progress made meanwhile kept. 0 waits for it. Less than k_steps.
+            with the progress made meanwhile kept. 0 waits for it. Less than k_steps. "auto" waits for the first two,
+            and takes what the second took, in local steps; the same on all ranks, but not from run to run.
+        num_fragments: the parameters are averaged in so many parts of nearly one size, each every k steps, one after
+            another: the peak of the traffic is divided by it.
+        mixing: alpha, the share of its own weights that a rank keeps when a delayed average lands:
+            ``x = alpha x + (1 - alpha) average``. None keeps the progress made meanwhile: ``x = x + average - x then``.
         value_dtype: "float32", or "bfloat16" or "float16": what is sent of the parameters is then their change since
             the last average, with error feedback.
+        compression: None, or what is sent of that change: its largest elements, in few bits, with error feedback
+            (SparseLoCo). A `Compression`, or a mapping of its arguments.
         node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
             on the mean of their gradients.
 
@@ -77,8 +98,11 @@ class LocalSGD:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     inner_momentum: InnerMomentum = "local"
-    delay_steps: int = 0
+    delay_steps: int | str = 0
+    num_fragments: int = 1
+    mixing: float | None = None
     value_dtype: str = "float32"
+    compression: Compression | None = None
     node_k_steps: int = 1
     schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
     outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
@@ -88,26 +112,66 @@ class LocalSGD:
         object.__setattr__(self, "schedule", schedule)
         outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
         object.__setattr__(self, "outer_optimizer", outer_optimizer)
+        object.__setattr__(self, "compression", as_compression(self.compression))
         for name, allowed in (("inner_momentum", get_args(InnerMomentum)), ("value_dtype", FLOAT_NAMES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        if isinstance(self.node_k_steps, bool) or not isinstance(self.node_k_steps, int) or self.node_k_steps < 1:
-            raise ConfigurationError(f"node_k_steps={self.node_k_steps!r}: give a number of steps, an integer >= 1.")
-        delay = self.delay_steps
-        if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < max(self.k_steps, 1):
+        for name in ("node_k_steps", "num_fragments"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
+        self._check_delay()
+        if self.num_fragments > 1 and (self.rule != "fixed" or self.node_k_steps > 1):
             raise ConfigurationError(
-                f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1."
+                f"num_fragments={self.num_fragments} wants a fixed period, and one for all ranks: leave out rule and "
+                "node_k_steps."
+            )
+        if self.num_fragments > self.k_steps:
+            raise ConfigurationError(
+                f"num_fragments={self.num_fragments} with k_steps={self.k_steps}: give at most one fragment per step."
+            )
+        if self.compression is not None and self.value_dtype != "float32":
+            raise ConfigurationError(
+                f"value_dtype={self.value_dtype!r} with a compression: give its own value_dtype, as in "
+                f"compression={{'value_dtype': {self.value_dtype!r}}}."
+            )
+
+    def _check_delay(self) -> None:
+        delay, mixing = self.delay_steps, self.mixing
+        is_count = isinstance(delay, int) and not isinstance(delay, bool) and 0 <= delay < max(self.k_steps, 1)
+        if not is_count and delay != AUTO:
+            raise ConfigurationError(
+                f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1, or "
+                f"{AUTO!r}."
             )
         if delay and (self.value_dtype != "float32" or self.inner_momentum != "local"):
             raise ConfigurationError(
                 "delay_steps > 0 does not go together with value_dtype or inner_momentum: leave one of them out."
             )
+        if mixing is not None:
+            if isinstance(mixing, bool) or not isinstance(mixing, (int, float)) or not 0 <= mixing <= 1:
+                raise ConfigurationError(f"mixing={mixing!r}: give a number in [0, 1], or None.")
+            if not delay:
+                raise ConfigurationError(f"mixing={mixing!r} is for averages that land later: give delay_steps.")
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether changes since the last average are sent, instead of values."""
+        return self.compression is not None or self.value_dtype != "float32"
 
     def describe(self) -> dict[str, object]:
         """Return the configuration as plain values."""
         values = asdict(self)
         del values["schedule"], values["outer_optimizer"]
         return {"method": "local_sgd", **values}
+
+    def make_payload(self, numels: Mapping[str, int], exchange: Exchange) -> Payload:
+        """Return what an average sends of parameters with these names and numbers of elements."""
+        if self.compression is not None:
+            return SparseChanges(self.compression, exchange)
+        if self.value_dtype != "float32":
+            return NarrowChanges(numels, getattr(torch, self.value_dtype), exchange)
+        return WholeValues()
 
     def attach(
         self,
@@ -131,20 +195,41 @@ class LocalSGD:
         return LocalSGDWorker(self, optimizer, named_parameters, exchange or Exchange(), named_buffers or {})
 
     def merge_states(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state every rank of another world size starts with: no weights of its own, the mean momentum."""
+        """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
+
+        Of what a compression has kept back it is the mean, too: 1/N of the sum over the ranks stays as it is. What a
+        half type has rounded away belonged to parts of the old world, and is dropped.
+        """
         merged: dict[str, Any] = {}
+        residuals: dict[str, Tensor] = {}
+        num_states = 0
         totals: dict[tuple[Any, str], Tensor] = {}
         counts: dict[tuple[Any, str], int] = {}
         for state in states:
+            num_states += 1
             if not merged:
-                merged = {**state, "own": {}, "buffers": {}, "flight": None, "steps_since_average": 0, "moved": []}
-                merged["narrow"] = None  # what had been rounded away belonged to parts of the old world
+                merged = {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": None, "average_s": {}}
+            for fragment in state["fragments"]:
+                for name, residual in fragment["payload"].get("residuals", {}).items():
+                    residuals[name] = residuals[name] + residual if name in residuals else residual
             for index, entry in state["optimizer"]["state"].items():
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and value.is_floating_point():
                         wide = value.to(torch.promote_types(value.dtype, torch.float32))
                         totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
                         counts[index, name] = counts.get((index, name), 0) + 1
+        merged["fragments"] = [
+            {
+                **fragment,
+                "flight": None,
+                "moved": [],
+                "steps": None,
+                "payload": {
+                    "residuals": {name: residuals[name] / num_states for name in fragment["names"] if name in residuals}
+                },
+            }
+            for fragment in merged["fragments"]
+        ]
         optimizer_state = merged["optimizer"]["state"]
         for (index, name), total in totals.items():
             entry = optimizer_state.setdefault(index, {})
@@ -166,8 +251,8 @@ class LocalSGDWorker:
         method: the configuration; may be replaced between steps, on all ranks alike.
         step: optimizer steps completed (a step that a GradScaler skips counts: skipped on one rank only, it must not
             bring the ranks out of step).
-        steps_since_average: local steps since the last average was begun.
-        num_averages: averages done.
+        steps_since_average: local steps since the last average was begun, of any fragment.
+        num_averages: averages done, each of a fragment.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a
             scalar tensor, None before it.
         stop_requested: to be set on any rank, to ask all to stop.
@@ -202,28 +287,27 @@ class LocalSGDWorker:
         self.is_over = False
         self._exchange = exchange
         self._names = {parameter: name for name, parameter in named_parameters}
-        self._buffers = {name: b for name, b in named_buffers.items() if b.is_floating_point() or b.is_complex()}
-        self._counts = [b for b in named_buffers.values() if not (b.is_floating_point() or b.is_complex())]
+        self._buffers = ReplicaBuffers(named_buffers)
         self._local_since: int | None = None  # the step from which on it is local, once that has come
         self._period: Period | None = None
         self._highest_lr = 0.0
         self._step_loss: Tensor | None = None
         self._loss: Tensor | None = None
         self._loss_weight = 0.0
-        self._moved: dict[Parameter, None] = {}  # trained since the last average, in order
         self._start: dict[Parameter, Tensor] = {}  # the last consensus, where something needs it
         self._velocity: dict[Parameter, Tensor] = {}  # of the outer optimizer
-        self._buffer_start: dict[str, Tensor] = {}
-        self._narrow: NarrowMean | None = None
-        self._flight: _Flight | None = None
+        self._fragments = self._make_fragments()
+        self._chosen_delay: int | None = None  # tau, once it has been measured
+        self._average_s: dict[int, float] = {}  # by fragment
+        self._step_s = self._last_s = 0.0  # of the local steps since the last average; the end of the last one
         self._own: list[Tensor] | None = None  # this rank's tensors, while the consensus is shown
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError("LBFGS evaluates its closure several times per step: use strategy='ddp'.")
         if method.inner_momentum != "local":
             self._moment_names()
-        if method.value_dtype != "float32" and exchange.levels is not None and exchange.levels.peers is None:
+        if method.sends_changes and exchange.levels is not None and exchange.levels.peers is None:
             _ = exchange.levels.topology.ranks_per_node  # raises where they differ
-            raise ConfigurationError(f"value_dtype={method.value_dtype!r} wants Hierarchy(algorithm='sharded').")
+            raise ConfigurationError("value_dtype and compression want Hierarchy(algorithm='sharded').")
 
     # What the strategies ask ------------------------------------------------------------------------------------
 
@@ -265,14 +349,20 @@ class LocalSGDWorker:
         return (self._period or self.method.schedule.first()).k if self.method.rule != "fixed" else self.method.k_steps
 
     @property
+    def delay_steps(self) -> int:
+        """Local steps that hide an average; 0 while "auto" measures."""
+        delay = self.method.delay_steps
+        return delay if isinstance(delay, int) else self._chosen_delay or 0
+
+    @property
     def parameters_agree(self) -> bool:
         """Whether the parameters are the same on all ranks; known without asking them."""
-        return self.steps_since_average == 0 and self._flight is None
+        return not any(fragment.moved or fragment.flight for fragment in self._fragments)
 
     @property
     def is_consensus(self) -> bool:
         """Whether there is nothing that `show_consensus` would average. A forward pass moves buffers at any time."""
-        return self.parameters_agree and not self._buffer_start
+        return self.parameters_agree and not self._buffers.start
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return what is worth logging; nothing is communicated."""
@@ -280,6 +370,8 @@ class LocalSGDWorker:
             "k_steps": float(self.k_steps),
             "averages": float(self.num_averages),
         }
+        if self.method.delay_steps == AUTO:
+            shown["delay_steps"] = float(self.delay_steps)
         if self.consensus_distance is not None:
             shown["consensus_distance"] = self.consensus_distance
         return shown
@@ -371,6 +463,7 @@ class LocalSGDWorker:
     @torch.no_grad()
     def _after_step(self) -> None:
         was_local = self.is_local
+        self._step_s += time.perf_counter() - self._last_s
         self.step += 1
         self._exchange.ledger.steps += 1
         if self._exchange.num_ranks == 1:
@@ -386,16 +479,21 @@ class LocalSGDWorker:
             self.begin_local()
             return
         trained = [p for p in self._parameters() if p.requires_grad]
-        self._moved.update(dict.fromkeys(trained))
         nbytes = sum(p.nbytes for p in trained)
         self._exchange.ledger.dense_bytes += all_reduce_bytes(nbytes, self._exchange.num_ranks)
         self.steps_since_average += 1
-        if self._flight is not None and self.steps_since_average == self.method.delay_steps:
-            self._land()
-        if self.steps_since_average >= max(self.k_steps, self.method.delay_steps + 1):
-            self.average()
-        elif self._exchange.node is not None and self.steps_since_average % self.method.node_k_steps == 0:
+        self._note_moved(trained)
+        for fragment in self._fragments:
+            assert fragment.steps is not None
+            fragment.steps += 1
+            if fragment.flight is not None and fragment.steps == self.delay_steps:
+                self._land(fragment)
+        due = [each for each in self._fragments if (each.steps or 0) >= max(self.k_steps, self.delay_steps + 1)]
+        for fragment in due:
+            self._average(fragment)
+        if not due and self._exchange.node is not None and self.steps_since_average % self.method.node_k_steps == 0:
             self._average_in_node()
+        self._last_s = time.perf_counter()
 
     @torch.no_grad()
     def begin_local(self) -> None:
@@ -407,15 +505,15 @@ class LocalSGDWorker:
         if not self.is_local:
             return
         self._local_since = self._begin
+        for number, fragment in enumerate(self._fragments):
+            if fragment.steps is None:
+                fragment.steps = steps_before(number, len(self._fragments), self.k_steps)
+                self._step_s, self._last_s = 0.0, time.perf_counter()
         if self._needs_start:
             for parameter in self._parameters():
                 if parameter not in self._start:
-                    self._start[parameter] = _wide(parameter)
-        if self._buffers and not self._buffer_start:
-            for name, buffer in self._buffers.items():
-                self._buffer_start[name] = _wide(buffer)
-            for start in self._buffer_start.values():
-                self._exchange.broadcast_(start)
+                    self._start[parameter] = wide(parameter)
+        self._buffers.begin(self._exchange)
 
     # Averaging --------------------------------------------------------------------------------------------------
 
@@ -426,8 +524,8 @@ class LocalSGDWorker:
         Collective: all ranks.
 
         Wire:
-            The parameters trained since the last average and the floating buffers, in float32 (or wider, or
-            `value_dtype`), with 8 numbers and 2 per rank; integer buffers apart.
+            The parameters trained since the last average and the floating buffers, in float32 (or wider), with 8
+            numbers and 2 per rank; integer buffers apart, and what the payload takes of the parameters.
 
         Args:
             finished: this rank is out of data.
@@ -436,31 +534,63 @@ class LocalSGDWorker:
         Raises:
             NonFiniteGradientError, DisagreementError, ConfigurationError: as `stepping`.
         """
-        self._flight = self._take_off(finished, over)
-        self.steps_since_average = 0
-        self._moved.clear()
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                self._land(fragment)
+            self._average(fragment, finished, over)
+
+    def _average(self, fragment: Fragment, finished: bool = False, over: bool = False) -> None:
+        step_s, begun_s = self._step_s / max(self.steps_since_average, 1), time.perf_counter()
+        fragment.flight = self._take_off(fragment, finished, over)
+        fragment.steps = self.steps_since_average = 0
+        fragment.moved.clear()
         self._loss, self._loss_weight, self.num_samples = None, 0.0, 0.0
-        if not self.method.delay_steps:
-            self._land()
+        if not self.delay_steps:
+            self._land(fragment)
+            if self.method.delay_steps == AUTO and self._chosen_delay is None:
+                self._choose_delay(self._fragments.index(fragment), time.perf_counter() - begun_s, step_s)
+        self._step_s, self._last_s = 0.0, time.perf_counter()
+
+    def _choose_delay(self, number: int, average_s: float, step_s: float) -> None:
+        """Keep the time of an average; choose tau when each fragment has been timed.
+
+        Collective: all ranks, once; an all-reduce of two numbers.
+        """
+        self._average_s[number] = average_s
+        if min(self.num_averages // TIMED_AVERAGE, len(self._average_s)) < len(self._fragments):
+            return
+        # The rank that comes last waits for nobody: its time is that of the network. The slowest step is everyone's.
+        times = torch.tensor([max(self._average_s.values()), -step_s], device=self._device())
+        self._exchange.all_reduce_(times, dist.ReduceOp.MIN)
+        average_s, step_s = float(times[0]), -float(times[1])
+        self._chosen_delay = hiding_steps(average_s, step_s, self.k_steps)
+        if self._exchange.rank == 0:
+            _logger.info(
+                "An average takes %.3g s, a local step %.3g s: it is hidden behind %d steps.",
+                *(average_s, step_s, self._chosen_delay),
+            )
 
     def _average_in_node(self) -> None:
         """Average what has moved over the ranks of the node; with a period of 1 their gradients have been."""
         if self.method.node_k_steps == 1:
             return
         assert self._exchange.node is not None
-        tensors = [as_real(p.detach()) for p in self._moved]
-        if self._flight is not None:  # the change that it will bring is measured from there
-            tensors += self._flight.snapshots or []
+        (fragment,) = self._fragments
+        tensors = [as_real(p.detach()) for p in fragment.moved]
+        if fragment.flight is not None:  # the change that it will bring is measured from there
+            tensors += fragment.flight.snapshots or []
         tail, weight = torch.zeros(1, device=self._device()), 1.0 / self._exchange.node.num_ranks
         means, _ = MeanInFlight(tensors, tail, weight, self._exchange.node).wait()
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean)
 
-    def _take_off(self, finished: bool, over: bool) -> _Flight:
+    def _take_off(self, fragment: Fragment, finished: bool, over: bool) -> Flight:
         num_ranks, rank = self._exchange.num_ranks, self._exchange.rank
         weight = self.num_samples if self.weighs_samples else 1.0 / num_ranks
         # A rank that is out of data has moved nothing since the last average, and takes part all the same.
-        parameters = [p for p in self._parameters() if p in self._moved or (self.weighs_samples and p.requires_grad)]
+        parameters = [
+            p for p in fragment.parameters if p in fragment.moved or (self.weighs_samples and p.requires_grad)
+        ]
         tail = torch.zeros(NUM_SUMS + 2 * num_ranks, device=self._device())
         if self._loss is not None:
             loss = self._loss / self._loss_weight
@@ -473,26 +603,32 @@ class LocalSGDWorker:
         tail[NUM_SUMS + rank] = self._first_fault(parameters)
         tail[NUM_SUMS + num_ranks + rank] = 1 + (0 if self.weighs_samples else self.step) % MARK_MODULUS
         moments = self._moments(parameters) if self.method.inner_momentum == "average" else []
-        sources = [*moments, *self._buffer_changes()]
-        is_narrow = self.method.value_dtype != "float32"
-        if not is_narrow:
-            sources = [*parameters, *sources]
-        return _Flight(
+        buffer_changes = self._buffers.changes() if fragment.takes_buffers else []
+        takes = fragment.payload.takes
+        whole = [p for p in parameters if not takes(p)]
+        changes = {self._name(p): self._change(p) for p in parameters if takes(p)}
+        is_hidden = self.delay_steps > 0
+        return Flight(
             parameters,
-            MeanInFlight(sources, tail, weight, self._exchange),
+            MeanInFlight([*whole, *moments, *buffer_changes], tail, weight, self._exchange),
+            fragment.payload.begin(changes),
             moments,
-            [_wide(p) for p in parameters] if self.method.delay_steps else None,
-            {name: _wide(b) for name, b in self._buffers.items()} if self.method.delay_steps else {},
+            [wide(p) for p in parameters] if is_hidden else None,
+            self._buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
         )
 
-    def _land(self) -> None:
-        flight = self._flight
-        assert flight is not None
-        self._flight = None
-        means, tail = flight.mean.wait()
-        self._land_means(flight, means, tail.tolist())
+    def _change(self, parameter: Parameter) -> Tensor:
+        """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
+        return as_real(parameter.detach()).float() - self._start[parameter].to(as_real(parameter).dtype).float()
 
-    def _land_means(self, flight: _Flight, means: list[Tensor], tail: list[float]) -> None:
+    def _land(self, fragment: Fragment) -> None:
+        flight = fragment.flight
+        assert flight is not None
+        fragment.flight = None
+        means, tail = flight.mean.wait()
+        self._land_means(fragment, flight, means, tail.tolist())
+
+    def _land_means(self, fragment: Fragment, flight: Flight, means: list[Tensor], tail: list[float]) -> None:
         num_ranks = self._exchange.num_ranks
         self._read_tail(tail, flight.parameters)
         if self.weighs_samples:
@@ -501,17 +637,20 @@ class LocalSGDWorker:
             for mean in means:
                 mean.div_(tail[WEIGHT])
         lr = tail[LR] / num_ranks
-        if self.method.value_dtype != "float32":
-            means = [*self._narrow_means(flight.parameters), *means]
-        num_parameters, num_moments = len(flight.parameters), len(flight.moments)
-        self._apply_parameters(flight, means[:num_parameters], lr)
-        for moment, mean in zip(flight.moments, means[num_parameters : num_parameters + num_moments], strict=True):
-            as_real(moment).copy_(mean)
+        changes, remaining = flight.changes.wait(), iter(means)
+        names = {p: self._name(p) for p in flight.parameters}
+        of_parameters = [
+            self._start[p] + changes[name] if name in changes else next(remaining) for p, name in names.items()
+        ]
+        self._apply_parameters(flight, of_parameters, lr)
+        for moment in flight.moments:
+            as_real(moment).copy_(next(remaining))
         if self.method.inner_momentum == "reset":
             for moment in self._moments(flight.parameters):
                 moment.zero_()
-        self._apply_buffers(flight, means[num_parameters + num_moments :])
-        self._agree_counts()
+        if fragment.takes_buffers:
+            self._buffers.apply(list(remaining), flight.buffer_snapshots)
+            self._buffers.agree_counts(self._exchange)
         if self.method.rule != "fixed":
             if self.method.rule != "qsr" and tail[NUM_LOSSES] < num_ranks and not self.weighs_samples:
                 raise ConfigurationError(
@@ -556,7 +695,7 @@ class LocalSGDWorker:
                 fault = torch.where(torch.isfinite(extremes).all(), fault, float(number))
         return fault
 
-    def _apply_parameters(self, flight: _Flight, means: list[Tensor], lr: float) -> None:
+    def _apply_parameters(self, flight: Flight, means: list[Tensor], lr: float) -> None:
         distance = torch.zeros((), dtype=torch.float64, device=self._device())
         norm = torch.zeros_like(distance)
         for index, (parameter, mean) in enumerate(zip(flight.parameters, means, strict=True)):
@@ -573,34 +712,15 @@ class LocalSGDWorker:
                 start.copy_(mean)
             if flight.snapshots is None:
                 as_real(parameter).copy_(mean)
-            else:
+            elif self.method.mixing is None:
                 as_real(parameter).add_((mean - own).to(own.dtype))
+            else:
+                as_real(parameter).copy_(mean.lerp_(wide(parameter), self.method.mixing))
         self.consensus_distance = (distance / norm).sqrt().float() if flight.parameters else None
 
     @property
     def _needs_start(self) -> bool:
-        return self.method.outer != "none" or self.method.value_dtype != "float32"
-
-    def _narrow_means(self, parameters: list[Parameter]) -> list[Tensor]:
-        """Return the mean of the parameters, of which only the changes are sent, in a half type."""
-        everything = [p for p in self._parameters() if as_real(p).dtype != torch.float64]
-        numel = sum(as_real(p).numel() for p in everything)
-        if self._narrow is None:
-            dtype = getattr(torch, self.method.value_dtype)
-            self._narrow = NarrowMean(numel, dtype, self._exchange, self._device())
-        if self._narrow.numel != numel or len(everything) < len(self._parameters()):
-            raise ConfigurationError(
-                f"value_dtype={self.method.value_dtype!r} needs a fixed set of parameters, none of them float64; "
-                "leave it out where param groups are added during the training."
-            )
-        change = torch.cat([(as_real(p.detach()) - self._start[p]).float().reshape(-1) for p in everything])
-        mean = self._narrow.reduce(change)
-        sizes = [as_real(p).numel() for p in everything]
-        means = {
-            p: self._start[p] + part.view(as_real(p).shape)
-            for p, part in zip(everything, mean.split(sizes), strict=True)
-        }
-        return [means[p] for p in parameters]
+        return self.method.outer != "none" or self.method.sends_changes
 
     # Momentum of the inner optimizer ----------------------------------------------------------------------------
 
@@ -622,52 +742,6 @@ class LocalSGDWorker:
             for name in self._moment_names()
         ]
 
-    # Buffers ----------------------------------------------------------------------------------------------------
-
-    def _buffer_changes(self) -> list[Tensor]:
-        """Return the change of each floating buffer since the last average.
-
-        Of a running variance ``var + (mean - start of mean)^2``, of which the mean over ranks holds the variance
-        between them; what has not changed adds exactly 0, also where it is infinite.
-        """
-        changes = []
-        for name, buffer in self._buffers.items():
-            change = _difference(_wide(buffer), self._buffer_start[name])
-            of_mean = self._mean_of(name)
-            if of_mean is not None:
-                change = change + _difference(_wide(self._buffers[of_mean]), self._buffer_start[of_mean]) ** 2
-            changes.append(change)
-        return changes
-
-    def _apply_buffers(self, flight: _Flight, mean_changes: list[Tensor]) -> None:
-        by_name = dict(zip(self._buffers, mean_changes, strict=True))
-        for name, buffer in self._buffers.items():
-            change, of_mean = by_name[name], self._mean_of(name)
-            if of_mean is not None:
-                change = change - by_name[of_mean] ** 2
-            start = self._buffer_start[name]
-            target = start + change
-            if flight.buffer_snapshots:
-                target_here = _wide(buffer) + _difference(target, flight.buffer_snapshots[name])
-                as_real(buffer).copy_(target_here.clamp_min(0) if of_mean is not None else target_here)
-            else:
-                as_real(buffer).copy_(target)
-            start.copy_(target)
-
-    def _mean_of(self, name: str) -> str | None:
-        """Return the name of the running mean that a running variance belongs to; None for other buffers."""
-        other = name.removesuffix("running_var") + "running_mean"
-        return other if name.endswith("running_var") and other in self._buffers else None
-
-    def _agree_counts(self) -> None:
-        """Take the largest of integer buffers, such as the number of batches a batch norm has seen."""
-        if not self._counts:
-            return
-        flat = torch.cat([count.reshape(-1).to(torch.int64) for count in self._counts])
-        self._exchange.all_reduce_(flat, dist.ReduceOp.MAX)
-        for count, largest in zip(self._counts, flat.split([count.numel() for count in self._counts]), strict=True):
-            count.copy_(largest.view(count.shape))
-
     # Looking at the consensus -----------------------------------------------------------------------------------
 
     def show_consensus(self) -> None:
@@ -683,17 +757,20 @@ class LocalSGDWorker:
     def _show_consensus(self) -> None:
         tensors = self._all_tensors()
         self._own = [tensor.detach().clone() for tensor in tensors]
-        in_flight = [] if self._flight is None else self._flight.parameters
-        parameters = list(dict.fromkeys([*in_flight, *self._moved]))
+        unequal: dict[Parameter, None] = {}
+        for fragment in self._fragments:
+            unequal.update(dict.fromkeys([] if fragment.flight is None else fragment.flight.parameters))
+            unequal.update(fragment.moved)
+        parameters = list(unequal)
         weight = 1.0 / self._exchange.num_ranks
         tail = torch.zeros(1, device=self._device())
-        means, _ = MeanInFlight([*parameters, *self._buffer_changes()], tail, weight, self._exchange).wait()
+        means, _ = MeanInFlight([*parameters, *self._buffers.changes()], tail, weight, self._exchange).wait()
         for parameter, mean in zip(parameters, means[: len(parameters)], strict=True):
             as_real(parameter).copy_(mean)
-        kept = {name: start.clone() for name, start in self._buffer_start.items()}
-        self._apply_buffers(_NO_FLIGHT, means[len(parameters) :])
-        self._buffer_start = kept
-        self._agree_counts()
+        kept = {name: start.clone() for name, start in self._buffers.start.items()}
+        self._buffers.apply(means[len(parameters) :], {})
+        self._buffers.start = kept
+        self._buffers.agree_counts(self._exchange)
 
     @torch.no_grad()
     def hide_consensus(self) -> None:
@@ -719,14 +796,16 @@ class LocalSGDWorker:
         Collective: as `show_consensus`.
         """
         self.show_consensus()
-        if self._flight is not None:
-            self._flight.mean.wait()
-        self._own, self._flight = None, None
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                fragment.flight.mean.wait(), fragment.flight.changes.wait()
+            fragment.flight = None
+            fragment.moved.clear()
+        self._own = None
         self.steps_since_average = 0
-        self._moved.clear()
 
     def _all_tensors(self) -> list[Tensor]:
-        return [*self._parameters(), *self._buffers.values(), *self._counts]
+        return [*self._parameters(), *self._buffers.floating.values(), *self._buffers.counts]
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -734,7 +813,9 @@ class LocalSGDWorker:
         """Move this rank's own state."""
         for of_parameters in (self._start, self._velocity):
             of_parameters.update({parameter: tensor.to(device) for parameter, tensor in of_parameters.items()})
-        self._buffer_start = {name: tensor.to(device) for name, tensor in self._buffer_start.items()}
+        self._buffers.start = {name: tensor.to(device) for name, tensor in self._buffers.start.items()}
+        for fragment in self._fragments:
+            fragment.payload.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: its weights, the optimizer's state, where it is in the interval.
@@ -745,18 +826,6 @@ class LocalSGDWorker:
         if not self.parameters_agree:
             shown = self._all_tensors() if self._own is None else self._own
             own = {name: tensor.detach().cpu().clone() for name, tensor in zip(self._all_names(), shown, strict=True)}
-        flight = None
-        if self._flight is not None:
-            means, tail = self._flight.mean.wait()
-            self._flight.mean = _Landed(means, tail)  # may be waited for again
-            flight = {
-                "parameters": [self._name(p) for p in self._flight.parameters],
-                "means": [mean.cpu().clone() for mean in means],
-                "tail": tail.cpu().clone(),
-                "snapshots": [snapshot.cpu().clone() for snapshot in self._flight.snapshots or []],
-                "buffer_snapshots": {n: b.cpu().clone() for n, b in self._flight.buffer_snapshots.items()},
-            }
-        narrow = self._narrow
         return {
             "step": self.step,
             "local_since": self._local_since,
@@ -767,19 +836,22 @@ class LocalSGDWorker:
             "period": None if self._period is None else asdict(self._period),
             "loss": None if self._loss is None else self._loss.cpu().clone(),
             "loss_weight": self._loss_weight,
-            "moved": [self._name(p) for p in self._moved],
             "own": own,
-            "buffers": {name: start.cpu().clone() for name, start in self._buffer_start.items()},
+            "buffers": {name: start.cpu().clone() for name, start in self._buffers.start.items()},
             "start": {self._name(p): start.cpu().clone() for p, start in self._start.items()},
             "velocity": {self._name(p): u.cpu().clone() for p, u in self._velocity.items()},
-            "narrow": None
-            if narrow is None
-            else {
-                "numel": narrow.numel,
-                "vector_error": narrow.vector_error.cpu().clone(),
-                "mean_error": narrow.mean_error.cpu().clone(),
-            },
-            "flight": flight,
+            "delay": self._chosen_delay,
+            "average_s": dict(self._average_s),
+            "fragments": [
+                {
+                    "names": [self._name(p) for p in fragment.parameters],
+                    "payload": fragment.payload.state_dict(),
+                    "steps": fragment.steps,
+                    "moved": [self._name(p) for p in fragment.moved],
+                    "flight": None if fragment.flight is None else fragment.flight.state_dict(self._name),
+                }
+                for fragment in self._fragments
+            ],
             "optimizer": _cpu(self.optimizer.state_dict()),
         }
 
@@ -794,6 +866,11 @@ class LocalSGDWorker:
             ConfigurationError: a tensor is missing in the model, or has another shape.
         """
         device = self._device()
+        if len(state["fragments"]) != len(self._fragments):
+            raise ConfigurationError(
+                f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
+                f"{len(self._fragments)}: go on with as many."
+            )
         parameters = {self._name(p): p for p in self._parameters()}
         targets = dict(zip(self._all_names(), self._all_tensors(), strict=True))
         for name, own in state["own"].items():
@@ -809,29 +886,47 @@ class LocalSGDWorker:
         self._highest_lr = state["highest_lr"]
         self._period = None if state["period"] is None else Period(**state["period"])
         self._loss = None if state["loss"] is None else state["loss"].to(device)
-        self._moved = {parameters[name]: None for name in state["moved"]}
-        self._buffer_start = {name: start.to(device) for name, start in state["buffers"].items()}
+        self._chosen_delay, self._average_s = state["delay"], dict(state["average_s"])
+        self._buffers.start = {name: start.to(device) for name, start in state["buffers"].items()}
         self._start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
         self._velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
-        self._narrow = None
-        if state["narrow"] is not None:
-            dtype = getattr(torch, self.method.value_dtype)
-            self._narrow = NarrowMean(state["narrow"]["numel"], dtype, self._exchange, device)
-            for name in ("vector_error", "mean_error"):
-                getattr(self._narrow, name).copy_(state["narrow"][name])
-        self._flight = None
-        if state["flight"] is not None:
-            saved = state["flight"]
-            self._flight = _Flight(
-                [parameters[name] for name in saved["parameters"]],
-                _Landed([mean.to(device) for mean in saved["means"]], saved["tail"].to(device)),
-                [],
-                [snapshot.to(device) for snapshot in saved["snapshots"]],
-                {name: snapshot.to(device) for name, snapshot in saved["buffer_snapshots"].items()},
-            )
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            fragment.parameters = [parameters[name] for name in saved["names"]]
+            fragment.payload = self._make_payload(fragment.parameters)
+            fragment.payload.load_state_dict(saved["payload"])
+            fragment.steps = saved["steps"]
+            fragment.moved = {parameters[name]: None for name in saved["moved"]}
+            fragment.flight = None
+            if saved["flight"] is not None:
+                fragment.flight = Flight.from_state(saved["flight"], parameters, device)
+        self._step_s, self._last_s = 0.0, time.perf_counter()
         self.optimizer.load_state_dict(state["optimizer"])
 
     # Small things -----------------------------------------------------------------------------------------------
+
+    def _make_fragments(self) -> list[Fragment]:
+        parameters, num_fragments = self._parameters(), self.method.num_fragments
+        if len(parameters) < num_fragments:
+            raise ConfigurationError(
+                f"num_fragments={num_fragments}, and the optimizer has {len(parameters)} tensors: give at most as many."
+            )
+        chosen = balance([as_real(p).numel() for p in parameters], [0] * num_fragments)
+        members = [[p for p, of in zip(parameters, chosen, strict=True) if of == i] for i in range(num_fragments)]
+        return [Fragment(each, self._make_payload(each), each is members[-1]) for each in members]
+
+    def _make_payload(self, parameters: list[Parameter]) -> Payload:
+        return self.method.make_payload({self._name(p): as_real(p).numel() for p in parameters}, self._exchange)
+
+    def _note_moved(self, trained: list[Parameter]) -> None:
+        """Note that parameters have been trained; new ones join the fragment with the fewest elements."""
+        owner = {p: fragment for fragment in self._fragments for p in fragment.parameters}
+        new = [p for p in self._parameters() if p not in owner]
+        loads = [sum(as_real(p).numel() for p in fragment.parameters) for fragment in self._fragments]
+        for parameter, number in zip(new, balance([as_real(p).numel() for p in new], loads), strict=True):
+            self._fragments[number].parameters.append(parameter)
+            owner[parameter] = self._fragments[number]
+        for parameter in trained:
+            owner[parameter].moved[parameter] = None
 
     def _parameters(self) -> list[Parameter]:
         """Return all parameters of the optimizer, also frozen ones; once each, in order."""
@@ -843,48 +938,14 @@ class LocalSGDWorker:
         return self._names[parameter]
 
     def _all_names(self) -> list[str]:
-        counts = [f"count.{index}" for index in range(len(self._counts))]
-        return [*(self._name(p) for p in self._parameters()), *self._buffers, *counts]
+        counts = [f"count.{index}" for index in range(len(self._buffers.counts))]
+        return [*(self._name(p) for p in self._parameters()), *self._buffers.floating, *counts]
 
     def _device(self) -> torch.device:
         return self._parameters()[0].device
 
     def _lr(self) -> float:
         return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
-
-
-@dataclass
-class _Landed:
-    """A mean that has arrived."""
-
-    means: list[Tensor]
-    tail: Tensor
-
-    def wait(self) -> tuple[list[Tensor], Tensor]:
-        return self.means, self.tail
-
-
-@dataclass
-class _Flight:
-    """An average that has been begun."""
-
-    parameters: list[Parameter]
-    mean: MeanInFlight | _Landed
-    moments: list[Tensor]
-    snapshots: list[Tensor] | None  # of the parameters when it was begun, where local steps go on meanwhile
-    buffer_snapshots: dict[str, Tensor]
-
-
-_NO_FLIGHT = _Flight([], _Landed([], torch.empty(0)), [], None, {})
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return a copy of the real view in the dtype that is summed."""
-    return as_real(tensor.detach()).to(wide_dtype(tensor), copy=True)
-
-
-def _difference(now: Tensor, before: Tensor) -> Tensor:
-    return torch.where(now == before, 0.0, now - before)
 
 
 def _cpu(value: Any) -> Any:

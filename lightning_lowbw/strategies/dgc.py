@@ -39,8 +39,8 @@ class DGCStrategy(LowBandwidthStrategy):
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
-        value_dtype: "float32", "bfloat16", "float16", "int8" or "int4", for the values on the wire; what is rounded
-            away is sent later.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
+            rounded away is sent later.
         exchange: "auto", "all_gather", "reduce_scatter" or "dense": how the selected elements are summed, see
             `lightning_lowbw.DGC`.
         dense_dtype: "float32", or "bfloat16" or "float16": what the small tensors are sent in while the large ones are

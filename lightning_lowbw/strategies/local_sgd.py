@@ -12,7 +12,7 @@ import functools
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -36,9 +36,10 @@ from lightning_lowbw.comm.averaging import MeanInFlight
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.hierarchy import Hierarchy, TopologyChoice
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, Rule
+from lightning_lowbw.core.compression import Compression, as_compression
 from lightning_lowbw.core.outer import OuterName
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.local_sgd import InnerMomentum, LocalSGD, LocalSGDWorker
+from lightning_lowbw.methods.local_sgd import AUTO, InnerMomentum, LocalSGD, LocalSGDWorker
 from lightning_lowbw.methods.protocol import Worker
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
@@ -63,8 +64,13 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         outer_momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
         inner_momentum: an average leaves the optimizer's momentum "local", takes the "average", or does a "reset".
         delay_steps: local steps that hide an average: it is applied that many steps after it was begun, with the
-            progress made meanwhile kept.
+            progress made meanwhile kept. "auto" measures how many that takes.
+        num_fragments: the parameters are averaged in so many parts, at different steps (streaming): the peak of the
+            traffic is divided by it.
+        mixing: the share of its own weights that a rank keeps when a delayed average lands; None keeps the progress.
         value_dtype: "float32"; "bfloat16" or "float16" halve the bytes, with error feedback.
+        compression: None, or a `Compression` (or a mapping of its arguments): only the largest elements of what the
+            local steps have done are sent, in few bits, with error feedback (SparseLoCo).
         uneven: what ranks do that have more batches than others in an epoch: "finish" them, or "stop" at the next
             average. Replicas are then weighted by samples, and averaged at the end of each epoch.
         audit: fail where a collective is issued between two averages, and name it. Costs a look per step.
@@ -90,6 +96,15 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         "local_sgd": {},
         "post_local_sgd": {"begin_step": FIRST_LR_DECAY},
         "diloco": {"k_steps": 100, "begin_step": 0, "outer": "nesterov"},
+        "streaming_diloco": {
+            "k_steps": 100,
+            "begin_step": 0,
+            "outer": "nesterov",
+            "num_fragments": 4,
+            "delay_steps": AUTO,
+            "mixing": 0.5,
+        },
+        "sparse_loco": {"k_steps": 15, "begin_step": 0, "compression": Compression()},
     }
     method: LocalSGD
 
@@ -102,8 +117,11 @@ class LocalSGDStrategy(LowBandwidthStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         inner_momentum: InnerMomentum = "local",
-        delay_steps: int = 0,
+        delay_steps: int | str = 0,
+        num_fragments: int = 1,
+        mixing: float | None = None,
         value_dtype: str = "float32",
+        compression: Compression | Mapping[str, Any] | None = None,
         uneven: Uneven = "finish",
         audit: bool = False,
         topology: TopologyChoice = "flat",
@@ -118,7 +136,10 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             outer_momentum=outer_momentum,
             inner_momentum=inner_momentum,
             delay_steps=delay_steps,
+            num_fragments=num_fragments,
+            mixing=mixing,
             value_dtype=value_dtype,
+            compression=as_compression(compression),
             node_k_steps=node_k_steps,
         )
         self._set_up(method, uneven, audit, topology, kwargs)
@@ -440,8 +461,10 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             problem = "the ranks of a node step together"
         elif len(self.workers) > 1 or not trainer.lightning_module.automatic_optimization:
             problem = "with several optimizers or manual optimization ranks cannot wait for each other"
-        elif self.method.value_dtype != "float32" or self.method.delay_steps:
-            problem = "value_dtype and delay_steps want equal weights"
+        elif self.method.sends_changes or self.method.delay_steps:
+            problem = "value_dtype, compression and delay_steps want equal weights"
+        elif self.method.num_fragments > 1:
+            problem = "num_fragments wants all ranks at each of its steps"
         elif not isinstance(self.method.begin_step, int):
             problem = f"begin_step={self.method.begin_step!r} is not known in advance; give a number of steps"
         elif trainer.val_check_batch not in (trainer.num_training_batches, math.inf):
@@ -668,8 +691,10 @@ class AdaptiveLocalSGDStrategy(LocalSGDStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         inner_momentum: InnerMomentum = "local",
-        delay_steps: int = 0,
+        delay_steps: int | str = 0,
+        mixing: float | None = None,
         value_dtype: str = "float32",
+        compression: Compression | Mapping[str, Any] | None = None,
         uneven: Uneven = "finish",
         audit: bool = False,
         topology: TopologyChoice = "flat",
@@ -689,7 +714,9 @@ class AdaptiveLocalSGDStrategy(LocalSGDStrategy):
             outer_momentum=outer_momentum,
             inner_momentum=inner_momentum,
             delay_steps=delay_steps,
+            mixing=mixing,
             value_dtype=value_dtype,
+            compression=as_compression(compression),
             node_k_steps=node_k_steps,
         )
         self._set_up(method, uneven, audit, topology, kwargs)

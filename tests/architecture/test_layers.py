@@ -160,6 +160,7 @@ def test_what_is_exported() -> None:
     assert sorted(lightning_lowbw.__all__) == [
         "AdaptiveLocalSGDStrategy",
         "AveragingSchedule",
+        "Compression",
         "ConfigurationError",
         "DGC",
         "DGCStrategy",
@@ -213,6 +214,9 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "selection": "exact",
         "value_dtype": "float16",
         "exchange": "dense",
+        "dense_dtype": "bfloat16",
+        "overlap": True,
+        "correction": "error_feedback",
     }
     assert set(given) == {field.name for field in dataclasses.fields(DGC) if field.init}
     assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]
@@ -223,11 +227,15 @@ NAMES = {
     "local_sgd": LocalSGDStrategy,
     "post_local_sgd": LocalSGDStrategy,
     "diloco": LocalSGDStrategy,
+    "sparse_loco": LocalSGDStrategy,
+    "streaming_diloco": LocalSGDStrategy,
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
     "dgc_hierarchical": DGCStrategy,
     "local_sgd_hierarchical": LocalSGDStrategy,
     "post_local_sgd_hierarchical": LocalSGDStrategy,
     "diloco_hierarchical": LocalSGDStrategy,
+    "sparse_loco_hierarchical": LocalSGDStrategy,
+    "streaming_diloco_hierarchical": LocalSGDStrategy,
     "adaptive_local_sgd_hierarchical": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
 }

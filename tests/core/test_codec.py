@@ -77,7 +77,8 @@ def test_the_size_depends_on_no_value(value_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value_dtype", "limit"), [("float32", 45.0), ("bfloat16", 28.5), ("float16", 28.5), ("int8", 21.0), ("int4", 17.0)]
+    ("value_dtype", "limit"),
+    [("float32", 45.0), ("bfloat16", 28.5), ("float16", 28.5), ("int8", 21.0), ("int4", 17.0), ("int2", 15.0)],
 )
 @pytest.mark.parametrize("numel", [100_000, 4_194_304, 16_777_216])
 def test_bits_per_element_at_one_in_a_thousand(value_dtype: str, limit: float, numel: int) -> None:

@@ -17,6 +17,7 @@ from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, Non
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.averaging import BUCKET_BYTES
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.compression import Compression
 from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.methods.local_sgd import LocalSGDWorker
 from tests.local_oracle import OracleLocalSGD
@@ -404,6 +405,9 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "slowmo": {"k_steps": 4, "outer": "slowmo"},
     "delayed": {"k_steps": 5, "delay_steps": 4, "outer": "nesterov"},
     "narrow": {"k_steps": 3, "value_dtype": "bfloat16"},
+    "streaming": {"k_steps": 4, "num_fragments": 2, "delay_steps": 3, "mixing": 0.5, "outer": "nesterov"},
+    "sparse": {"k_steps": 3, "compression": Compression(density=1 / 8, chunk=64, min_numel=100)},
+    "sparse delayed": {"k_steps": 5, "delay_steps": 4, "compression": Compression(chunk=None, min_numel=100)},
 }
 SOME_SHAPES = {"conv": AWKWARD["conv"], "matrix": AWKWARD["matrix"], "vector": (17,)}
 
@@ -417,19 +421,19 @@ def attach(method: LocalSGD, optimizer: str) -> tuple[LocalSGDWorker, dict[str, 
 
 def bits_of(worker: LocalSGDWorker, parameters: dict[str, Parameter]) -> str:
     moments = [v for s in worker.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    return digest([*parameters.values(), *worker._buffers.values(), *worker._counts, *moments])
+    return digest([*parameters.values(), *worker._buffers.floating.values(), *worker._buffers.counts, *moments])
 
 
 def train_on(worker: LocalSGDWorker, parameters: dict[str, Parameter], steps: range, look: bool = False) -> list[str]:
     bits = []
     for step in steps:
-        for name, buffer in worker._buffers.items():  # as a forward pass does
+        for name, buffer in worker._buffers.floating.items():  # as a forward pass does
             buffer.add_(0.1 * (step + 1 + dist.get_rank() + len(name)))
         take_step(worker, parameters, step)
         if look and step > 0:  # the first step is synchronous: buffers are as in DDP
             own = digest(parameters.values())
             with worker.consensus():
-                shown = digest([*parameters.values(), *worker._buffers.values(), *worker._counts])
+                shown = digest([*parameters.values(), *worker._buffers.floating.values(), *worker._buffers.counts])
                 gathered: list[str] = [""] * dist.get_world_size()
                 dist.all_gather_object(gathered, shown)
                 assert len(set(gathered)) == 1, "not a consensus"
@@ -490,7 +494,7 @@ def stop_and_resume(choices: dict[str, Any], optimizer: str, at: int) -> tuple[l
     train_on(worker, parameters, range(at))
     state = copy.deepcopy(worker.state_dict())
     weights = {name: p.detach().clone() for name, p in parameters.items()}
-    buffers = {name: b.clone() for name, b in worker._buffers.items()}
+    buffers = {name: b.clone() for name, b in worker._buffers.floating.items()}
     straight = train_on(worker, parameters, range(at, 16))
 
     worker, parameters = attach(LocalSGD(**choices), optimizer)
@@ -498,7 +502,7 @@ def stop_and_resume(choices: dict[str, Any], optimizer: str, at: int) -> tuple[l
         if not state["own"]:  # a plain checkpoint has them
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
-            for name, buffer in worker._buffers.items():
+            for name, buffer in worker._buffers.floating.items():
                 buffer.copy_(buffers[name])
     worker.load_state_dict(state)
     worker.check_schedule()

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lowbw import (
     AdaptiveLocalSGDStrategy,
     AveragingSchedule,
+    Compression,
     ConfigurationError,
     DGCStrategy,
     LocalSGDStrategy,
@@ -36,6 +37,7 @@ from tests.ranks import run_ranks
 from tests.tiny import BATCH, Tiny, amp_with_scaler, make_data, make_trainer, sgd
 
 STEPS = 10
+SPARSE = {"density": 1 / 8, "chunk": 64, "min_numel": 100}  # the tiny layers
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -110,6 +112,8 @@ def fit_audited(accumulate: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         (2, {"k_steps": 3, "begin_step": 2}),
         (1, {"k_steps": 3, "begin_step": 0}),
         (1, {"k_steps": 4, "delay_steps": 2}),
+        (1, {"k_steps": 3, "compression": SPARSE}),
+        (1, {"k_steps": 4, "delay_steps": 3, "compression": SPARSE}),
         (1, {"k_steps": 3, "find_unused_parameters": True}),
         (1, {"k_steps": 3, "static_graph": True}),
         (1, {"k_steps": 3, "gradient_as_bucket_view": True}),
@@ -242,7 +246,14 @@ def fit_and_look(look: bool, kwargs: dict[str, Any], folder: str) -> dict[str, A
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"k_steps": 4}, {"k_steps": 5, "delay_steps": 3}, {"k_steps": 3, "outer": "slowmo"}, {"k_steps": 20}],
+    [
+        {"k_steps": 4},
+        {"k_steps": 5, "delay_steps": 3},
+        {"k_steps": 3, "outer": "slowmo"},
+        {"k_steps": 20},
+        {"k_steps": 4, "compression": SPARSE},
+        {"k_steps": 4, "num_fragments": 3, "delay_steps": 2, "mixing": 0.25, "compression": SPARSE},
+    ],
 )
 def test_validating_and_saving_change_nothing(kwargs: dict[str, Any], tmp_path: Path) -> None:
     quiet = run_ranks(fit_and_look, 2, False, kwargs, "")
@@ -397,6 +408,9 @@ def fit_resumable(
         ({"k_steps": 3, "outer": "nesterov"}, 6, False, False),
         ({"k_steps": 3, "value_dtype": "bfloat16"}, 6, False, False),
         ({"init_k_steps": 4, "rule": "adacomm"}, 7, False, True),
+        ({"k_steps": 3, "compression": SPARSE}, 6, False, False),
+        ({"k_steps": 4, "num_fragments": 3, "delay_steps": 3, "mixing": 0.25}, 6, False, False),
+        ({"k_steps": 5, "delay_steps": 4, "begin_step": 0, "compression": SPARSE}, 6, False, False),
     ],
 )
 def test_resume_in_mid_interval_to_the_bit(
@@ -491,7 +505,7 @@ def fit_gan(adaptive: bool) -> dict[str, Any]:
 
     trainer = make_trainer(strategy, num_ranks, callbacks=[Watch()])
     trainer.fit(model, make_data(num_ranks, 14))
-    buffers = [sorted(worker._buffers) for worker in strategy._local_workers]
+    buffers = [sorted(worker._buffers.floating) for worker in strategy._local_workers]
     return {
         "trace": trace,
         "averages": [w.num_averages for w in strategy._local_workers],
@@ -756,6 +770,8 @@ def fit_uneven_refused(trouble: str) -> str:
     kwargs: dict[str, Any] = {"begin_step": 8} if trouble == "synchronous" else {}
     kwargs |= {"begin_step": 2} if trouble == "accumulation" else {}
     kwargs |= {"delay_steps": 1} if trouble == "delay" else {}
+    kwargs |= {"compression": {}} if trouble == "compression" else {}
+    kwargs |= {"num_fragments": 2} if trouble == "fragments" else {}
     trainer = make_trainer(LocalSGDStrategy(**{"k_steps": 4, "begin_step": 0, **kwargs}), 2, **options)
     try:
         trainer.fit(Tiny(), uneven_loader(6 + 2 * dist.get_rank()), uneven_loader(1))
@@ -770,6 +786,8 @@ def fit_uneven_refused(trouble: str) -> str:
         ("synchronous", "synchronous"),
         ("accumulation", "synchronous"),
         ("delay", "delay_steps"),
+        ("compression", "compression"),
+        ("fragments", "num_fragments"),
         ("validation", "validation in the middle"),
         ("checkpoint", "end of an epoch"),
     ],
@@ -788,6 +806,8 @@ def test_what_uneven_data_do_not_allow_is_refused(trouble: str, word: str) -> No
         ("local_sgd", {"k_steps": 8, "begin_step": 1}),
         ("post_local_sgd", {"begin_step": "first_lr_decay"}),
         ("diloco_spawn", {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}),
+        ("streaming_diloco", {"k_steps": 100, "num_fragments": 4, "delay_steps": "auto", "mixing": 0.5}),
+        ("sparse_loco_spawn", {"k_steps": 15, "begin_step": 0, "outer": "none", "compression": Compression()}),
         ("adaptive_local_sgd", {"k_steps": 1, "rule": "fleet", "max_k_steps": 16}),
     ],
 )
@@ -798,7 +818,13 @@ def test_strategies_by_name(name: str, method: dict[str, Any]) -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    for wrong in ({"broadcast_buffers": True}, {"uneven": "wait"}, {"k_step": 4}, {"ddp_comm_hook": None}):
+    for wrong in (
+        {"broadcast_buffers": True},
+        {"uneven": "wait"},
+        {"k_step": 4},
+        {"ddp_comm_hook": None},
+        {"compression": {"top_k": 64}},
+    ):
         with pytest.raises(ConfigurationError):
             LocalSGDStrategy(**wrong)
     with pytest.raises(ConfigurationError, match="LocalSGDStrategy"):

@@ -50,6 +50,7 @@ STRATEGIES: dict[str, Any] = {
     "local": (LocalSGDStrategy, {"k_steps": 3, "begin_step": 1}),
     "hidden": (LocalSGDStrategy, {"k_steps": 3, "delay_steps": 2}),
     "diloco": (LocalSGDStrategy, {"k_steps": 3, "begin_step": 0, "outer": "nesterov"}),
+    "sparse": (LocalSGDStrategy, {"k_steps": 3, "compression": {"min_numel": 100}}),
     "adaptive": (AdaptiveLocalSGDStrategy, {"init_k_steps": 2}),
 }
 
@@ -148,7 +149,7 @@ def fit_named_unused(name: str, kwargs: dict[str, Any]) -> Any:
     return fit(make(name, **kwargs), {}, unused=True)
 
 
-@pytest.mark.parametrize("name", ["local", "hidden", "diloco"])
+@pytest.mark.parametrize("name", ["local", "hidden", "diloco", "sparse"])
 def test_local_steps_ask_nobody_in_other_nodes(name: str) -> None:
     """The audit looks at the world's process group; what the levels do is not on it."""
     options = {"callbacks": [TrafficMonitor(prog_bar=False)]}

@@ -1,0 +1,55 @@
+"""Fragments of a model that are averaged at different steps, so that less is sent at once.
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, section 2.2 and algorithm
+2: fragment p of P is begun when t - t_p is a multiple of its period.
+
+Deviation: the authors' fragments are whole layers, of which they know the order; here tensors are put together so that
+fragments are of nearly one size, whatever the model is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return a fragment for each tensor: the largest first, each to the fragment with the fewest elements so far.
+
+    The largest fragment has at most 4/3 of what it must have (Graham, "Bounds on multiprocessing timing anomalies",
+    1969); a tensor is not cut, so that one with more than 1/P of all elements is the peak.
+
+    Args:
+        numels: elements of each tensor.
+        loads: elements that each fragment has already.
+
+    Example:
+        >>> balance([10, 50, 30, 20], [0, 0])
+        [1, 0, 1, 1]
+    """
+    totals, chosen = list(loads), [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+        chosen[index] = min(range(len(totals)), key=lambda p: (totals[p], p))
+        totals[chosen[index]] += max(numels[index], 1)  # empty tensors are spread, too
+    return chosen
+
+
+def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
+    """Return how many steps of its first period a fragment is spared, so that the last one is begun after k steps.
+
+    Example:
+        >>> [100 - steps_before(fragment, 4, 100) for fragment in range(4)]
+        [25, 50, 75, 100]
+    """
+    return k_steps - round((fragment + 1) * k_steps / num_fragments)
+
+
+def hiding_steps(average_s: float, step_s: float, k_steps: int) -> int:
+    """Return tau, the steps behind which an average is hidden: at least one, as many as it takes, fewer than k.
+
+    Args:
+        average_s: seconds that an average takes, waited for.
+        step_s: seconds of a local step.
+    """
+    ratio = average_s / step_s if step_s > 0 else math.inf
+    return min(max(1, math.ceil(min(ratio, float(k_steps)))), k_steps - 1)

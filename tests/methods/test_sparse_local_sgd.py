@@ -1,0 +1,410 @@
+"""Sparse local SGD on real ranks, against algorithm 1 of SparseLoCo in one process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw import ConfigurationError, LocalSGD
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.core.compression import Compression
+from lightning_lowbw.core.values import make_value_format
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.methods.local_sgd import LocalSGDWorker
+from tests.local_oracle import OracleSparseLoCo, mean_of
+from tests.methods.problem import coefficients, make_parameters, make_weight
+from tests.methods.test_local_sgd import OPTIMIZERS
+from tests.methods.test_two_levels import NODES, Nodes, exchange_of
+from tests.ranks import run_ranks
+
+STEPS = 14
+CHUNK, DENSITY = 64, 1 / 16
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (30, 50),  # 23 chunks, and 28 elements
+    "conv": (8, 4, 3, 3),  # channels_last
+    "transposed": (20, 30),
+    "vector": (64,),
+    "single": (1,),
+    "scalar": (),
+    "empty": (0, 3),
+    "bias": (10,),
+}
+SPARSE = [name for name, shape in SHAPES.items() if torch.Size(shape).numel() >= 64]
+BASE: dict[str, Any] = {"density": DENSITY, "chunk": CHUNK, "min_numel": 64, "value_dtype": "float32"}
+
+
+def gradient_of(name: str, weight: Tensor, rank: int, step: int) -> Tensor:
+    return coefficients(name, weight, rank, step) + weight.detach()
+
+
+def attach(method: LocalSGD, optimizer: str, exchange: Exchange | None) -> tuple[LocalSGDWorker, dict[str, Parameter]]:
+    parameters = make_parameters(SHAPES)
+    return method.attach(OPTIMIZERS[optimizer](parameters.values()), parameters.items(), exchange), parameters
+
+
+def train_on(worker: LocalSGDWorker, parameters: dict[str, Parameter], steps: Sequence[int]) -> list[str]:
+    rank, digests = dist.get_rank() if dist.is_initialized() else 0, []
+    for step in steps:
+        for name, parameter in parameters.items():
+            parameter.grad = gradient_of(name, parameter, rank, step)
+        with worker.stepping():
+            worker.exchange()
+            worker.optimizer.step()
+        digests.append(digest(parameters.values()))
+    return digests
+
+
+def residuals_of(worker: LocalSGDWorker) -> dict[str, Tensor]:
+    by_fragment = [fragment["payload"].get("residuals", {}) for fragment in worker.state_dict()["fragments"]]
+    return {name: residual for residuals in by_fragment for name, residual in residuals.items()}
+
+
+def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = (), steps: int = STEPS) -> dict[str, Any]:
+    exchange = exchange_of(nodes, "sharded", "averages") if nodes else Exchange()
+    worker, parameters = attach(LocalSGD(**{"begin_step": 0, **choices}), optimizer, exchange)
+    sent = []
+    digests = []
+    for step in range(steps):
+        digests += train_on(worker, parameters, [step])
+        sent.append((exchange.ledger.sent_bytes, exchange.ledger.inter_bytes))
+    own = {name: p.detach().clone() for name, p in parameters.items()}
+    state = residuals_of(worker)
+    return {"own": own, "digests": digests, "sent": sent, "residuals": state, "averages": worker.num_averages}
+
+
+def by_oracle(name: str, optimizer: str, groups: Sequence[Sequence[int]], **choices: Any) -> OracleSparseLoCo:
+    """Each of the groups is a node; the gradient of several ranks is summed as the wire does."""
+    value_dtype = choices.pop("value_dtype", "float32")
+    value_format = make_value_format(value_dtype)
+
+    def quantise(values: Tensor) -> Tensor:
+        return value_format.decode(value_format.encode(values, [values.numel()]), [values.numel()])
+
+    oracle = OracleSparseLoCo(
+        make_weight(name, SHAPES[name]),
+        len(groups),
+        OPTIMIZERS[optimizer],
+        top=lambda numel: max(1, round(numel * DENSITY)),
+        quantise=quantise,
+        **{"chunk": CHUNK, **choices},
+    )
+    for step in range(STEPS):
+        gradients = []
+        for ranks, replica in zip(groups, oracle.replicas, strict=True):
+            by_rank = [gradient_of(name, replica, rank, step) / len(ranks) for rank in ranks]
+            gradients.append(sum(by_rank[1:], start=by_rank[0]))
+        oracle.take_step(gradients)
+    return oracle
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chunked": ({"k_steps": 4}, {}),
+    "two bits": ({"k_steps": 3, "compression": {"value_dtype": "int2"}}, {"k": 3, "value_dtype": "int2"}),
+    "four bits": ({"k_steps": 4, "compression": {"value_dtype": "int4"}}, {"value_dtype": "int4"}),
+    "eight bits": ({"k_steps": 4, "compression": {"value_dtype": "int8"}}, {"value_dtype": "int8"}),
+    "per tensor": ({"k_steps": 4, "compression": {"chunk": None}}, {"chunk": 1 << 30}),
+    "all is kept": ({"k_steps": 2, "compression": {"decay": 1.0}}, {"k": 2, "decay": 1.0}),
+    "clipped": (
+        {"k_steps": 4, "compression": {"clip_to_median": True, "value_dtype": "bfloat16"}},
+        {"clips": True, "value_dtype": "bfloat16"},
+    ),
+    "delayed": ({"k_steps": 4, "delay_steps": 3}, {"delay": 3}),
+    "delayed two bits": (
+        {"k_steps": 5, "delay_steps": 2, "compression": {"value_dtype": "int2"}},
+        {"k": 5, "delay": 2, "value_dtype": "int2"},
+    ),
+}
+
+
+def with_base(choices: dict[str, Any]) -> dict[str, Any]:
+    return {**choices, "compression": {**BASE, **choices.get("compression", {})}}
+
+
+def check(results: list[dict[str, Any]], optimizer: str, groups: Sequence[Sequence[int]], choices: Any) -> None:
+    for name in SPARSE:
+        oracle = by_oracle(name, optimizer, groups, **choices)
+        assert oracle.rounds >= 2
+        for number, ranks in enumerate(groups):
+            for rank in ranks:
+                assert torch.equal(results[rank]["own"][name], oracle.replicas[number].detach()), (name, rank)
+                # the residual of changes, which are minus the pseudo-gradients
+                assert torch.equal(-results[rank]["residuals"][name], oracle.e[number]), (name, rank)
+    assert set(results[0]["residuals"]) == set(SPARSE), "small tensors are averaged whole"
+    k, delay = oracle.k, oracle.delay
+    for step in range(STEPS if not delay else 0):
+        num_different = len({result["digests"][step] for result in results})
+        assert num_different == (1 if (step + 1) % k == 0 else len(groups))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_algorithm_in_one_process_to_the_bit(case: str, optimizer: str) -> None:
+    choices, oracle_choices = CASES[case]
+    num_ranks = 3 if case in ("clipped", "two bits") else 2
+    results = run_ranks(train, num_ranks, with_base(choices), optimizer)
+    check(results, optimizer, [[rank] for rank in range(num_ranks)], oracle_choices)
+
+
+def test_small_tensors_are_averaged_whole() -> None:
+    results = run_ranks(train, 2, with_base({"k_steps": 4}), "sgd", (), 12)
+    dense = run_ranks(train, 2, {"k_steps": 4}, "sgd", (), 12)
+    for name in SHAPES:
+        same = torch.equal(results[0]["own"][name], dense[0]["own"][name])
+        assert same == (name not in SPARSE)
+
+
+def test_an_outer_optimizer_steps_with_the_sparse_mean() -> None:
+    choices = {"k_steps": 4, "outer": "nesterov", "outer_momentum": 0.9}
+    results = run_ranks(train, 2, with_base(choices), "sgd")
+    for name in SPARSE:
+        oracle = by_oracle(name, "sgd", [[0], [1]], momentum=0.9)
+        torch.testing.assert_close(results[0]["own"][name], oracle.replicas[0].detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_one_rank_is_plain_training() -> None:
+    (result,) = run_ranks(train, 1, with_base({"k_steps": 3}), "sgd")
+    for name, shape in SHAPES.items():
+        weight = make_weight(name, shape).requires_grad_()
+        optimizer = OPTIMIZERS["sgd"]([weight])
+        for step in range(STEPS):
+            weight.grad = gradient_of(name, weight, 0, step)
+            optimizer.step()
+        assert torch.equal(result["own"][name], weight.detach())
+    assert result["sent"][-1] == (0, 0)
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "int2"])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_bytes_are_those_of_the_formula(value_dtype: str, delay: int) -> None:
+    num_ranks = 3
+    choices = with_base({"k_steps": 4, "delay_steps": delay, "compression": {"value_dtype": value_dtype}})
+    results = run_ranks(train, num_ranks, choices, "sgd")
+    numels = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+    message = Compression(**choices["compression"]).nbytes([numels[name] for name in SPARSE])
+    whole = sum(numel for name, numel in numels.items() if name not in SPARSE) + 8 + 2 * num_ranks
+    per_average = all_gather_bytes(message, num_ranks) + all_reduce_bytes(4 * whole, num_ranks)
+    for result in results:
+        assert [sent for sent, _ in result["sent"]] == [(step + 1) // 4 * per_average for step in range(STEPS)]
+
+
+# Two levels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "case"),
+    [("blocks", "two bits"), ("crossed", "chunked"), ("blocks", "delayed"), ("three nodes", "clipped")],
+)
+def test_on_two_levels_a_node_is_what_a_rank_is(nodes: str, case: str) -> None:
+    choices, oracle_choices = CASES[case]
+    groups = NODES[nodes]
+    results = run_ranks(train, sum(map(len, groups)), with_base(choices), "sgd", groups)
+    check(results, "sgd", groups, oracle_choices)
+
+
+def test_nodes_of_three_agree_whatever_the_rounding_of_their_mean() -> None:
+    results = run_ranks(train, 6, with_base({"k_steps": 4}), "adamw", NODES["three each"], 12)
+    assert len({result["digests"][-1] for result in results}) == 1
+
+
+def test_the_bytes_between_nodes() -> None:
+    choices = with_base({"k_steps": 4, "compression": {"value_dtype": "int2"}})
+    results = run_ranks(train, 4, choices, "sgd", NODES["blocks"])
+    numels = [torch.Size(SHAPES[name]).numel() for name in SPARSE]
+    message = Compression(**choices["compression"]).nbytes(numels)
+    whole = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if name not in SPARSE) + 8 + 2 * 4
+    for result in results:
+        inter = [inter for _, inter in result["sent"]]
+        assert [step + 1 for step in range(STEPS) if inter[step] > (inter[step - 1] if step else 0)] == [4, 8, 12]
+        # each of two ranks sends a half of the node's message, and of the rest
+        assert inter[3] == pytest.approx(message / 2 + all_reduce_bytes(4 * -(-whole // 2), 2), abs=8)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_ranks_that_step_alone_inside_their_nodes_send_the_mean_of_the_node(delay: int) -> None:
+    choices = with_base({"k_steps": 4, "node_k_steps": 3, "delay_steps": delay})
+    results = run_ranks(train, 4, choices, "sgd", NODES["blocks"], 12)
+    for first, second in ((0, 1), (2, 3)):
+        for name in SPARSE:
+            assert torch.equal(results[first]["residuals"][name], results[second]["residuals"][name])
+    assert len({result["digests"][-1] for result in results}) == (4 if delay else 1)
+    assert results[0]["digests"][2] == results[1]["digests"][2] != results[2]["digests"][2]
+    assert results[0]["digests"][0] != results[1]["digests"][0]
+
+
+def through_leaders() -> str:
+    try:
+        attach(LocalSGD(compression=Compression()), "sgd", exchange_of(NODES["blocks"], "leader"))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_leaders_are_refused() -> None:
+    assert all("sharded" in message for message in run_ranks(through_leaders, 4))
+
+
+# State -------------------------------------------------------------------------------------------------------------
+
+
+def stop_and_resume(choices: dict[str, Any], at: int) -> tuple[list[str], list[str]]:
+    worker, parameters = attach(LocalSGD(**choices), "adamw", exchange_of(NODES["blocks"], "sharded", "averages"))
+    train_on(worker, parameters, range(at))
+    state = copy.deepcopy(worker.state_dict())
+    weights = {name: p.detach().clone() for name, p in parameters.items()}
+    straight = train_on(worker, parameters, range(at, STEPS))
+    worker.finish()  # the next one has the same process groups, which must not hear of two averages at once
+    worker, parameters = attach(LocalSGD(**choices), "adamw", exchange_of(NODES["blocks"], "sharded", "averages"))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    worker.load_state_dict(state)
+    return straight, train_on(worker, parameters, range(at, STEPS))
+
+
+@pytest.mark.parametrize("at", [2, 5, 8])
+def test_resume_on_two_levels_is_to_the_bit(at: int) -> None:
+    choices = with_base({"k_steps": 4, "delay_steps": 2, "compression": {"value_dtype": "int2"}})
+    for straight, resumed in run_ranks(stop_and_resume, 4, choices, at):
+        assert straight == resumed
+
+
+METHOD = LocalSGD(k_steps=4, begin_step=0, compression=Compression(**BASE))
+
+
+def state_after(steps: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    worker, parameters = attach(METHOD, "sgd", None)
+    train_on(worker, parameters, range(steps))
+    state = copy.deepcopy(worker.state_dict())
+    with worker.consensus():
+        return state, {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def go_on(state: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    worker, parameters = attach(METHOD, "sgd", None)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    worker.load_state_dict(copy.deepcopy(state))  # arguments of ranks are in memory that they share
+    kept = residuals_of(worker)
+    train_on(worker, parameters, range(6, 10))
+    return {
+        "kept": kept,
+        "after": {name: digest([p]) for name, p in parameters.items()},
+        "averages": worker.num_averages,
+    }
+
+
+def test_another_number_of_ranks_keeps_the_mean_of_what_was_unsent() -> None:
+    results = run_ranks(state_after, 2, 6)
+    states = [state for state, _ in results]
+    merged = METHOD.merge_states(copy.deepcopy(states))
+    residuals = merged["fragments"][0]["payload"]["residuals"]
+    for name in SPARSE:
+        mean = mean_of([state["fragments"][0]["payload"]["residuals"][name] for state in states])
+        torch.testing.assert_close(residuals[name], mean)
+        assert mean.any()
+    continued = run_ranks(go_on, 3, merged, results[0][1])
+    assert continued[0]["after"] == continued[1]["after"] == continued[2]["after"]
+    for result in continued:
+        assert result["averages"] == 2
+        for name in SPARSE:
+            assert torch.equal(result["kept"][name], residuals[name])
+
+
+# Parameters of all kinds -------------------------------------------------------------------------------------------
+
+
+def accumulate_small_steps() -> tuple[float, str]:
+    """Changes far below the rounding of a bfloat16 weight, which the consensus in float32 adds up."""
+    weight = Parameter(torch.full((64,), 256.0, dtype=torch.bfloat16))
+    double = Parameter(torch.ones(64, dtype=torch.float64))
+    compression = Compression(density=0.9, min_numel=1, value_dtype="float32")
+    optimizer = torch.optim.SGD([weight, double], lr=1.0)
+    worker = LocalSGD(k_steps=2, begin_step=0, compression=compression).attach(
+        optimizer, [("w", weight), ("d", double)]
+    )
+    for step in range(16):
+        # a step of 2 on one of two ranks in every other step, of which half arrives: 257, and in bfloat16 256 again
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[0] = -2.0 if dist.get_rank() == 0 and step % 2 else 0.0
+        double.grad = torch.full_like(double, 1e-12)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    assert float(double[0].detach()) == pytest.approx(1 - 16e-12, abs=1e-14), "float64 is averaged whole"
+    return float(weight[0].detach()), digest([weight, double])
+
+
+def test_a_narrow_weight_does_not_forget_what_is_below_its_rounding() -> None:
+    (first, one), (_, other) = run_ranks(accumulate_small_steps, 2)
+    assert first == pytest.approx(256.0 + 8, abs=1)
+    assert one == other
+
+
+def freeze() -> dict[str, Tensor]:
+    parameters = make_parameters({"a": (64,), "late": (64,), "never": (64,)})
+    parameters["late"].requires_grad_(False)
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    worker = LocalSGD(k_steps=2, begin_step=0, compression=Compression(**BASE)).attach(optimizer, parameters.items())
+    seen = {}
+    for step in range(8):
+        if step == 4:
+            parameters["late"].requires_grad_(True)
+        for name in ("a", "late"):
+            if parameters[name].requires_grad:
+                parameters[name].grad = gradient_of(name, parameters[name], dist.get_rank(), step)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+        if step == 3:
+            seen["frozen"] = parameters["late"].detach().clone()
+    return {**seen, **{name: p.detach().clone() for name, p in parameters.items()}}
+
+
+def test_frozen_and_unused_parameters() -> None:
+    first, second = run_ranks(freeze, 2)
+    assert torch.equal(first["frozen"], make_weight("late", (64,)))
+    assert torch.equal(first["never"], make_weight("never", (64,)))
+    assert not torch.equal(first["late"], first["frozen"])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def train_with(name: str) -> tuple[str, float]:
+    """Toward a target: any inner optimizer, with the preset's wire."""
+    weight, target = Parameter(torch.zeros(4096)), torch.linspace(-1, 1, 4096)
+    optimizer: Any = getattr(torch.optim, name)([weight], lr=0.02)
+    worker = LocalSGD(k_steps=5, begin_step=0, compression=Compression(density=1 / 16)).attach(
+        optimizer, [("w", weight)]
+    )
+    for step in range(300):
+        weight.grad = weight.detach() - target + 0.1 * coefficients("w", target, dist.get_rank(), step)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    return digest([weight]), float((weight.detach() - target).norm() / target.norm())
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_any_inner_optimizer_trains(optimizer: str) -> None:
+    (first, distance), (second, _) = run_ranks(train_with, 2, optimizer)
+    assert first == second
+    assert distance < (0.6 if optimizer == "Adagrad" else 0.25)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="value_dtype='bfloat16' with a compression"):
+        LocalSGD(value_dtype="bfloat16", compression=Compression())
+    with pytest.raises(ConfigurationError, match="no bits"):
+        LocalSGD(compression={"bits": 2})  # type: ignore[arg-type]
+    assert LocalSGD(compression={"density": 0.5}).compression == Compression(density=0.5)  # type: ignore[arg-type]
+    described = LocalSGD(compression=Compression()).describe()["compression"]
+    assert described == dataclasses.asdict(Compression())
