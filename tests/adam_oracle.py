@@ -1,10 +1,13 @@
 """DGC for Adam and AdamW in one process, written from its equations: slow, and nothing of the package is used.
 
-All ranks are a list of gradients, each rank's own mean, not divided by N. Dense steps are Adam on the mean gradient. At
-the first sparse step D = sqrt(v_hat) + eps is frozen, at least FLOOR times its mean over the tensor, and
+All ranks are a list of gradients, each rank's own mean, not divided by N. Dense steps are Adam on the mean gradient. In
+a sparse step each rank does, with its own m and v (those of the dense phase to begin with),
 
-    m = b1 m + (1 - b1) G;  r = r + m / D;  the k largest |r| are averaged, and cleared in r (with masking, in m)
-    w = w (1 - lr c) - lr average                                  (AdamW; Adam's decay goes into G)
+    m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N;  r = r + m_hat / (sqrt(v_hat) + eps)
+
+or, with a frozen variance, ``r = r + m / D`` where D = sqrt(v_hat) + eps is that of the last dense step, at least FLOOR
+times its mean over the tensor, and m has lost its bias there. The k largest |r| are averaged, and cleared in r (with
+masking, in m); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ class OracleAdam:
     is_decoupled: bool = True
     amsgrad: bool = False
     min_numel: int = 1
-    masking: bool = True
+    masking: bool = False
+    is_frozen: bool = False
     step: dict[int, int] = field(default_factory=dict)
     m: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
     largest_v: dict[int, Tensor] = field(default_factory=dict)
     own_m: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    own_v: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    own_largest: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     r: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     d: dict[int, Tensor] = field(default_factory=dict)
 
@@ -50,18 +56,28 @@ class OracleAdam:
             if weight.numel() < self.min_numel:
                 self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
                 continue
-            if i not in self.d:
+            if self.is_frozen and i not in self.d:
                 v = self.largest_v[i] if self.amsgrad else self.v[i]
                 d = (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
                 self.d[i] = d.clamp(min=FLOOR * float(d.mean()))
                 for rank in range(self.num_ranks):
                     self.own_m[rank, i] = self.m[i] / (1 - b1 ** self.step[i])
-                    self.r[rank, i] = torch.zeros_like(weight)
-            total, k = torch.zeros(weight.numel()), max(1, round(weight.numel() * density))
+            total, k, zeros = torch.zeros(weight.numel()), max(1, round(weight.numel() * density)), weight * 0
+            if not self.is_frozen:
+                self.step[i] = self.step.get(i, 0) + 1
             for rank in range(self.num_ranks):
                 g = gradients[rank][i] if self.is_decoupled else gradients[rank][i] + self.weight_decay * weight
-                self.own_m[rank, i] = b1 * self.own_m[rank, i] + (1 - b1) * g
-                self.r[rank, i] = self.r[rank, i] + self.own_m[rank, i] / self.d[i]
+                m = self.own_m.get((rank, i), self.m.get(i, zeros))
+                m = self.own_m[rank, i] = b1 * m + (1 - b1) * g
+                if not self.is_frozen:
+                    v = self.own_v.get((rank, i), self.v.get(i, zeros))
+                    v = self.own_v[rank, i] = b2 * v + (1 - b2) * g * g / self.num_ranks
+                    largest = self.own_largest.get((rank, i), self.largest_v.get(i, zeros))
+                    self.own_largest[rank, i] = torch.maximum(largest, v)
+                    v = self.own_largest[rank, i] if self.amsgrad else v
+                    m = m / (1 - b1 ** self.step[i])
+                d = self.d[i] if self.is_frozen else (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
+                self.r[rank, i] = self.r.get((rank, i), zeros) + m / d
                 r = self.r[rank, i].view(-1)
                 sent = r.abs().topk(k).indices
                 total[sent] += r[sent]

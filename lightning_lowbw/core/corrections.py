@@ -2,8 +2,8 @@
 
 A correction says how a gradient enters the residual (the constants of `ops.reference.Segment`), which state of the
 optimizer is the velocity, and what is left to the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
-1712.01887. `torch.optim.Adam` and `AdamW`: the same with the second moment of the dense phase, frozen; after 1-bit
-Adam, arXiv 2102.02888. All others: error feedback, and the optimizer does the rest with what arrives.
+1712.01887. `torch.optim.Adam` and `AdamW`: the same for what Adam makes of this rank's gradient. All others: error
+feedback, and the optimizer does the rest with what arrives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
 
-CORRECTIONS = ("auto", "error_feedback")
+CORRECTIONS = ("auto", "frozen_variance", "error_feedback")
 Group = dict[str, Any]
 
 
@@ -40,13 +40,20 @@ class Correction:
     Attributes:
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
+        masks: whether velocities are cleared where they have been sent, unless the user says.
+        local_keys: of other states of the optimizer that differ between ranks.
     """
 
     velocity_key: str | None = None
     is_complete = False
+    masks = True
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, num_senders: int) -> None:
+        self.optimizer, self.num_senders = optimizer, num_senders
+
+    @property
+    def local_keys(self) -> tuple[str, ...]:
+        return ()
 
     def check(self) -> None:
         """Raise ConfigurationError where a param group asks for what cannot be corrected."""
@@ -71,14 +78,17 @@ class Correction:
         velocity: Tensor = state[self.velocity_key]
         return velocity
 
-    def scale(self, parameter: Parameter) -> Tensor | None:
-        """Return what the velocity is multiplied with, elementwise, on its way into the residual; None for 1."""
+    def scale(self, parameter: Parameter, group: Group) -> Tensor | None:
+        """Return what the velocity is multiplied with, elementwise, on its way into the residual; None for 1.
+
+        Called once per sparse step that is taken, before the velocity is brought up to date.
+        """
         return None
 
     def forget(self) -> None:
         """Drop what can be computed again: the optimizer's state has been replaced, or moved."""
 
-    def hand_over(self, parameter: Parameter) -> None:
+    def hand_over(self, parameter: Parameter, group: Group) -> None:
         """Prepare the velocity of a parameter whose first sparse step this is."""
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
@@ -100,8 +110,8 @@ class MomentumCorrection(Correction):
     velocity_key = "momentum_buffer"
     is_complete = True
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: Optimizer, num_senders: int) -> None:
+        super().__init__(optimizer, num_senders)
         self._user_values: list[tuple[Group, Group]] = []
 
     def check(self) -> None:
@@ -152,23 +162,28 @@ class MomentumCorrection(Correction):
 
 
 class AdamCorrection(Correction):
-    """``m = b1 m + (1 - b1) G; r = r + m / D``, D = sqrt(v_hat) + eps as the dense phase has left it; for Adam, AdamW.
+    """Adam's step on this rank's own gradient, into the residual; for Adam and AdamW. N ranks, t steps taken:
 
-    D is bounded below by `FLOOR` times its mean over the tensor. What arrives is taken by
-    ``w = w - lr (result + c w)``, decay only where it is decoupled; Adam's own goes into G. The steps of small tensors
-    are Adam's own. `exp_avg` is m of this rank, without bias from the first sparse step on; `exp_avg_sq` and `step`
-    stay as they are while a tensor is sparse, so that dense training may go on with them.
+        m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N
+        r = r + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Source: methods of 1-bit Adam (frozen variance) and DGC (momentum correction); the floor is this package's.
+    What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled; Adam's own goes into G.
+    The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
+
+    G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
+    which is so for all but a few elements and steps, that is the mean square of one divided by N.
+
+    Source: momentum correction of arXiv 1712.01887, on what Adam preconditions; chosen by `benchmarks/adam.py`.
     """
 
     velocity_key = "exp_avg"
     is_complete = True
-    FLOOR = 0.1
+    masks = False
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
-        self._scales: dict[Parameter, Tensor] = {}
+    @property
+    def local_keys(self) -> tuple[str, ...]:
+        has_largest = any(group["amsgrad"] for group in self.optimizer.param_groups)
+        return ("exp_avg_sq", "max_exp_avg_sq") if has_largest else ("exp_avg_sq",)
 
     def check(self) -> None:
         for group in self.optimizer.param_groups:
@@ -178,21 +193,6 @@ class AdamCorrection(Correction):
                         f"{type(self.optimizer).__name__}({name}=True): the sparse steps of {name} Adam are not "
                         f'corrected. Leave {name} out, or set correction="error_feedback".'
                     )
-
-    def check_dense_phase(self) -> None:
-        if not self.optimizer.state:
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__} with rampup_begin_step=0: sparse steps divide by the second moment "
-                "that dense ones have estimated. Begin later, with rampup_begin_step or SparsityWarmup(begin_epoch="
-                'some tenth of the run), or set correction="error_feedback".'
-            )
-
-    def forget(self) -> None:
-        self._scales.clear()
-
-    def is_ready(self, parameter: Parameter, num_dense_steps: int) -> bool:
-        step = self.optimizer.state.get(parameter, {}).get("step", 0)
-        return int(step) >= max(1, num_dense_steps)
 
     def constants(self, group: Group) -> Constants:
         beta1 = float(group["betas"][0])
@@ -206,21 +206,33 @@ class AdamCorrection(Correction):
     def _is_decoupled(self, group: Group) -> bool:
         return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
 
-    def scale(self, parameter: Parameter) -> Tensor:
-        if parameter not in self._scales:
-            state = self.optimizer.state[parameter]
-            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-            second_moment = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].float()
-            unbiased = second_moment / (1.0 - float(group["betas"][1]) ** float(state["step"]))
-            denominator = unbiased.sqrt_().add_(group["eps"])
-            floor = self.FLOOR * denominator.mean()
-            self._scales[parameter] = denominator.clamp_(min=floor).reciprocal_()
-        return self._scales[parameter]
+    def scale(self, parameter: Parameter, group: Group) -> Tensor:
+        state, constants, gradient = self._state(parameter, group), self.constants(group), parameter.grad
+        assert gradient is not None
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        if constants.weight_decay != 0:
+            wide = (wide * constants.sign).add_(parameter.detach(), alpha=constants.weight_decay)
+        state["step"] += 1
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        second_moment = state["exp_avg_sq"].to(wide.dtype).mul(beta2)
+        second_moment.addcmul_(wide, wide, value=(1.0 - beta2) / self.num_senders)
+        state["exp_avg_sq"].copy_(second_moment)
+        if group["amsgrad"]:
+            state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], state["exp_avg_sq"]))
+            second_moment.copy_(state["max_exp_avg_sq"])
+        step = float(state["step"])
+        denominator = second_moment.div_(1.0 - beta2**step).sqrt_().add_(group["eps"])
+        return denominator.mul_(1.0 - beta1**step).reciprocal_().to(torch.float32)
 
-    def hand_over(self, parameter: Parameter) -> None:
-        state = self.optimizer.state[parameter]
-        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-        state["exp_avg"].div_(1.0 - float(group["betas"][0]) ** float(state["step"]))
+    def _state(self, parameter: Parameter, group: Group) -> dict[str, Any]:
+        """Return Adam's state of a parameter, made as Adam makes it at the first step."""
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        if not state:
+            device = parameter.device if group.get("fused") else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for key in (self.velocity_key, *self.local_keys):
+                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         """Step the sparse parameters where the optimizer gathers those of a group: after all hooks of the closure."""
@@ -247,14 +259,70 @@ class AdamCorrection(Correction):
         vars(self.optimizer).pop("_init_group", None)
 
 
-def correction_for(optimizer: Optimizer, name: str) -> Correction:
-    """Return the correction of an optimizer, by one of `CORRECTIONS`.
+class FrozenAdamCorrection(AdamCorrection):
+    """``m = b1 m + (1 - b1) G; r = r + m / D``, D = sqrt(v_hat) + eps as the dense phase has left it; for Adam, AdamW.
+
+    D is bounded below by `FLOOR` times its mean over the tensor. `exp_avg` is m of this rank, without bias from the
+    first sparse step on; `exp_avg_sq` and `step` stay as they are while a tensor is sparse.
+
+    Source: the frozen variance of 1-bit Adam, arXiv 2102.02888, with momentum correction; the floor is this package's.
+    """
+
+    FLOOR = 0.1
+
+    def __init__(self, optimizer: Optimizer, num_senders: int) -> None:
+        super().__init__(optimizer, num_senders)
+        self._scales: dict[Parameter, Tensor] = {}
+
+    @property
+    def local_keys(self) -> tuple[str, ...]:
+        return ()
+
+    def check_dense_phase(self) -> None:
+        if not self.optimizer.state:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} with rampup_begin_step=0: a frozen variance is that of dense steps. "
+                'Begin later, with rampup_begin_step or SparsityWarmup(begin_epoch=...), or set correction="auto".'
+            )
+
+    def forget(self) -> None:
+        self._scales.clear()
+
+    def is_ready(self, parameter: Parameter, num_dense_steps: int) -> bool:
+        step = self.optimizer.state.get(parameter, {}).get("step", 0)
+        return int(step) >= max(1, num_dense_steps)
+
+    def scale(self, parameter: Parameter, group: Group) -> Tensor:
+        if parameter not in self._scales:
+            state = self.optimizer.state[parameter]
+            second_moment = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].float()
+            unbiased = second_moment / (1.0 - float(group["betas"][1]) ** float(state["step"]))
+            denominator = unbiased.sqrt_().add_(group["eps"])
+            self._scales[parameter] = denominator.clamp_(min=self.FLOOR * denominator.mean()).reciprocal_()
+        return self._scales[parameter]
+
+    def hand_over(self, parameter: Parameter, group: Group) -> None:
+        state = self.optimizer.state[parameter]
+        state["exp_avg"].div_(1.0 - float(group["betas"][0]) ** float(state["step"]))
+
+
+def correction_for(optimizer: Optimizer, name: str, num_senders: int) -> Correction:
+    """Return the correction of an optimizer, by one of `CORRECTIONS`, among so many senders.
 
     A subclass of torch's optimizers has a step of its own, which need not be the one corrected here.
+
+    Raises:
+        ConfigurationError: the optimizer has no variance to freeze.
     """
     kind = type(optimizer)
+    if name == "frozen_variance":
+        if kind not in (Adam, AdamW):
+            raise ConfigurationError(
+                f'correction="frozen_variance" with {kind.__name__}: it is for torch.optim.Adam and AdamW. Set "auto".'
+            )
+        return FrozenAdamCorrection(optimizer, num_senders)
     if name == "auto" and kind is SGD:
-        return MomentumCorrection(optimizer)
+        return MomentumCorrection(optimizer, num_senders)
     if name == "auto" and kind in (Adam, AdamW):
-        return AdamCorrection(optimizer)
-    return Correction(optimizer)
+        return AdamCorrection(optimizer, num_senders)
+    return Correction(optimizer, num_senders)

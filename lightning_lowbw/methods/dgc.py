@@ -69,7 +69,8 @@ class DGC:
         rampup_begin_step: optimizer steps before the first sparse one; until then the exchange is that of DDP.
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1).
-        momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking).
+        momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
+            in the paper, and not for Adam, which it costs accuracy.
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
@@ -84,9 +85,9 @@ class DGC:
             what is rounded away is sent later. Half the bytes, in two collectives of their own.
         overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
             of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
-        correction: "auto" takes what `core.corrections` has for the optimizer: momentum correction for SGD, frozen
-            variance and momentum correction for Adam and AdamW, which want a dense phase, and error feedback for
-            others. "error_feedback" takes that for any.
+        correction: "auto" takes what `core.corrections` has for the optimizer: momentum correction for SGD, the same on
+            what Adam makes of a rank's gradient for Adam and AdamW, and error feedback for others. "frozen_variance",
+            for Adam and AdamW, divides by the second moment that a dense phase has left. "error_feedback" is for any.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -99,7 +100,7 @@ class DGC:
     rampup_begin_step: int = 0
     rampup_step: int = 1
     sparsity: Sequence[float] = (0.999,)
-    momentum_masking: bool = True
+    momentum_masking: bool | None = None
     min_numel: int = 16384
     exclude: Sequence[str] = ()
     selection: str = "sampled"
@@ -130,9 +131,12 @@ class DGC:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 1:
             raise ConfigurationError(f"min_numel={self.min_numel!r}: give a number of elements, an integer >= 1.")
-        for name in ("momentum_masking", "overlap"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True or False.")
+        for name, allowed_flags in (("momentum_masking", (True, False, None)), ("overlap", (True, False))):
+            if not any(getattr(self, name) is each for each in allowed_flags):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: give {', '.join(map(repr, allowed_flags[:-1]))} or "
+                    f"{allowed_flags[-1]!r}."
+                )
 
     @property
     def codec(self) -> SparseCodec:
@@ -178,7 +182,8 @@ class DGC:
             num_states += 1
             place, num_places = state.get("place", (0, 1))
             if not merged:
-                merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}, "rounded": {}}
+                merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
+                merged |= {"rounded": {}, "local": {}, "num_senders": state.get("num_senders", 1)}
             for name, entry in state["tensors"].items():
                 shape = entry.get("shape", entry["residual"].shape)
                 part = _part(math.prod(shape), place, num_places)
@@ -190,6 +195,12 @@ class DGC:
                         total.view(-1)[part] += flat(value).to(wide)
             for name, rounded in state.get("rounded", {}).items():
                 merged["rounded"][name] = merged["rounded"].get(name, 0.0) + rounded
+            for name, tensors in state.get("local", {}).items():
+                for key, value in tensors.items():
+                    of_tensor = merged["local"].setdefault(name, {})
+                    of_tensor[key] = of_tensor.get(key, 0.0) + value
+        for tensors in merged["local"].values():
+            tensors.update({key: total / num_states for key, total in tensors.items()})
         for name, total in merged["rounded"].items():
             merged["rounded"][name] = total * (num_places / num_states)
         for (name, key), dtype in dtypes.items():
@@ -266,7 +277,7 @@ class DGCWorker:
         self._slots: list[Slot] = []  # of the step in progress
         self._begun: list[tuple[list[Slot], Gathering]] = []  # during backward: what waits for the messages
         self._looked_at: dict[Parameter, Tensor] = {}  # then, and whether its gradient is finite
-        self._correction = correction_for(optimizer, method.correction)
+        self._correction = correction_for(optimizer, method.correction, exchange.num_senders)
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
@@ -634,7 +645,7 @@ class DGCWorker:
             return [_nothing(slot) for slot in slots]
         segments = [self._segment(slot) for slot in slots]
         if self._has_kernels(segments):
-            masking, counts = self.method.momentum_masking, [segment.k for segment in segments]
+            masking, counts = self._masks, [segment.k for segment in segments]
             workspace = self._workspaces.setdefault(tuple(slot.name for slot in slots), gpu.Workspace())
             positions, values = gpu.compress_many_(
                 segments, value_dtype=torch.float32, masking=masking, workspace=workspace
@@ -652,7 +663,13 @@ class DGCWorker:
     def _remove(self, slot: Slot, indices: Tensor, values: Tensor) -> None:
         """Mask elements of this rank's part, which have these values, in u and v."""
         velocity = self._velocity(slot.parameter) if self._correction.constants(slot.group).momentum != 0 else None
-        remove_sent_(self.residuals[slot.parameter], velocity, indices, values, masking=self.method.momentum_masking)
+        remove_sent_(self.residuals[slot.parameter], velocity, indices, values, masking=self._masks)
+
+    @property
+    def _masks(self) -> bool:
+        """Whether velocities are cleared where they have been sent."""
+        wanted = self.method.momentum_masking
+        return self._correction.masks if wanted is None else wanted
 
     def _has_kernels(self, segments: Sequence[Segment]) -> bool:
         return (
@@ -823,11 +840,19 @@ class DGCWorker:
         link = None if self._link is None else (self._link.latency_s, self._link.bandwidth_bytes_per_s)
         exchange = {"link": link, "reducer": self._reducer.state_dict()}  # the same on all ranks
         rounded = {self._name(parameter): each.cpu().clone() for parameter, each in self._rounded.items()}
+        local = {
+            self._name(parameter): {
+                key: self.optimizer.state[parameter][key].cpu().clone() for key in self._correction.local_keys
+            }
+            for parameter in self.residuals
+        }
         return {
             "step": self.step,
             "tensors": tensors,
             "place": self._place,
             "rounded": rounded,
+            "local": local,
+            "num_senders": self._exchange.num_senders,
             "exchange": exchange,
         }
 
@@ -849,6 +874,12 @@ class DGCWorker:
             link = state["exchange"]["link"]
             self._link = None if link is None else Link(*link)
             self._reducer.load_state_dict(state["exchange"]["reducer"])
+        for name, tensors in state.get("local", {}).items():
+            for key, value in tensors.items():
+                if name in parameters and key in self.optimizer.state.get(parameters[name], {}):
+                    # Of G^2 / N: other ranks go on with their own N.
+                    factor = state["num_senders"] / self._exchange.num_senders
+                    self.optimizer.state[parameters[name]][key].copy_(value.to(parameters[name].device) * factor)
         is_own_part = tuple(state.get("place", (0, 1))) == self._place
         for name, entry in state["tensors"].items():
             parameter = parameters.get(name)
@@ -959,8 +990,8 @@ class DGCWorker:
         parameter, constants = slot.parameter, self._correction.constants(slot.group)
         assert parameter.grad is not None
         if parameter not in self.residuals:
-            self._correction.hand_over(parameter)
-        own, scale = self._own_part(parameter), self._correction.scale(parameter)
+            self._correction.hand_over(parameter, slot.group)
+        own, scale = self._own_part(parameter), self._correction.scale(parameter, slot.group)
         return Segment(
             residual=self._residual(parameter).view(-1),
             momentum_buffer=flat(self._velocity(parameter)) if constants.momentum != 0 else None,

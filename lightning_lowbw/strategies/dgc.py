@@ -27,7 +27,7 @@ class DGCStrategy(LowBandwidthStrategy):
     """Send the 0.1 % largest elements of the gradient, and keep the rest for later steps.
 
     `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping, weight decay), `Adam` and
-    `AdamW` those of their own after a dense phase; other optimizers train by error feedback, with a warning.
+    `AdamW` one of their own; other optimizers train by error feedback, with a warning.
     `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
     exchange. See `lightning_lowbw.methods.dgc` for the equations.
 
@@ -35,7 +35,7 @@ class DGCStrategy(LowBandwidthStrategy):
         rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, to the bit.
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1).
-        momentum_masking: whether the velocity of sent elements is cleared.
+        momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
@@ -47,7 +47,8 @@ class DGCStrategy(LowBandwidthStrategy):
             sparse; what is rounded away is sent later.
         overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
             optimization, `find_unused_parameters` or two levels.
-        correction: "auto", or "error_feedback" for any optimizer; see `lightning_lowbw.DGC`.
+        correction: "auto", "frozen_variance" (Adam, AdamW) or "error_feedback" (any optimizer); see
+            `lightning_lowbw.DGC`.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -73,7 +74,7 @@ class DGCStrategy(LowBandwidthStrategy):
         rampup_begin_step: int = 0,
         rampup_step: int = 1,
         sparsity: Sequence[float] = (0.999,),
-        momentum_masking: bool = True,
+        momentum_masking: bool | None = None,
         min_numel: int = 16384,
         exclude: Sequence[str] = (),
         selection: str = "sampled",

@@ -346,7 +346,7 @@ def test_a_method_is_a_value() -> None:
         "rampup_begin_step": 0,
         "rampup_step": 10,
         "sparsity": (0.75, 0.999),
-        "momentum_masking": True,
+        "momentum_masking": None,
         "min_numel": 16384,
         "exclude": ("*.bias",),
         "selection": "sampled",
