@@ -10,23 +10,26 @@ from torch import Tensor
 
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.link import Link
-from lightning_lowbw.core.volume import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.core.volume import all_gather_bytes, all_gather_rounds, all_reduce_rounds
 
 LATENCY_BUDGET_S, BANDWIDTH_BUDGET_S = 0.1, 0.4  # after which nothing new is begun
-MAX_LATENCIES, MAX_TRANSFERS = 15, 3
+MAX_LATENCIES, MAX_TRANSFERS = 15, 32
 MIN_BYTES, MAX_BYTES = 1 << 16, 1 << 26
-TARGET_S = 0.12  # of a transfer; half of it will do. What is shorter is over before a shaped link slows down.
+TARGET_S = 0.012  # of a transfer; half of it will do. The shorter, the more, and the likelier one is not interrupted.
+ENOUGH_BYTES = 1 << 20  # What is less is over before a shaped link slows down, unless it takes
+LONG_S = 0.12
 GROWTH = 8.0  # of the size, at most, from one transfer to the next
 
 
 def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Link:
-    """Measure what all-reduces take; return the latency and bandwidth that explain it, the same on all ranks.
+    """Measure what collectives take; return the latency and bandwidth that explain it, the same on all ranks.
 
-    The latency is that of the fastest tiny one, divided by the rounds of a ring; the bandwidth that of the fastest of
-    some transfers of about a tenth of a second: other work on the machine only ever adds time. Under a second on
-    50 Mb/s: rank 0 looks at the clock, and tells the others how large the next transfer is.
+    The latency is that of the fastest tiny all-reduce, divided by the rounds of a ring; the bandwidth that of the
+    fastest of many short all-gathers, which do no arithmetic: other work on the machine only ever adds time. Of these
+    the first half is left out, for a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s:
+    rank 0 looks at the clock, and tells the others how large the next transfer is.
 
-    It is what an all-reduce gets, processor included: on a fast link and a busy machine less than the wire offers.
+    It is what a collective gets, processor included: on a fast link and a busy machine less than the wire offers.
 
     Collective: all ranks of the group, blocking. Enters no ledger.
 
@@ -59,21 +62,31 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
 
     started, nbytes, bandwidths = time.perf_counter(), MIN_BYTES, list[float]()
     while nbytes:
-        took = _timed_all_reduce_(exchange, torch.zeros(nbytes // 4, device=device))
+        took, received = _timed_all_gather(exchange, nbytes, device), all_gather_bytes(nbytes, num_ranks)
         is_over = time.perf_counter() - started > BANDWIDTH_BUDGET_S
-        if took >= TARGET_S / 2 or nbytes == MAX_BYTES or is_over:
+        is_enough = took >= TARGET_S / 2 and (received >= ENOUGH_BYTES // 2 or took >= LONG_S / 2)
+        if is_enough or nbytes == MAX_BYTES or is_over:
             # Where the clock is coarse or the latency all there is, at least half of the time was for the bytes.
-            seconds = max(took - rounds * latency_s, took / 2)
-            bandwidths.append(all_reduce_bytes(nbytes, num_ranks) / seconds)
+            seconds = max(took - all_gather_rounds(num_ranks) * latency_s, took / 2)
+            bandwidths.append(received / seconds)
             following = 0 if is_over or len(bandwidths) == MAX_TRANSFERS else nbytes
         else:
-            following = min(MAX_BYTES, int(nbytes * min(GROWTH, TARGET_S / took)) // 4 * 4)
+            wanted = max(TARGET_S / took, min(ENOUGH_BYTES / received, LONG_S / took))
+            following = min(MAX_BYTES, int(nbytes * min(GROWTH, wanted)) // 4 * 4)
         nbytes = int(tell(following)[0][0])
-    return Link(*tell(latency_s, max(bandwidths, default=0.0))[0])  # rank 0's, which has measured at least one
+    fastest = max(bandwidths[len(bandwidths) // 2 :], default=0.0)
+    return Link(*tell(latency_s, fastest)[0])  # rank 0's, which has measured at least one
 
 
 def _timed_all_reduce_(exchange: Exchange, message: Tensor) -> float:
     started = time.perf_counter()
     exchange.all_reduce_(message)
     float(message[0])  # on CUDA, waits for it
+    return time.perf_counter() - started
+
+
+def _timed_all_gather(exchange: Exchange, nbytes: int, device: torch.device | str) -> float:
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    started = time.perf_counter()
+    float(exchange.all_gather(message)[0, 0])  # on CUDA, waits for it
     return time.perf_counter() - started

@@ -93,8 +93,7 @@ class TestInTheLab:
         seconds, latencies, bandwidths, achieved = zip(*measured, strict=True)
         assert min(seconds) < MAX_S
         assert min(latencies) < 0.01
-        assert 8 * max(bandwidths) < 1.2 * rate
-        if rate <= 1e8:
-            assert 8 * max(bandwidths) > 0.8 * rate
-        # On a fast link the cores decide as well; the probe is to say what a long all-reduce gets, whatever that is.
-        assert max(bandwidths) == pytest.approx(max(achieved), rel=0.3)
+        assert 8 * max(bandwidths) < 1.15 * rate
+        # On a fast link the cores decide as well, which may have other work; the probe has short moments to itself.
+        assert 8 * max(bandwidths) > (0.85 if rate <= 1e8 else 0.55) * rate
+        assert max(bandwidths) > 0.8 * max(achieved)

@@ -64,3 +64,13 @@ def test_one_rank_and_equal_times() -> None:
 def test_the_explanation() -> None:
     line = str(choose(NUMELS, 0.001, 8, 64, GIGABIT))
     assert line == "dense 1,401 ms, all-gather 11.5 ms, reduce-scatter 7.8 ms: reduce-scatter"
+
+
+@pytest.mark.parametrize("density", [0.001, 1 / 64])
+@pytest.mark.parametrize("numel", [1_000_000, 25_000_000])
+def test_from_six_ranks_on_the_reduce_scatter_moves_less(numel: int, density: float) -> None:
+    """The README says so; where latency counts for more, the all-gather stays."""
+    endless, far = Link(0.0, 1e9 / 8), Link(0.025, 1e8 / 8)
+    names = [choose([numel], density, num_ranks, 28, endless).name for num_ranks in range(2, 9)]
+    assert names == 4 * ["all_gather"] + 3 * ["reduce_scatter"]
+    assert choose([1_000_000], 0.001, 8, 28, far).name == "all_gather"
