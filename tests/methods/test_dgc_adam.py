@@ -75,6 +75,7 @@ def by_the_equations(num_ranks: int, kind: str, options: dict[str, Any], masking
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("AdamW", {}, {}),
     ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"momentum_masking": False}),
+    ("AdamW", {"betas": (0.0, 0.95)}, {}),
     ("Adam", {"weight_decay": 0.05}, {}),
     ("Adam", {"amsgrad": True, "eps": 1e-3}, {}),
     ("AdamW", {"foreach": True}, {}),
