@@ -241,11 +241,19 @@ class AdamCorrection(Correction):
 
         def step_ours_and_gather_the_others(group: Group, *lists: list[Any]) -> Any:
             mine = [p for p in group["params"] if p in ours and p.grad is not None]
-            for parameter in mine:
+            for parameter in mine if self._unscale([p.grad for p in mine]) else ():
                 self._step(parameter, group)
             return gather(optimizer, {**group, "params": [p for p in group["params"] if p not in ours]}, *lists)
 
         optimizer._init_group = step_ours_and_gather_the_others  # type: ignore[attr-defined]
+
+    def _unscale(self, gradients: Sequence[Tensor]) -> bool:
+        """Do for a fused optimizer what a GradScaler leaves to its kernel; return whether the step is to be taken."""
+        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is not None:
+            for gradient in gradients:
+                gradient.div_(scale)
+        return found_inf is None or not found_inf
 
     def _step(self, parameter: Parameter, group: Group) -> None:
         lr = float(group["lr"])

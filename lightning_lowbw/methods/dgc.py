@@ -994,7 +994,8 @@ class DGCWorker:
         own, scale = self._own_part(parameter), self._correction.scale(parameter, slot.group)
         return Segment(
             residual=self._residual(parameter).view(-1),
-            momentum_buffer=flat(self._velocity(parameter)) if constants.momentum != 0 else None,
+            # Adam without momentum has one all the same, for it is what is scaled.
+            momentum_buffer=flat(self._velocity(parameter)) if constants.momentum != 0 or scale is not None else None,
             gradient=flat(parameter.grad)[own],
             weight=flat(parameter.detach())[own] if constants.weight_decay != 0 else None,
             scale=None if scale is None else flat(scale)[own],

@@ -81,6 +81,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("AdamW", {}, {}),
     ("AdamW", {"eps": 1e-3}, {"rampup_begin_step": 0}),
     ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"momentum_masking": True}),
+    ("AdamW", {"betas": (0.0, 0.95)}, {}),
     ("Adam", {"weight_decay": 0.05}, {}),
     ("Adam", {"amsgrad": True, "eps": 1e-3}, {}),
     ("AdamW", {"foreach": True}, {}),

@@ -143,10 +143,10 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(phase: str) -> None:
         assert (here["weights"], here["scale"], here["step"]) == (there["weights"], there["scale"], there["step"])
 
 
-def scaled_and_unscaled(clip: float | None) -> list[list[Tensor]]:
+def scaled_and_unscaled(clip: float | None, optimizer: Any) -> list[list[Tensor]]:
     weights = []
     for init_scale in (1.0, 2.0**8):
-        model = Tiny().double().float()
+        model = Tiny(optimizer).double().float()
         plugin = amp_with_scaler(init_scale)
         plugin.forward_context = contextlib.nullcontext  # type: ignore[method-assign]
         # the scaler alone: fp16 would round otherwise
@@ -155,9 +155,12 @@ def scaled_and_unscaled(clip: float | None) -> list[list[Tensor]]:
     return weights
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_the_scale_does_not_reach_the_residual(clip: float | None) -> None:
-    unscaled, scaled = run_ranks(scaled_and_unscaled, 2, clip)[0]
+FUSED = [partial(sgd, fused=True), partial(torch.optim.AdamW, lr=0.01, fused=True)]  # unscale inside their step
+
+
+@pytest.mark.parametrize(("clip", "optimizer"), [(None, sgd), (0.3, sgd), *((None, fused) for fused in FUSED)])
+def test_the_scale_does_not_reach_the_residual(clip: float | None, optimizer: Any) -> None:
+    unscaled, scaled = run_ranks(scaled_and_unscaled, 2, clip, optimizer)[0]
     for a, b in zip(unscaled, scaled, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
