@@ -5,9 +5,9 @@ a sparse step each rank does, with its own m and v (those of the dense phase to 
 
     m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N;  r = r + m_hat / (sqrt(v_hat) + eps)
 
-or, with a frozen variance, ``r = r + m / D`` where D = sqrt(v_hat) + eps is that of the last dense step, at least FLOOR
-times its mean over the tensor, and m has lost its bias there. The k largest |r| are averaged, and cleared in r (with
-masking, in m); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
+with a b1 of at most LARGEST_BETA1, or, with a frozen variance, ``r = r + m / D`` where D = sqrt(v_hat) + eps is that of
+the last dense step, at least FLOOR times its mean over the tensor, and m has lost its bias there. The k largest |r| are
+averaged, and cleared in r (with masking, in m); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-FLOOR = 0.1
+FLOOR, LARGEST_BETA1 = 0.1, 0.7
 
 
 @dataclass
@@ -52,6 +52,7 @@ class OracleAdam:
     def sparse_step(self, weights: list[Tensor], gradients: list[list[Tensor]], density: float) -> None:
         """One compressed step; small tensors take one of Adam's own."""
         b1, b2 = self.betas
+        b1 = b1 if self.is_frozen else min(b1, LARGEST_BETA1)
         for i, weight in enumerate(weights):
             if weight.numel() < self.min_numel:
                 self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
@@ -61,7 +62,7 @@ class OracleAdam:
                 d = (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
                 self.d[i] = d.clamp(min=FLOOR * float(d.mean()))
                 for rank in range(self.num_ranks):
-                    self.own_m[rank, i] = self.m[i] / (1 - b1 ** self.step[i])
+                    self.own_m[rank, i] = self.m[i] / (1 - self.betas[0] ** self.step[i])
             total, k, zeros = torch.zeros(weight.numel()), max(1, round(weight.numel() * density)), weight * 0
             if not self.is_frozen:
                 self.step[i] = self.step.get(i, 0) + 1

@@ -170,6 +170,8 @@ class AdamCorrection(Correction):
     What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled; Adam's own goes into G.
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
+    b1 is at most `LARGEST_BETA1` here: what is sent late is a mean over steps already, as momentum is.
+
     G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
     which is so for all but a few elements and steps, that is the mean square of one divided by N.
 
@@ -179,6 +181,7 @@ class AdamCorrection(Correction):
     velocity_key = "exp_avg"
     is_complete = True
     masks = False
+    LARGEST_BETA1 = 0.7
 
     @property
     def local_keys(self) -> tuple[str, ...]:
@@ -195,7 +198,7 @@ class AdamCorrection(Correction):
                     )
 
     def constants(self, group: Group) -> Constants:
-        beta1 = float(group["betas"][0])
+        beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
         return Constants(
             momentum=beta1,
             dampening=beta1,
@@ -213,7 +216,7 @@ class AdamCorrection(Correction):
         if constants.weight_decay != 0:
             wide = (wide * constants.sign).add_(parameter.detach(), alpha=constants.weight_decay)
         state["step"] += 1
-        beta1, beta2 = (float(beta) for beta in group["betas"])
+        beta1, beta2 = constants.momentum, float(group["betas"][1])
         second_moment = state["exp_avg_sq"].to(wide.dtype).mul(beta2)
         second_moment.addcmul_(wide, wide, value=(1.0 - beta2) / self.num_senders)
         state["exp_avg_sq"].copy_(second_moment)
@@ -277,6 +280,7 @@ class FrozenAdamCorrection(AdamCorrection):
     """
 
     FLOOR = 0.1
+    LARGEST_BETA1 = 1.0
 
     def __init__(self, optimizer: Optimizer, num_senders: int) -> None:
         super().__init__(optimizer, num_senders)

@@ -316,10 +316,7 @@ def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: f
         for number, (segment, twin) in enumerate(zip(segments, twins, strict=True)):
             segment.gradient.copy_(tail(segment.gradient.numel()))
             u = twin.momentum_buffer
-            positions = selectors[number].accumulate_(
-                twin.residual, u, segment.gradient, None, twin.k, momentum=momentum, nesterov=False,
-                weight_decay=0.0, sign=1.0,
-            )  # fmt: skip
+            positions = selectors[number].accumulate_(replace(twin, gradient=segment.gradient))
             assert u is not None
             twin.residual[positions] = u[positions] = 0
         gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)

@@ -34,10 +34,10 @@ from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd
         ({"rampup_begin_step": -1}, "integer >= 0"),
         ({"rampup_begin_step": 1.5}, "integer >= 0"),
         ({"selection": "random"}, "sampled, exact"),
-        ({"value_dtype": "int2"}, "float32, bfloat16, float16"),
+        ({"value_dtype": "int3"}, "float32, bfloat16, float16"),
         ({"min_numel": 0}, "integer >= 1"),
         ({"exclude": "bias"}, "list of parameter name patterns"),
-        ({"momentum_masking": 1}, "True or False"),
+        ({"momentum_masking": 1}, "True, False or None"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
