@@ -25,7 +25,7 @@ def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
 
     Example:
         >>> balance([10, 50, 30, 20], [0, 0])
-        [1, 0, 1, 1]
+        [0, 0, 1, 1]
     """
     totals, chosen = list(loads), [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
