@@ -91,6 +91,9 @@ class Correction:
     def hand_over(self, parameter: Parameter, group: Group) -> None:
         """Prepare the velocity of a parameter whose first sparse step this is."""
 
+    def hand_back(self, parameter: Parameter, group: Group) -> None:
+        """Prepare the velocity of a parameter whose last sparse step this is."""
+
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""
 
@@ -314,8 +317,13 @@ class FrozenAdamCorrection(AdamCorrection):
         return self._scales[parameter]
 
     def hand_over(self, parameter: Parameter, group: Group) -> None:
-        state = self.optimizer.state[parameter]
-        state["exp_avg"].div_(1.0 - float(group["betas"][0]) ** float(state["step"]))
+        self.optimizer.state[parameter]["exp_avg"].div_(self._bias(parameter, group))
+
+    def hand_back(self, parameter: Parameter, group: Group) -> None:
+        self.optimizer.state[parameter]["exp_avg"].mul_(self._bias(parameter, group))  # Adam's own steps take it out
+
+    def _bias(self, parameter: Parameter, group: Group) -> float:
+        return 1.0 - float(group["betas"][0]) ** float(self.optimizer.state[parameter]["step"])
 
 
 def correction_for(optimizer: Optimizer, name: str, num_senders: int) -> Correction:

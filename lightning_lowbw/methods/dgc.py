@@ -184,6 +184,7 @@ class DGC:
             if not merged:
                 merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
                 merged |= {"rounded": {}, "local": {}, "num_senders": state.get("num_senders", 1)}
+                merged.update({key: state[key] for key in ("velocity_key",) if key in state})
             for name, entry in state["tensors"].items():
                 shape = entry.get("shape", entry["residual"].shape)
                 part = _part(math.prod(shape), place, num_places)
@@ -354,7 +355,7 @@ class DGCWorker:
         Raises:
             ConfigurationError: on all ranks; also where the step is sparse and wants a dense one before it.
         """
-        if self.is_sparse:
+        if self.is_sparse and self.method.rampup_begin_step == 0:  # else a tensor that is not ready is sent dense
             self._correction.check_dense_phase()
         if self.residuals and self._exchange.num_senders > 1 and not self.is_sparse:
             raise ConfigurationError(
@@ -380,7 +381,7 @@ class DGCWorker:
 
         In place:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
-            and weight decay of SGD's param groups are 0 until `stepping` ends.
+            and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `stepping` ends.
 
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
         all-gather, or another all-reduce, where `exchange` says so); blocking. On two levels the ranks of a node gather
@@ -394,7 +395,7 @@ class DGCWorker:
             clip: clips `.grad` in place; called before anything is sent between ranks, on two levels between nodes.
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks in the dense phase, over the
                 node in the sparse phase on two levels; else not regarded.
-            skip_nonfinite: return False where a gradient is not finite, instead of raising.
+            skip_nonfinite: return False where a gradient is not finite, instead of raising; not with `overlap`.
             num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
                 one has skipped a step that the others take, are found out.
 
@@ -406,10 +407,10 @@ class DGCWorker:
             DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
-        if self._begun and clip is not None:
+        if self._begun and (clip is not None or skip_nonfinite):
             raise ConfigurationError(
-                "overlap=True: the gradients have been sent during backward, which clipping would have to precede. "
-                "Leave out one of them."
+                "overlap=True: the gradients have been sent during backward, which clipping would have to precede, and "
+                "which a step that is skipped (skip_nonfinite) cannot take back. Leave out one of them."
             )
         if self._exchange.num_ranks > 1:
             self._begin(reduced)
@@ -425,7 +426,7 @@ class DGCWorker:
             The residuals and velocities of the sparse tensors among them. A gradient that is not finite enters none;
             `exchange` tells the other ranks, and raises.
 
-        Collective: all ranks, with the same parameters in the same order of calls; returns at once.
+        Collective: all ranks, with the same parameters in the same order of calls; waits for none of them.
 
         Raises:
             ConfigurationError: a second backward pass before the step; the first one's elements are sent already.
@@ -853,6 +854,7 @@ class DGCWorker:
             "rounded": rounded,
             "local": local,
             "num_senders": self._exchange.num_senders,
+            "velocity_key": self.velocity_key,
             "exchange": exchange,
         }
 
@@ -860,9 +862,15 @@ class DGCWorker:
         """Take over a `state_dict`; the optimizer's own state must have been loaded before.
 
         Raises:
-            ConfigurationError: it has tensors this optimizer does not have, or of another shape.
+            ConfigurationError: it has tensors this optimizer does not have, or of another shape, or was made with
+                another correction.
         """
         parameters = {self._name(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        if state["tensors"] and state.get("velocity_key", self.velocity_key) != self.velocity_key:
+            raise ConfigurationError(
+                f"The checkpoint's residuals are of another correction than correction={self.method.correction!r} of "
+                f"{type(self.optimizer).__name__}. Resume with the one it was trained with."
+            )
         self.step = state["step"]
         for own in (self.residuals, self._velocities, self._selectors, self._rounded):
             own.clear()
@@ -927,14 +935,17 @@ class DGCWorker:
     def _compresses(self, parameter: Parameter) -> bool:
         if not parameter.is_floating_point() or parameter.numel() < self.method.min_numel:
             return False
-        if not self._correction.is_ready(parameter, self.method.rampup_begin_step):
-            return False
         name = self._name(parameter)
+        if any(fnmatchcase(name, pattern) for pattern in self.method.exclude):
+            return False
+        # Once sparse, always ready. To ask may wait for a GPU, which has the step of a fused Adam.
+        if parameter not in self.residuals and not self._correction.is_ready(parameter, self.method.rampup_begin_step):
+            return False
         if parameter.numel() > MAX_NUMEL:
             raise ConfigurationError(
                 f"{name!r} has {parameter.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
             )
-        return not any(fnmatchcase(name, pattern) for pattern in self.method.exclude)
+        return True
 
     def _mark(self, num_backwards: int) -> Tensor | int:
         """Return a number below 2^20, which float32 carries exactly: the count, and every so often a checksum."""
@@ -979,8 +990,10 @@ class DGCWorker:
                 assert self._exchange.levels is not None
                 topology = self._exchange.levels.topology
                 where = f"of node {topology.node_of(rank)} (ranks {list(topology.nodes[topology.node_of(rank)])})"
+            lost = "What was sent during backward is lost: go on from a checkpoint."  # its residual was cleared
             raise NonFiniteGradientError(
-                f"Step {self.step}: the gradient of {name!r} {where} is not finite. Nothing was exchanged. "
+                f"Step {self.step}: the gradient of {name!r} {where} is not finite. "
+                f"{lost if self._begun else 'Nothing was exchanged.'} "
                 "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' "
                 "such steps are skipped."
             )
@@ -1037,6 +1050,7 @@ class DGCWorker:
                 self._select(slot, segment)
                 assert slot.parameter.grad is not None
                 slot.parameter.grad.copy_((segment.residual * segment.sign).view(slot.parameter.shape))
+                self._correction.hand_back(slot.parameter, slot.group)
                 del self.residuals[slot.parameter]
                 continue
             if slot.parameter in self._rounded:

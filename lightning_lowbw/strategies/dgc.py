@@ -46,7 +46,8 @@ class DGCStrategy(LowBandwidthStrategy):
         dense_dtype: "float32", or "bfloat16" or "float16": what the small tensors are sent in while the large ones are
             sparse; what is rounded away is sent later.
         overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
-            optimization, `find_unused_parameters` or two levels.
+            optimization, `find_unused_parameters`, `static_graph` or two levels. What changes `.grad` after it is sent,
+            such as a module's `on_after_backward`, comes too late for these tensors.
         correction: "auto", "frozen_variance" (Adam, AdamW) or "error_feedback" (any optimizer); see
             `lightning_lowbw.DGC`.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
@@ -125,7 +126,9 @@ class DGCStrategy(LowBandwidthStrategy):
             "gradient clipping": self._clips(),
             "a GradScaler (precision='16-mixed')": self._scaler() is not None,
             "manual optimization": not module.automatic_optimization,
+            # Buckets hold unused parameters, too.
             "find_unused_parameters=True": bool(self._ddp_kwargs.get("find_unused_parameters")),
+            "static_graph=True": bool(self._ddp_kwargs.get("static_graph")),
         }
         found = [name for name, is_there in obstacles.items() if is_there]
         if found:

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, SGD
 from lightning_lowbw import DGC, ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Exchange
+from lightning_lowbw.methods import dgc
 from lightning_lowbw.methods.dgc import DGCWorker
 from tests.methods.problem import Parameters, backward, make_parameters, take_step
 from tests.ranks import run_ranks
@@ -373,3 +374,16 @@ def test_clipping_comes_before_the_residual() -> None:
         assert called_once
         assert 0 < residual.norm() <= 1e-3 * math.sqrt(2)
         assert sum(float(gradient.norm()) ** 2 for gradient in gradients) <= 2e-6
+
+
+def exclude_a_giant(exclude: list[str]) -> str | None:
+    dgc.MAX_NUMEL = 500  # the matrix has more
+    worker, parameters = make_worker(replace(METHOD, exclude=exclude))
+    return message_of(lambda: take_step(worker, parameters, 0), ConfigurationError)
+
+
+def test_a_tensor_of_too_many_elements_may_be_excluded_as_the_message_says() -> None:
+    for message in run_ranks(exclude_a_giant, 2, []):
+        assert message is not None
+        assert "exclude=['matrix']" in message
+    assert run_ranks(exclude_a_giant, 2, ["matrix"]) == [None, None]

@@ -98,6 +98,7 @@ def test_a_bad_gradient_enters_no_residual_and_is_told_on_all_ranks(where: str) 
     for message, is_finite, _ in results:
         assert message is not None
         assert f"the gradient of '{where}' on rank 1 is not finite" in message
+        assert "Nothing was exchanged" not in message
         assert is_finite
 
 
@@ -110,6 +111,8 @@ def misuse(kind: str) -> str | None:
     worker.begin(parameters.values())
     if kind == "clip":
         message = message_of(lambda: worker.exchange(clip=lambda: None), ConfigurationError)
+    elif kind == "skip":
+        message = message_of(lambda: worker.exchange(skip_nonfinite=True), ConfigurationError)
     else:
         backward(parameters, 1)
         message = message_of(lambda: worker.begin(parameters.values()), ConfigurationError)
@@ -118,7 +121,9 @@ def misuse(kind: str) -> str | None:
     return message
 
 
-@pytest.mark.parametrize(("kind", "words"), [("clip", "clipping"), ("twice", "second backward")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("clip", "clipping"), ("skip", "skip_nonfinite"), ("twice", "second backward")]
+)
 def test_what_needs_the_gradients_after_they_are_sent_is_refused(kind: str, words: str) -> None:
     for message in run_ranks(misuse, 2, kind):
         assert message is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,6 +64,7 @@ OBSTACLES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any], dic
     "a GradScaler": (Tiny, {"plugins": "scaler"}, {}),
     "manual optimization": (ManualOptimBoringModel, {}, {}),
     "find_unused_parameters": (Tiny, {}, {"find_unused_parameters": True}),
+    "static_graph": (partial(Tiny, unused=True), {}, {"static_graph": True}),
 }
 
 
