@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.worker import INTERFACE_COUNTER
 from lightning_lowbw import DGCStrategy
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
@@ -47,22 +48,36 @@ METHODS: dict[str, tuple[Any, int]] = {  # what makes the strategy, and steps
 
 
 class Curve(pl.Callback):
-    """Keep seconds since the first step, and the loss, of each step."""
+    """Keep of each step the seconds since the first, the loss, and the bytes that the interface has sent since then."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.sent_bytes: list[int] = []
 
     def on_train_start(self, *_: Any) -> None:
-        self.started_s = time.perf_counter()
+        self.started_s, self.sent_before = time.perf_counter(), int(INTERFACE_COUNTER.read_text())
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self.started_s)
         self.losses.append(float(outputs["loss"]))
+        self.sent_bytes.append(int(INTERFACE_COUNTER.read_text()) - self.sent_before)
 
 
-def train(make: Any, seed: int, num_steps: int, **model_options: Any) -> dict[str, Any]:
-    """Train once on this rank, with all others; return the curve and the test accuracy."""
+def train(
+    make: Any,
+    seed: int,
+    num_steps: int,
+    data: StdlibText | None = None,
+    clip: float = 0.5,
+    weights: Path | None = None,
+    **model_options: Any,
+) -> dict[str, Any]:
+    """Train once on this rank, with all others; return the curve, and how good the model is on what it has not seen.
+
+    Args:
+        weights: to begin with, if there are any; else the final ones are written there.
+    """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -74,22 +89,33 @@ def train(make: Any, seed: int, num_steps: int, **model_options: Any) -> dict[st
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
         max_steps=num_steps,
-        gradient_clip_val=0.5,
-        limit_val_batches=0,
+        gradient_clip_val=clip,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        val_check_interval=num_steps + 1,  # after the fit only
         callbacks=[curve],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, data = ByteLanguageModel(**model_options), StdlibText()
+    model, data = ByteLanguageModel(**model_options), data or StdlibText()
+    if weights is not None and weights.exists():
+        model.load_state_dict(torch.load(weights))
     trainer.fit(model, data)
+    torch.distributed.barrier()  # what the other ranks still send
+    sent_bytes = int(INTERFACE_COUNTER.read_text()) - curve.sent_before
+    if weights is not None and not weights.exists() and trainer.is_global_zero:
+        torch.save(model.state_dict(), weights)
     workers = getattr(trainer.strategy, "workers", [])
     num_averages = [getattr(worker, "num_averages", None) for worker in workers]
     accuracy = trainer.test(model, data, verbose=False)[0]["test_acc"]
     return {
         "seed": seed,
         "test_accuracy": accuracy,
+        "val_loss": trainer.validate(model, data, verbose=False)[0]["val_loss"],
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "sent_bytes": [*curve.sent_bytes, sent_bytes],
         "num_averages": num_averages[0] if num_averages else None,
         "seconds": [round(value, 4) for value in curve.seconds],
         "losses": [round(value, 5) for value in curve.losses],

@@ -147,6 +147,7 @@ class OracleSparseLoCo:
     decay: float = 0.95
     quantise: Callable[[Tensor], Tensor] = torch.Tensor.clone
     clips: bool = False
+    over_senders: bool = True
     delay: int = 0
     phase: int = 0
     momentum: float | None = None  # of an outer Nesterov step of lr 0.7
@@ -175,12 +176,14 @@ class OracleSparseLoCo:
                 self.land()
 
     def average(self) -> Tensor:
+        masks, sent = zip(*(self.send(rank) for rank in range(self.num_ranks)), strict=True)
+        divisors = sum(mask.float() for mask in masks).clamp(min=1) if self.over_senders else float(self.num_ranks)
         total = torch.zeros(self.start.numel())
-        for sent in self.clipped([self.send(rank) for rank in range(self.num_ranks)]):
-            total = total + sent * (1 / self.num_ranks)
+        for each in self.clipped(list(sent)):
+            total = total + each / divisors
         return total.view(self.start.shape)
 
-    def send(self, rank: int) -> Tensor:
+    def send(self, rank: int) -> tuple[Tensor, Tensor]:
         e = self.e[rank]
         e.copy_(self.decay * e + (self.x0 - self.replicas[rank].detach()).reshape(-1))
         chosen = []
@@ -191,7 +194,9 @@ class OracleSparseLoCo:
         sent = torch.zeros_like(e)
         sent[chosen] = self.quantise(e[chosen])
         e.sub_(sent)
-        return sent
+        mask = torch.zeros_like(e, dtype=torch.bool)
+        mask[chosen] = True
+        return mask, sent
 
     def clipped(self, sent: list[Tensor]) -> list[Tensor]:
         if self.clips:

@@ -6,20 +6,20 @@ algorithm 1. With D the pseudo-gradient of a rank (last consensus minus its weig
     accumulate   e = beta e + D
     send         Q(top-k of each chunk of e)
     keep         e = e - what was sent
-    average      D = 1/N times the sum of what all N ranks sent
+    average      D = the sum of what all N ranks sent, each element divided by the number of ranks that sent it, or by N
 
 Everything here is odd in D, so it works alike on the change of the weights, -D. The outer step is `core.outer`'s.
 
 Deviation: a chunk is so many consecutive elements of a tensor, row by row; the authors cut matrices into square tiles
-and vectors into divisors of their length. Their published code divides a sum by the number of ranks that sent the
-element; here, as in the paper, by N.
+and vectors into divisors of their length. The paper divides by N, the authors' published code by the number of ranks that
+sent the element, which `benchmarks/bits_to_loss.py` found better by far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from lightning_lowbw.core.schedule import num_selected
 from lightning_lowbw.core.selection import SampledSelector, exact_top_k
 from lightning_lowbw.core.values import VALUE_NAMES
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import scatter_mean_
+
+MeanOver = Literal["senders", "ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Compression:
         decay: of what has been kept, from one average to the next, in [0, 1]; 1 forgets nothing.
         clip_to_median: whether a rank's part of a chunk is scaled down where its norm is above the median of all
             ranks. What that takes away is lost: it is meant for ranks that cannot be trusted.
+        mean_over: what a sum is divided by: the number of ranks that sent this element ("senders"), or of all of them
+            ("ranks"). One that a single rank sent moves as far as that rank wants, or an N-th of it.
         min_numel: tensors with fewer elements are averaged whole.
 
     Raises:
@@ -60,6 +63,7 @@ class Compression:
     value_dtype: str = "int2"
     decay: float = 0.95
     clip_to_median: bool = False
+    mean_over: MeanOver = "senders"
     min_numel: int = 4096
 
     def __post_init__(self) -> None:
@@ -71,6 +75,8 @@ class Compression:
             raise ConfigurationError(f"decay={self.decay!r}: give a number in [0, 1].")
         if self.value_dtype not in VALUE_NAMES:
             raise ConfigurationError(f"value_dtype={self.value_dtype!r}: choose one of {', '.join(VALUE_NAMES)}.")
+        if self.mean_over not in get_args(MeanOver):
+            raise ConfigurationError(f"mean_over={self.mean_over!r}: choose one of {', '.join(get_args(MeanOver))}.")
         if not isinstance(self.clip_to_median, bool):
             raise ConfigurationError(f"clip_to_median={self.clip_to_median!r}: give True or False.")
         for name in ("chunk", "min_numel"):
@@ -127,9 +133,17 @@ class Compression:
             if self.clip_to_median:
                 values = self._clip(torch.stack([values for _, values in parts]), numel)
                 parts = [(positions, each) for (positions, _), each in zip(parts, values, strict=True)]
-            means.append(torch.empty(numel, device=messages[0].device))
-            scatter_mean_(means[-1], parts)
+            means.append(self._mean(parts, numel, messages[0].device))
         return means
+
+    def _mean(self, parts: Sequence[tuple[Tensor, Tensor]], numel: int, device: torch.device) -> Tensor:
+        divisors = torch.full((numel,), float(len(parts)) if self.mean_over == "ranks" else 0.0, device=device)
+        for positions, _ in parts if self.mean_over == "senders" else ():
+            divisors[positions] += 1.0
+        mean = torch.zeros(numel, device=device)
+        for positions, values in parts:  # distinct within a rank; summed in the order of the ranks
+            mean[positions] += values / divisors[positions]
+        return mean
 
     @property
     def _codec(self) -> SparseCodec:

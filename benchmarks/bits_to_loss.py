@@ -1,0 +1,194 @@
+"""Loss against bits per parameter and step, and against seconds: what local steps and sparse averages cost, and save.
+
+    sudo .venv/bin/python benchmarks/bits_to_loss.py                  # 35 minutes a seed on two cores
+
+Four ranks on links of 100 Mb/s train the byte-level transformer with AdamW, with each method for as many steps on the
+same batches: first from scratch, then on, from what DDP has reached there, with a new cycle of the learning rate.
+Runs that benchmarks/results/bits_to_loss.json has already are not repeated. Writes a table and a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.time_to_loss import RESULTS, SMOOTHING, TARGET_SLACK, smooth, train
+from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
+from lightning_lowbw.zoo import StdlibText
+
+NUM_RANKS = 4
+NUM_STEPS = 1024
+PEAK_STEPS = 4  # the peak is over so many consecutive steps
+STARTS = {"scratch": 3e-3, "continued": 1e-3}  # and the peak of the learning rate
+MODEL: dict[str, Any] = {"optimizer": "adamw", "schedule": "one_cycle"}
+BATCH = 8
+
+
+def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
+    """Return what makes the strategy of a name with another period."""
+    return lambda: LocalSGDStrategy(**{**LocalSGDStrategy.presets[name], "k_steps": k, **knobs})
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "dgc": lambda: DGCStrategy(rampup_begin_step=64, rampup_step=320),
+    **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
+    **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
+    **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
+    "sparse_loco, k = 64, 1 of 8": local("sparse_loco", 64, compression=Compression(density=1 / 8)),
+}
+
+
+def train_all(runs: list[tuple[str, str, int]], num_steps: int, path: Path) -> None:
+    """One rank: train from each start with each method and seed in turn; rank 0 writes the curves."""
+    curves = []
+    for start, method, seed in runs:
+        # One epoch, and of other crops where it goes on.
+        data = StdlibText(BATCH, num_train=NUM_RANKS * BATCH * num_steps, seed=2 * seed + (start == "continued"))
+        is_first = (start, method) == ("scratch", "ddp")
+        weights = path.with_name(f"{seed}.pt") if is_first or start == "continued" else None
+        torch.distributed.barrier() if torch.distributed.is_initialized() else None
+        run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=STARTS[start], **MODEL)
+        curves.append({"start": start, "method": method, **run})
+        if os.environ["RANK"] == "0":
+            path.write_text(json.dumps(curves))
+            print(start, method, seed, curves[-1]["val_loss"], curves[-1]["seconds"][-1], flush=True)
+    torch.distributed.barrier()
+
+
+def bits(curve: dict[str, Any], sent_bytes: float, num_steps: int) -> float:
+    """Return bits per parameter and step."""
+    return float(8 * sent_bytes / curve["num_parameters"] / num_steps)
+
+
+def peak_bits(curve: dict[str, Any]) -> float:
+    """Return bits per parameter and step of the busiest `PEAK_STEPS` consecutive steps."""
+    totals = [0, *curve["sent_bytes"][:-1]]
+    busiest = max(late - early for early, late in zip(totals, totals[PEAK_STEPS:], strict=False))
+    return bits(curve, busiest, PEAK_STEPS)
+
+
+def to_markdown(curves: list[dict[str, Any]]) -> str:
+    """Return the table; losses are compared with DDP's of the same seed."""
+    dense = {curve["seed"]: curve for curve in curves if curve["method"] == "ddp"}
+    lines = [
+        "| method | seeds | bits per parameter and step | in its busiest steps | validation loss | to DDP | "
+        "test accuracy | s | s to DDP's final training loss + 2 % |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for method in METHODS:
+        mine = [curve for curve in curves if curve["method"] == method and curve["seed"] in dense]
+        if not mine:
+            continue
+        relative = [100.0 * (curve["val_loss"] / dense[curve["seed"]]["val_loss"] - 1.0) for curve in mine]
+        times = [time_to(curve, dense[curve["seed"]]) for curve in mine]
+        reached = [seconds for seconds in times if seconds is not None]
+        if len(reached) == len(times):
+            to_target = f"{statistics.median(reached):.0f}"
+        else:
+            to_target = f"{len(reached)} of {len(times)} reach it" if reached else "not reached"
+        cells = [
+            method,
+            str(len(mine)),
+            f"{statistics.mean(bits(c, c['sent_bytes'][-1], len(c['losses'])) for c in mine):.3g}",
+            f"{statistics.mean(map(peak_bits, mine)):.3g}",
+            f"{statistics.mean(curve['val_loss'] for curve in mine):.4f}",
+            f"{statistics.mean(relative):+.1f} % ({min(relative):+.1f} to {max(relative):+.1f})",
+            f"{statistics.mean(curve['test_accuracy'] for curve in mine):.2%}",
+            f"{statistics.median(curve['seconds'][-1] for curve in mine):.0f}",
+            to_target,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def time_to(curve: dict[str, Any], dense: dict[str, Any]) -> float | None:
+    """Return the seconds until DDP's last smoothed training loss is reached, about; None if it is not."""
+    target = TARGET_SLACK * smooth(dense["losses"])[-1]
+    smoothed = zip(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), strict=True)
+    return next((seconds for seconds, loss in smoothed if loss <= target), None)
+
+
+def draw(curves: list[dict[str, Any]], rate: str, path: Path) -> None:
+    """Plot loss against seconds (first seed), and validation loss against bits (all)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    first = min(curve["seed"] for curve in curves)
+    for number, method in enumerate(METHODS):
+        mine = [curve for curve in curves if curve["method"] == method]
+        for curve in mine:
+            if curve["seed"] == first:
+                left.plot(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), f"C{number}", lw=1, label=method)
+        sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
+        right.plot(sent, [curve["val_loss"] for curve in mine], f"C{number}o", ms=5, label=method)
+    left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")
+    left.set_ylim(top=4.0)
+    right.set(xlabel="bits per parameter and step, on the interface", ylabel="validation loss at the end", xscale="log")
+    right.legend(fontsize=7)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{NUM_RANKS} nodes, {rate}, {NUM_STEPS} steps of AdamW")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def measure(runs: Sequence[tuple[str, int]], rate: str, num_steps: int) -> list[dict[str, Any]]:
+    """Start the ranks in the lab; return the curves of rank 0."""
+    from lightning_lowbw.lab import Network, launch, parse_rate
+
+    with tempfile.TemporaryDirectory() as folder, Network([parse_rate(rate)] * NUM_RANKS) as network:
+        path = Path(folder) / "curves.json"
+        job = json.dumps({"runs": runs, "num_steps": num_steps, "path": str(path)})
+        if launch(network, [sys.executable, __file__, "--job", job]).status != 0:
+            raise SystemExit("The ranks failed.")
+        return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    """Measure what is missing, write after each seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps; write nothing")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # in the ranks
+    options = parser.parse_args()
+    if options.job is not None:
+        job = json.loads(options.job)
+        train_all(job["runs"], job["num_steps"], Path(job["path"]))
+        return
+    from benchmarks.slow_link import describe_environment
+
+    if options.quick:
+        print(to_markdown(measure([(method, 0) for method in options.methods], options.rate, 128)))
+        return
+    path = RESULTS / "bits_to_loss.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"curves": []}
+    for seed in options.seeds:
+        made = {(curve["method"], curve["seed"]) for curve in results["curves"]}
+        missing = [(method, seed) for method in options.methods if (method, seed) not in made]
+        if missing:
+            results["curves"] += measure(missing, options.rate, NUM_STEPS)
+            results |= {"environment": describe_environment(), "rate": options.rate, "command": " ".join(sys.argv)}
+            path.write_text(json.dumps(results) + "\n")
+    (RESULTS / "bits_to_loss.md").write_text(to_markdown(results["curves"]))
+    draw(results["curves"], options.rate, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
