@@ -172,6 +172,25 @@ def test_the_peak_of_the_traffic_is_divided_by_the_number_of_fragments() -> None
     assert max(parts) - control < 1.01 * (max(whole) - control) / 4
 
 
+def share(num_fragments: int) -> list[int]:
+    numels = [8192, 4096] + [100] * 20  # of which the small are sent whole: most of the bytes
+    parameters = [Parameter(torch.zeros(numel)) for numel in numels]
+    method = LocalSGD(k_steps=2, begin_step=0, num_fragments=num_fragments, compression=Compression())
+    worker = method.attach(torch.optim.SGD(parameters, lr=0.0), [])
+    sent = [0]
+    for _ in range(2):
+        with worker.stepping():
+            worker.exchange()
+        sent.append(worker._exchange.ledger.sent_bytes)
+    return [after - before for before, after in pairwise(sent)]
+
+
+def test_fragments_are_balanced_by_the_bytes_that_they_send() -> None:
+    whole, parts = run_ranks(share, 2, 1)[0], run_ranks(share, 2, 2)[0]
+    control = all_reduce_bytes(4 * (8 + 2 * 2), 2)
+    assert max(parts) - control < 1.05 * (max(whole) - control) / 2
+
+
 # tau from measured times -------------------------------------------------------------------------------------------
 
 

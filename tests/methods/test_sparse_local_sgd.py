@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import ConfigurationError, LocalSGD
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.compression import Compression
-from lightning_lowbw.core.values import make_value_format
+from lightning_lowbw.core.values import VALUE_NAMES, make_value_format
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.methods.local_sgd import LocalSGDWorker
 from tests.local_oracle import OracleSparseLoCo, mean_of
@@ -81,7 +83,9 @@ def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = (), steps: int
     return {"own": own, "digests": digests, "sent": sent, "residuals": state, "averages": worker.num_averages}
 
 
-def by_oracle(name: str, optimizer: str, groups: Sequence[Sequence[int]], **choices: Any) -> OracleSparseLoCo:
+def by_oracle(
+    name: str, optimizer: str, groups: Sequence[Sequence[int]], steps: int = STEPS, **choices: Any
+) -> OracleSparseLoCo:
     """Each of the groups is a node; the gradient of several ranks is summed as the wire does."""
     value_dtype = choices.pop("value_dtype", "float32")
     value_format = make_value_format(value_dtype)
@@ -97,7 +101,7 @@ def by_oracle(name: str, optimizer: str, groups: Sequence[Sequence[int]], **choi
         quantise=quantise,
         **{"chunk": CHUNK, **choices},
     )
-    for step in range(STEPS):
+    for step in range(steps):
         gradients = []
         for ranks, replica in zip(groups, oracle.replicas, strict=True):
             by_rank = [gradient_of(name, replica, rank, step) / len(ranks) for rank in ranks]
@@ -240,6 +244,33 @@ def test_ranks_that_step_alone_inside_their_nodes_send_the_mean_of_the_node(dela
     assert results[0]["digests"][0] != results[1]["digests"][0]
 
 
+def wait_for_the_slow_network() -> tuple[list[float], int]:
+    exchange, delay_s = exchange_of(NODES["blocks"], "sharded", "averages"), 0.5
+    assert exchange.hierarchy is not None
+    all_reduce = exchange.hierarchy._all_reduce_
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(delay_s)
+        all_reduce(*args, **kwargs)
+
+    exchange.hierarchy._all_reduce_ = slowly  # type: ignore[method-assign]
+    worker, parameters = attach(LocalSGD(begin_step=0, **with_base({"k_steps": 4, "delay_steps": 3})), "sgd", exchange)
+    train_on(worker, parameters, range(3))
+    seconds = []
+    for step in range(3, 7):
+        started_s = time.perf_counter()
+        train_on(worker, parameters, [step])
+        seconds.append((time.perf_counter() - started_s) / delay_s)
+    return seconds, worker.num_averages
+
+
+def test_on_two_levels_a_hidden_average_is_not_waited_for() -> None:
+    """The mean inside the node is of the step, and must not queue behind what crosses the slow network."""
+    for seconds, num_averages in run_ranks(wait_for_the_slow_network, 4):
+        assert max(seconds[:3]) < 0.8
+        assert num_averages == 1
+
+
 def through_leaders() -> str:
     try:
         attach(LocalSGD(compression=Compression()), "sgd", exchange_of(NODES["blocks"], "leader"))
@@ -318,6 +349,132 @@ def test_another_number_of_ranks_keeps_the_mean_of_what_was_unsent() -> None:
         assert result["averages"] == 2
         for name in SPARSE:
             assert torch.equal(result["kept"][name], residuals[name])
+
+
+def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> str | dict[str, Tensor]:
+    """Train with the one, resume with the other; return the weights, or why not."""
+    worker, parameters = attach(LocalSGD(begin_step=0, **first), "sgd", None)
+    train_on(worker, parameters, range(at))
+    state = copy.deepcopy(worker.state_dict())
+    worker.finish()
+    worker, shown = attach(LocalSGD(begin_step=0, **second), "sgd", None)
+    with torch.no_grad():
+        for name, parameter in shown.items():
+            parameter.copy_(parameters[name])
+    try:
+        worker.load_state_dict(state)
+        train_on(worker, shown, range(at, STEPS))
+    except (ConfigurationError, DisagreementError) as error:
+        return str(error)
+    return {name: p.detach().clone() for name, p in shown.items()}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_average_on_its_way_lands_also_where_less_delay_goes_on(delay: int) -> None:
+    first, second = (with_base({"k_steps": 4, "delay_steps": each}) for each in (3, delay))
+    results = run_ranks(resume_otherwise, 2, first, second, 6)
+    for name in SPARSE:
+        oracle = by_oracle(name, "sgd", [[0], [1]], delay=3, steps=7)  # at the next step, which was its time anyway
+        oracle.delay = delay
+        for step in range(7, STEPS):
+            oracle.take_step([gradient_of(name, replica, rank, step) for rank, replica in enumerate(oracle.replicas)])
+        for result, replica in zip(results, oracle.replicas, strict=True):
+            assert torch.equal(result[name], replica.detach())
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "whole": (with_base({"k_steps": 4}), {"k_steps": 4}, 6, "'matrix' that have not been sent"),
+    "narrow": (with_base({"k_steps": 4}), {"k_steps": 4, "value_dtype": "bfloat16"}, 6, "never would be"),
+    "other tensors": (with_base({"k_steps": 4}), with_base({"compression": {"min_numel": 700}}), 6, "min_numel"),
+    "in mid-round": ({"k_steps": 4}, with_base({"k_steps": 4}), 6, "between two averages"),
+    "outer in mid-round": ({"k_steps": 4}, {"k_steps": 4, "outer": "nesterov"}, 6, "last consensus"),
+    "after a round": ({"k_steps": 4}, with_base({"k_steps": 4}), 8, ""),
+    "other bits": (with_base({"k_steps": 4}), with_base({"k_steps": 3, "compression": {"value_dtype": "int8"}}), 6, ""),
+}
+
+
+def resume_all() -> dict[str, str | dict[str, Tensor]]:
+    return {name: resume_otherwise(*case[:3]) for name, case in OTHERWISE.items()}
+
+
+def test_what_a_state_keeps_is_not_dropped_by_another_method() -> None:
+    for results in run_ranks(resume_all, 2):
+        for name, (_, _, _, word) in OTHERWISE.items():
+            if word:
+                assert word in results[name], name
+            else:
+                assert isinstance(results[name], dict), results[name]
+
+
+# What goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def begin_differently(choices: dict[str, Any]) -> str:
+    worker, parameters = attach(LocalSGD(k_steps=3, begin_step=0, **choices), "sgd", None)
+    with torch.no_grad():
+        parameters["matrix"][2, 3] += dist.get_rank()
+    try:
+        train_on(worker, parameters, range(3))
+    except DisagreementError as error:
+        return str(error)
+    return digest(parameters.values())
+
+
+def begin_all_differently() -> list[str]:
+    return [
+        begin_differently(choices) for choices in (with_base({}), {"value_dtype": "float16"}, {"outer": "slowmo"}, {})
+    ]
+
+
+def test_ranks_that_begin_with_different_weights_are_told() -> None:
+    """Changes of them would never make them equal; the mean of the weights does."""
+    first, second = run_ranks(begin_all_differently, 2)
+    assert first == second
+    assert all("Begin with the same weights" in message for message in first[:3])
+
+
+def poison(choices: dict[str, Any], value: float) -> tuple[int, str]:
+    worker, parameters = attach(LocalSGD(k_steps=3, begin_step=0, **choices), "sgd", None)
+    for step in range(9):
+        if step == 4 and dist.get_rank() == 1:
+            with torch.no_grad():
+                parameters["matrix"][1, 2] = value
+        try:
+            train_on(worker, parameters, [step])
+        except NonFiniteGradientError as error:
+            return step, str(error)
+    return -1, ""
+
+
+def poison_all() -> list[tuple[int, str]]:
+    kinds = [{"value_dtype": name} for name in VALUE_NAMES] + [{"chunk": None, "clip_to_median": True}]
+    cases = [with_base({"compression": kind}) for kind in kinds]
+    cases.append(with_base({"delay_steps": 1}))
+    return [poison(case, value) for case in cases for value in (math.nan, math.inf)]
+
+
+def test_a_rank_that_is_not_finite_is_named_on_all_and_nothing_is_averaged() -> None:
+    first, second = run_ranks(poison_all, 2)
+    assert first == second
+    assert [step for step, _ in first[:-2]] == [5] * len(first[:-2])
+    assert [step for step, _ in first[-2:]] == [6, 6], "that of the delayed ones"
+    assert all("rank 1 up to step 6 left parameter 'matrix'" in message for _, message in first)
+
+
+def stand_still(clips: bool) -> list[str]:
+    worker, parameters = attach(
+        LocalSGD(begin_step=0, **with_base({"k_steps": 2, "compression": {"clip_to_median": clips}})), "sgd", None
+    )
+    if dist.get_rank() == 1:
+        worker.optimizer.param_groups[0]["lr"] = 0.0
+    return train_on(worker, parameters, range(6))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_rank_that_has_not_moved_receives_like_the_others(clips: bool) -> None:
+    first, second = run_ranks(stand_still, 2, clips)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, True] * 3
+    assert len(set(first[1::2])) == 3
 
 
 # Parameters of all kinds -------------------------------------------------------------------------------------------
