@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -46,8 +47,10 @@ def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = ()) -> dict[st
             worker.exchange()
             worker.optimizer.step()
         averages.append(worker.num_averages)
+    own = {name: p.detach().clone() for name, p in parameters.items()}
+    worker.finish()  # for the next one, in the same process groups
     return {
-        "own": {name: p.detach().clone() for name, p in parameters.items()},
+        "own": own,
         "fragments": [[worker._name(p) for p in fragment.parameters] for fragment in worker._fragments],
         "averages": averages,
     }
@@ -103,12 +106,22 @@ def check(results: list[dict[str, Any]], optimizer: str, groups: Sequence[Sequen
     assert all(result["averages"] == landed for result in results)
 
 
+def train_each(optimizer: str) -> list[dict[str, Any]]:
+    return [train(choices, optimizer) for choices, _ in CASES.values()]
+
+
+@functools.cache
+def results_of(num_ranks: int, optimizer: str) -> dict[str, list[dict[str, Any]]]:
+    """Start the ranks once for all cases."""
+    by_rank = run_ranks(train_each, num_ranks, optimizer)
+    return {case: list(results) for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True)}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_each_fragment_equals_replicas_in_one_process(case: str, optimizer: str) -> None:
     num_ranks = 3 if case == "plain" else 2
-    results = run_ranks(train, num_ranks, CASES[case][0], optimizer)
-    check(results, optimizer, [[rank] for rank in range(num_ranks)], case)
+    check(results_of(num_ranks, optimizer)[case], optimizer, [[rank] for rank in range(num_ranks)], case)
 
 
 @pytest.mark.parametrize("case", ["plain", "streaming diloco"])
@@ -268,10 +281,16 @@ def resume(at: int, method: LocalSGD, states: list[Any] | None) -> Any:
     return train_on(worker, parameters, range(at, 20))
 
 
-@pytest.mark.parametrize("at", [1, 3, 5, 8])
-def test_resume_with_several_averages_on_their_way(at: int) -> None:
-    states = run_ranks(resume, 2, at, STREAMING, None)
-    assert run_ranks(resume, 2, at, STREAMING, states) == [straight for _, _, straight in states]
+def resume_at_each(steps: Sequence[int], states: dict[int, list[Any]] | None) -> list[Any]:
+    return [resume(at, STREAMING, None if states is None else states[at]) for at in steps]
+
+
+def test_resume_with_several_averages_on_their_way() -> None:
+    steps = (1, 3, 5, 8)
+    by_rank = run_ranks(resume_at_each, 2, steps, None)
+    states = {at: [of_rank[number] for of_rank in by_rank] for number, at in enumerate(steps)}
+    for number, resumed in enumerate(zip(*run_ranks(resume_at_each, 2, steps, states), strict=True)):
+        assert list(resumed) == [straight for _, _, straight in states[steps[number]]]
 
 
 def test_another_number_of_ranks_begins_a_period() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -149,13 +150,22 @@ def check(results: list[dict[str, Any]], optimizer: str, groups: Sequence[Sequen
         assert num_different == (1 if (step + 1) % k == 0 else len(groups))
 
 
+def train_each(methods: list[dict[str, Any]], optimizer: str) -> list[dict[str, Any]]:
+    return [train(choices, optimizer) for choices in methods]
+
+
+@functools.cache
+def results_of(num_ranks: int, optimizer: str) -> dict[str, list[dict[str, Any]]]:
+    """Start the ranks once for all cases."""
+    by_rank = run_ranks(train_each, num_ranks, [with_base(choices) for choices, _ in CASES.values()], optimizer)
+    return {case: list(results) for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True)}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_algorithm_in_one_process_to_the_bit(case: str, optimizer: str) -> None:
-    choices, oracle_choices = CASES[case]
-    num_ranks = 3 if case in ("clipped", "two bits") else 2
-    results = run_ranks(train, num_ranks, with_base(choices), optimizer)
-    check(results, optimizer, [[rank] for rank in range(num_ranks)], oracle_choices)
+    for num_ranks in (2, 3):
+        check(results_of(num_ranks, optimizer)[case], optimizer, [[rank] for rank in range(num_ranks)], CASES[case][1])
 
 
 def test_small_tensors_are_averaged_whole() -> None:
@@ -186,18 +196,16 @@ def test_one_rank_is_plain_training() -> None:
     assert result["sent"][-1] == (0, 0)
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "int2"])
-@pytest.mark.parametrize("delay", [0, 2])
-def test_bytes_are_those_of_the_formula(value_dtype: str, delay: int) -> None:
-    num_ranks = 3
-    choices = with_base({"k_steps": 4, "delay_steps": delay, "compression": {"value_dtype": value_dtype}})
-    results = run_ranks(train, num_ranks, choices, "sgd")
+@pytest.mark.parametrize("case", ["chunked", "two bits", "delayed", "delayed two bits"])
+def test_bytes_are_those_of_the_formula(case: str) -> None:
+    num_ranks, choices = 3, with_base(CASES[case][0])
     numels = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
     message = Compression(**choices["compression"]).nbytes([numels[name] for name in SPARSE])
     whole = sum(numel for name, numel in numels.items() if name not in SPARSE) + 8 + 2 * num_ranks
     per_average = all_gather_bytes(message, num_ranks) + all_reduce_bytes(4 * whole, num_ranks)
-    for result in results:
-        assert [sent for sent, _ in result["sent"]] == [(step + 1) // 4 * per_average for step in range(STEPS)]
+    for result in results_of(num_ranks, "sgd")[case]:
+        averages = [(step + 1) // choices["k_steps"] for step in range(STEPS)]
+        assert [sent for sent, _ in result["sent"]] == [number * per_average for number in averages]
 
 
 # Two levels --------------------------------------------------------------------------------------------------------
@@ -298,14 +306,20 @@ def stop_and_resume(choices: dict[str, Any], at: int) -> tuple[list[str], list[s
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     worker.load_state_dict(state)
-    return straight, train_on(worker, parameters, range(at, STEPS))
+    resumed = train_on(worker, parameters, range(at, STEPS))
+    worker.finish()
+    return straight, resumed
 
 
-@pytest.mark.parametrize("at", [2, 5, 8])
-def test_resume_on_two_levels_is_to_the_bit(at: int) -> None:
+def stop_at_each(choices: dict[str, Any], steps: Sequence[int]) -> list[tuple[list[str], list[str]]]:
+    return [stop_and_resume(choices, at) for at in steps]
+
+
+def test_resume_on_two_levels_is_to_the_bit() -> None:
     choices = with_base({"k_steps": 4, "delay_steps": 2, "compression": {"value_dtype": "int2"}})
-    for straight, resumed in run_ranks(stop_and_resume, 4, choices, at):
-        assert straight == resumed
+    for results in run_ranks(stop_at_each, 4, choices, (2, 5, 8)):
+        for straight, resumed in results:
+            assert straight == resumed
 
 
 METHOD = LocalSGD(k_steps=4, begin_step=0, compression=Compression(**BASE))
