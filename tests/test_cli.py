@@ -20,7 +20,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_lowbw import cli
+from lightning_lowbw import Compression, cli
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.zoo import ByteLanguageModel
 from tests.programs import ROOT, run_python
 
 CONF = ROOT / "conf"
@@ -113,6 +115,13 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
         assert built.method == StrategyRegistry.get(name).method
 
 
+def test_parts_of_a_compression_are_overridden_one_by_one(composing: None) -> None:
+    overrides = ("strategy.compression.chunk=null", "strategy.compression.decay=0.9", "strategy.num_fragments=3")
+    method = instantiate(compose_train("experiment=text_sparse_loco", *overrides).strategy).method
+    assert method.compression == Compression(chunk=None, decay=0.9)
+    assert (method.k_steps, method.begin_step, method.num_fragments) == (25, 0, 3)
+
+
 @pytest.mark.parametrize("strategy", ["dgc", "local_sgd", "adaptive_local_sgd", "hierarchical"])
 @pytest.mark.parametrize(
     ("topology", "expected"),
@@ -182,16 +191,42 @@ def compose_in_one_process(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> 
     )
 
 
-@pytest.mark.slow
-def test_the_command_of_the_documentation(tmp_path: Path) -> None:
-    sources = tmp_path / "sources"
+def make_sources(folder: Path) -> Path:
+    sources = folder / "sources"
     sources.mkdir()
     for number in range(10):
         (sources / f"module_{number}.py").write_text("value = 1\n" * 200)
+    return sources
+
+
+@pytest.mark.slow
+def test_sparse_local_sgd_from_the_command_line(tmp_path: Path) -> None:
+    lowbw_train(
+        tmp_path,
+        *("experiment=text_sparse_loco", "strategy.compression.value_dtype=int4", "strategy.k_steps=2"),
+        *(f"+data.root={make_sources(tmp_path)}", "+data.num_train=128", "+model.num_layers=1"),
+        *("trainer.max_epochs=1", "trainer.log_every_n_steps=1", "test=false"),
+    )
+    (output,) = tmp_path.glob("outputs/*/*")
+    numels = [parameter.numel() for parameter in ByteLanguageModel(num_layers=1).parameters()]
+    sparse, numbers = [numel for numel in numels if numel >= 4096], 8 + 2 * 2
+    message = all_gather_bytes(Compression(value_dtype="int4").nbytes(sparse), 2)
+    sent = message + all_reduce_bytes(4 * (sum(numels) - sum(sparse) + numbers), 2)
+    assert read_metric(output / "csv/metrics.csv", "traffic/bytes_sent") == [0, sent, 0, sent]
+    assert read_metric(output / "csv/metrics.csv", "val_loss")
+
+
+@pytest.mark.slow
+def test_the_command_of_the_documentation(tmp_path: Path) -> None:
     lowbw_train(
         tmp_path,
         *("strategy=dgc", "strategy.sparsity=[0.75,0.99,0.999]", "trainer.max_epochs=3", "data.batch_size=64"),
-        *(f"+data.root={sources}", "+data.num_train=256", "+model.num_layers=1", "trainer.log_every_n_steps=1"),
+        *(
+            f"+data.root={make_sources(tmp_path)}",
+            "+data.num_train=256",
+            "+model.num_layers=1",
+            "trainer.log_every_n_steps=1",
+        ),
         *("strategy.rampup_begin_step=2", "strategy.rampup_step=3"),
     )
     (output,) = tmp_path.glob("outputs/*/*")

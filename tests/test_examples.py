@@ -16,6 +16,7 @@ SHORT_COMMANDS = {
     "digits_local_sgd.py": ["digits_local_sgd.py", "--devices=2", "--max-epochs=3", "--strategy=adaptive_local_sgd"],
     "gan_manual.py": ["gan_manual.py", "--devices=2", "--max-epochs=3"],
     "plain_loop.py": [*TORCHRUN, "plain_loop.py"],
+    "text_sparse_loco.py": ["text_sparse_loco.py", "--devices=2", "--max-steps=10", "--k-steps=5"],
     "two_nodes.py": ["two_nodes.py", "--max-epochs=2"],
     "slow_link.py": [*TORCHRUN, "slow_link.py", "--steps=40"],
 }

@@ -207,8 +207,7 @@ class SparseChanges:
         if levels is None:
             return flats
         everything = torch.cat(list(flats.values()))
-        with self._exchange.ledger.waiting(everything.device):
-            levels.all_reduce_in_node(everything).wait()
+        levels.node.all_reduce_(everything)  # not behind what is on its way between nodes
         parts = everything.div_(levels.node.num_ranks).split([each.numel() for each in flats.values()])
         return dict(zip(flats, parts, strict=True))
 

@@ -13,24 +13,24 @@ import math
 from collections.abc import Sequence
 
 
-def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Return a fragment for each tensor: the largest first, each to the fragment with the fewest elements so far.
+def balance(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return a fragment for each tensor: the largest first, each to the smallest fragment so far.
 
     The largest fragment has at most 4/3 of what it must have (Graham, "Bounds on multiprocessing timing anomalies",
-    1969); a tensor is not cut, so that one with more than 1/P of all elements is the peak.
+    1969); a tensor is not cut, so that one with more than 1/P of it all is the peak.
 
     Args:
-        numels: elements of each tensor.
-        loads: elements that each fragment has already.
+        sizes: of each tensor: elements, or bytes that are sent.
+        loads: what each fragment has already.
 
     Example:
         >>> balance([10, 50, 30, 20], [0, 0])
         [0, 0, 1, 1]
     """
-    totals, chosen = list(loads), [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+    totals, chosen = list(loads), [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         chosen[index] = min(range(len(totals)), key=lambda p: (totals[p], p))
-        totals[chosen[index]] += max(numels[index], 1)  # empty tensors are spread, too
+        totals[chosen[index]] += max(sizes[index], 1)  # empty tensors are spread, too
     return chosen
 
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_
+from lightning_lowbw.comm.agreement import checksum
+from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_, wide_dtype
 from lightning_lowbw.comm.buffers import ReplicaBuffers, wide
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.flight import Flight, Fragment
@@ -39,7 +40,7 @@ from lightning_lowbw.core.compression import Compression, as_compression
 from lightning_lowbw.core.fragments import balance, hiding_steps, steps_before
 from lightning_lowbw.core.outer import OuterName, OuterOptimizer
 from lightning_lowbw.core.values import FLOAT_NAMES
-from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.ops.reference import as_real
 
@@ -486,7 +487,9 @@ class LocalSGDWorker:
         for fragment in self._fragments:
             assert fragment.steps is not None
             fragment.steps += 1
-            if fragment.flight is not None and fragment.steps == self.delay_steps:
+            if (
+                fragment.flight is not None and fragment.steps >= self.delay_steps
+            ):  # more after a resume with less delay
                 self._land(fragment)
         due = [each for each in self._fragments if (each.steps or 0) >= max(self.k_steps, self.delay_steps + 1)]
         for fragment in due:
@@ -601,7 +604,7 @@ class LocalSGDWorker:
         tail[STOP], tail[SAVE] = float(self.stop_requested), float(self.save_requested)
         tail[FINISHED], tail[OVER] = float(finished), float(over)
         tail[NUM_SUMS + rank] = self._first_fault(parameters)
-        tail[NUM_SUMS + num_ranks + rank] = 1 + (0 if self.weighs_samples else self.step) % MARK_MODULUS
+        tail[NUM_SUMS + num_ranks + rank] = self._mark(parameters)
         moments = self._moments(parameters) if self.method.inner_momentum == "average" else []
         buffer_changes = self._buffers.changes() if fragment.takes_buffers else []
         takes = fragment.payload.takes
@@ -621,6 +624,13 @@ class LocalSGDWorker:
         """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
         return as_real(parameter.detach()).float() - self._start[parameter].to(as_real(parameter).dtype).float()
 
+    def _mark(self, parameters: list[Parameter]) -> Tensor | int:
+        """Return a number up to 2^20, which float32 carries exactly: the step, and a checksum of the last consensus."""
+        mark = 1 + (0 if self.weighs_samples else self.step) % MARK_MODULUS
+        if not self._needs_start:  # the mean makes replicas equal, wherever they have begun
+            return mark
+        return mark + MARK_MODULUS * (checksum(self._start[p] for p in parameters) % MARK_MODULUS)
+
     def _land(self, fragment: Fragment) -> None:
         flight = fragment.flight
         assert flight is not None
@@ -630,7 +640,7 @@ class LocalSGDWorker:
 
     def _land_means(self, fragment: Fragment, flight: Flight, means: list[Tensor], tail: list[float]) -> None:
         num_ranks = self._exchange.num_ranks
-        self._read_tail(tail, flight.parameters)
+        self._read_tail(tail, flight.parameters, self.step - (fragment.steps or 0))
         if self.weighs_samples:
             if not tail[WEIGHT]:  # nobody has trained since the last average
                 return
@@ -661,23 +671,30 @@ class LocalSGDWorker:
             self._period = self.method.schedule.next(self._period or self.method.schedule.first(), lr, loss)
         self.num_averages += 1
 
-    def _read_tail(self, tail: list[float], parameters: list[Parameter]) -> None:
+    def _read_tail(self, tail: list[float], parameters: list[Parameter], begun_at: int) -> None:
         num_ranks = self._exchange.num_ranks
         self._agree_on_requests(tail[STOP], tail[SAVE])
         self.is_over = tail[OVER] > 0
         self.num_finished = round(tail[FINISHED])
-        faults, marks = tail[NUM_SUMS : NUM_SUMS + num_ranks], tail[NUM_SUMS + num_ranks :]
-        if len(set(marks)) > 1:
+        faults = tail[NUM_SUMS : NUM_SUMS + num_ranks]
+        marks = [divmod(round(mark) - 1, MARK_MODULUS) for mark in tail[NUM_SUMS + num_ranks :]]
+        if len({step for _, step in marks}) > 1:
             raise DisagreementError(
                 f"The ranks average after different steps: their counts are, modulo {MARK_MODULUS}, "
-                f"{', '.join(f'{mark - 1:.0f} on rank {rank}' for rank, mark in enumerate(marks))}. Each rank must "
+                f"{', '.join(f'{step} on rank {rank}' for rank, (_, step) in enumerate(marks))}. Each rank must "
                 "take the same optimizer steps."
+            )
+        if len(set(marks)) > 1:
+            raise DisagreementError(
+                "The ranks measure their changes from different weights; checksums of these are "
+                f"{', '.join(f'{bits} on rank {rank}' for rank, (bits, _) in enumerate(marks))}. Begin with the same "
+                "weights on all ranks, also of parameters that are added later."
             )
         for rank, fault in enumerate(faults):
             if fault:
                 name = self._name(parameters[round(fault) - 1])
                 raise NonFiniteGradientError(
-                    f"The local steps of rank {rank} up to step {self.step} left parameter {name!r} infinite or NaN. "
+                    f"The local steps of rank {rank} up to step {begun_at} left parameter {name!r} infinite or NaN. "
                     "Nothing was averaged. Lower the learning rate, or clip gradients."
                 )
 
@@ -863,7 +880,8 @@ class LocalSGDWorker:
             The model's parameters and buffers, the optimizer's state.
 
         Raises:
-            ConfigurationError: a tensor is missing in the model, or has another shape.
+            ConfigurationError: a tensor is missing in the model, or has another shape; or what the state holds does
+                not go with the method.
         """
         device = self._device()
         if len(state["fragments"]) != len(self._fragments):
@@ -873,6 +891,12 @@ class LocalSGDWorker:
             )
         parameters = {self._name(p): p for p in self._parameters()}
         targets = dict(zip(self._all_names(), self._all_tensors(), strict=True))
+        if self._needs_start and state["own"] and not state["start"]:
+            raise ConfigurationError(
+                "The checkpoint was written between two averages, and not with an outer optimizer, a value_dtype or a "
+                "compression, which want to know the last consensus. Resume without these, or from a checkpoint "
+                "written after an average."
+            )
         for name, own in state["own"].items():
             if name not in targets or targets[name].shape != own.shape:
                 raise ConfigurationError(
@@ -892,8 +916,7 @@ class LocalSGDWorker:
         self._velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
         for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
             fragment.parameters = [parameters[name] for name in saved["names"]]
-            fragment.payload = self._make_payload(fragment.parameters)
-            fragment.payload.load_state_dict(saved["payload"])
+            self._load_payload(fragment, saved["payload"], parameters)
             fragment.steps = saved["steps"]
             fragment.moved = {parameters[name]: None for name in saved["moved"]}
             fragment.flight = None
@@ -901,6 +924,17 @@ class LocalSGDWorker:
                 fragment.flight = Flight.from_state(saved["flight"], parameters, device)
         self._step_s, self._last_s = 0.0, time.perf_counter()
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def _load_payload(self, fragment: Fragment, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> None:
+        fragment.payload = self._make_payload(fragment.parameters)
+        for name, residual in state.get("residuals", {}).items():
+            keeps = isinstance(fragment.payload, SparseChanges) and fragment.payload.takes(parameters[name])
+            if not keeps and residual.any():
+                raise ConfigurationError(
+                    f"The checkpoint keeps changes of {name!r} that have not been sent, and here they never would be. "
+                    "Resume with a compression of the same min_numel, or load the weights alone."
+                )
+        fragment.payload.load_state_dict(state)
 
     # Small things -----------------------------------------------------------------------------------------------
 
@@ -910,19 +944,30 @@ class LocalSGDWorker:
             raise ConfigurationError(
                 f"num_fragments={num_fragments}, and the optimizer has {len(parameters)} tensors: give at most as many."
             )
-        chosen = balance([as_real(p).numel() for p in parameters], [0] * num_fragments)
+        chosen = balance(self._sent_bytes(parameters), [0] * num_fragments)
         members = [[p for p, of in zip(parameters, chosen, strict=True) if of == i] for i in range(num_fragments)]
         return [Fragment(each, self._make_payload(each), each is members[-1]) for each in members]
 
     def _make_payload(self, parameters: list[Parameter]) -> Payload:
         return self.method.make_payload({self._name(p): as_real(p).numel() for p in parameters}, self._exchange)
 
+    def _sent_bytes(self, parameters: list[Parameter]) -> list[int]:
+        """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives."""
+        num_senders, compression = self._exchange.num_senders, self.method.compression
+        takes = self._make_payload([]).takes
+        return [
+            all_gather_bytes(compression.nbytes([as_real(p).numel()]), num_senders)
+            if compression is not None and takes(p)
+            else all_reduce_bytes(as_real(p).numel() * wide_dtype(p).itemsize, num_senders)
+            for p in parameters
+        ]
+
     def _note_moved(self, trained: list[Parameter]) -> None:
-        """Note that parameters have been trained; new ones join the fragment with the fewest elements."""
+        """Note that parameters have been trained; new ones join the fragment that sends least."""
         owner = {p: fragment for fragment in self._fragments for p in fragment.parameters}
         new = [p for p in self._parameters() if p not in owner]
-        loads = [sum(as_real(p).numel() for p in fragment.parameters) for fragment in self._fragments]
-        for parameter, number in zip(new, balance([as_real(p).numel() for p in new], loads), strict=True):
+        loads = [sum(self._sent_bytes(fragment.parameters)) for fragment in self._fragments] if new else []
+        for parameter, number in zip(new, balance(self._sent_bytes(new), loads), strict=True):
             self._fragments[number].parameters.append(parameter)
             owner[parameter] = self._fragments[number]
         for parameter in trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -46,8 +47,10 @@ def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = ()) -> dict[st
             worker.exchange()
             worker.optimizer.step()
         averages.append(worker.num_averages)
+    own = {name: p.detach().clone() for name, p in parameters.items()}
+    worker.finish()  # for the next one, in the same process groups
     return {
-        "own": {name: p.detach().clone() for name, p in parameters.items()},
+        "own": own,
         "fragments": [[worker._name(p) for p in fragment.parameters] for fragment in worker._fragments],
         "averages": averages,
     }
@@ -103,12 +106,22 @@ def check(results: list[dict[str, Any]], optimizer: str, groups: Sequence[Sequen
     assert all(result["averages"] == landed for result in results)
 
 
+def train_each(optimizer: str) -> list[dict[str, Any]]:
+    return [train(choices, optimizer) for choices, _ in CASES.values()]
+
+
+@functools.cache
+def results_of(num_ranks: int, optimizer: str) -> dict[str, list[dict[str, Any]]]:
+    """Start the ranks once for all cases."""
+    by_rank = run_ranks(train_each, num_ranks, optimizer)
+    return {case: list(results) for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True)}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_each_fragment_equals_replicas_in_one_process(case: str, optimizer: str) -> None:
     num_ranks = 3 if case == "plain" else 2
-    results = run_ranks(train, num_ranks, CASES[case][0], optimizer)
-    check(results, optimizer, [[rank] for rank in range(num_ranks)], case)
+    check(results_of(num_ranks, optimizer)[case], optimizer, [[rank] for rank in range(num_ranks)], case)
 
 
 @pytest.mark.parametrize("case", ["plain", "streaming diloco"])
@@ -170,6 +183,25 @@ def test_the_peak_of_the_traffic_is_divided_by_the_number_of_fragments() -> None
     assert [step for step, nbytes in enumerate(parts, start=1) if nbytes] == [2, 4, 6, 8, 10, 12, 14, 16]
     assert sum(parts) == sum(whole) + (8 - 2) * control
     assert max(parts) - control < 1.01 * (max(whole) - control) / 4
+
+
+def share(num_fragments: int) -> list[int]:
+    numels = [8192, 4096] + [100] * 20  # of which the small are sent whole: most of the bytes
+    parameters = [Parameter(torch.zeros(numel)) for numel in numels]
+    method = LocalSGD(k_steps=2, begin_step=0, num_fragments=num_fragments, compression=Compression())
+    worker = method.attach(torch.optim.SGD(parameters, lr=0.0), [])
+    sent = [0]
+    for _ in range(2):
+        with worker.stepping():
+            worker.exchange()
+        sent.append(worker._exchange.ledger.sent_bytes)
+    return [after - before for before, after in pairwise(sent)]
+
+
+def test_fragments_are_balanced_by_the_bytes_that_they_send() -> None:
+    whole, parts = run_ranks(share, 2, 1)[0], run_ranks(share, 2, 2)[0]
+    control = all_reduce_bytes(4 * (8 + 2 * 2), 2)
+    assert max(parts) - control < 1.05 * (max(whole) - control) / 2
 
 
 # tau from measured times -------------------------------------------------------------------------------------------
@@ -249,10 +281,16 @@ def resume(at: int, method: LocalSGD, states: list[Any] | None) -> Any:
     return train_on(worker, parameters, range(at, 20))
 
 
-@pytest.mark.parametrize("at", [1, 3, 5, 8])
-def test_resume_with_several_averages_on_their_way(at: int) -> None:
-    states = run_ranks(resume, 2, at, STREAMING, None)
-    assert run_ranks(resume, 2, at, STREAMING, states) == [straight for _, _, straight in states]
+def resume_at_each(steps: Sequence[int], states: dict[int, list[Any]] | None) -> list[Any]:
+    return [resume(at, STREAMING, None if states is None else states[at]) for at in steps]
+
+
+def test_resume_with_several_averages_on_their_way() -> None:
+    steps = (1, 3, 5, 8)
+    by_rank = run_ranks(resume_at_each, 2, steps, None)
+    states = {at: [of_rank[number] for of_rank in by_rank] for number, at in enumerate(steps)}
+    for number, resumed in enumerate(zip(*run_ranks(resume_at_each, 2, steps, states), strict=True)):
+        assert list(resumed) == [straight for _, _, straight in states[steps[number]]]
 
 
 def test_another_number_of_ranks_begins_a_period() -> None:

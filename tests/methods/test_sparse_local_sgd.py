@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import ConfigurationError, LocalSGD
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.core.compression import Compression
-from lightning_lowbw.core.values import make_value_format
+from lightning_lowbw.core.values import VALUE_NAMES, make_value_format
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.methods.local_sgd import LocalSGDWorker
 from tests.local_oracle import OracleSparseLoCo, mean_of
@@ -81,7 +84,9 @@ def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = (), steps: int
     return {"own": own, "digests": digests, "sent": sent, "residuals": state, "averages": worker.num_averages}
 
 
-def by_oracle(name: str, optimizer: str, groups: Sequence[Sequence[int]], **choices: Any) -> OracleSparseLoCo:
+def by_oracle(
+    name: str, optimizer: str, groups: Sequence[Sequence[int]], steps: int = STEPS, **choices: Any
+) -> OracleSparseLoCo:
     """Each of the groups is a node; the gradient of several ranks is summed as the wire does."""
     value_dtype = choices.pop("value_dtype", "float32")
     value_format = make_value_format(value_dtype)
@@ -97,7 +102,7 @@ def by_oracle(name: str, optimizer: str, groups: Sequence[Sequence[int]], **choi
         quantise=quantise,
         **{"chunk": CHUNK, **choices},
     )
-    for step in range(STEPS):
+    for step in range(steps):
         gradients = []
         for ranks, replica in zip(groups, oracle.replicas, strict=True):
             by_rank = [gradient_of(name, replica, rank, step) / len(ranks) for rank in ranks]
@@ -145,13 +150,22 @@ def check(results: list[dict[str, Any]], optimizer: str, groups: Sequence[Sequen
         assert num_different == (1 if (step + 1) % k == 0 else len(groups))
 
 
+def train_each(methods: list[dict[str, Any]], optimizer: str) -> list[dict[str, Any]]:
+    return [train(choices, optimizer) for choices in methods]
+
+
+@functools.cache
+def results_of(num_ranks: int, optimizer: str) -> dict[str, list[dict[str, Any]]]:
+    """Start the ranks once for all cases."""
+    by_rank = run_ranks(train_each, num_ranks, [with_base(choices) for choices, _ in CASES.values()], optimizer)
+    return {case: list(results) for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True)}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_algorithm_in_one_process_to_the_bit(case: str, optimizer: str) -> None:
-    choices, oracle_choices = CASES[case]
-    num_ranks = 3 if case in ("clipped", "two bits") else 2
-    results = run_ranks(train, num_ranks, with_base(choices), optimizer)
-    check(results, optimizer, [[rank] for rank in range(num_ranks)], oracle_choices)
+    for num_ranks in (2, 3):
+        check(results_of(num_ranks, optimizer)[case], optimizer, [[rank] for rank in range(num_ranks)], CASES[case][1])
 
 
 def test_small_tensors_are_averaged_whole() -> None:
@@ -182,18 +196,16 @@ def test_one_rank_is_plain_training() -> None:
     assert result["sent"][-1] == (0, 0)
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "int2"])
-@pytest.mark.parametrize("delay", [0, 2])
-def test_bytes_are_those_of_the_formula(value_dtype: str, delay: int) -> None:
-    num_ranks = 3
-    choices = with_base({"k_steps": 4, "delay_steps": delay, "compression": {"value_dtype": value_dtype}})
-    results = run_ranks(train, num_ranks, choices, "sgd")
+@pytest.mark.parametrize("case", ["chunked", "two bits", "delayed", "delayed two bits"])
+def test_bytes_are_those_of_the_formula(case: str) -> None:
+    num_ranks, choices = 3, with_base(CASES[case][0])
     numels = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
     message = Compression(**choices["compression"]).nbytes([numels[name] for name in SPARSE])
     whole = sum(numel for name, numel in numels.items() if name not in SPARSE) + 8 + 2 * num_ranks
     per_average = all_gather_bytes(message, num_ranks) + all_reduce_bytes(4 * whole, num_ranks)
-    for result in results:
-        assert [sent for sent, _ in result["sent"]] == [(step + 1) // 4 * per_average for step in range(STEPS)]
+    for result in results_of(num_ranks, "sgd")[case]:
+        averages = [(step + 1) // choices["k_steps"] for step in range(STEPS)]
+        assert [sent for sent, _ in result["sent"]] == [number * per_average for number in averages]
 
 
 # Two levels --------------------------------------------------------------------------------------------------------
@@ -240,6 +252,33 @@ def test_ranks_that_step_alone_inside_their_nodes_send_the_mean_of_the_node(dela
     assert results[0]["digests"][0] != results[1]["digests"][0]
 
 
+def wait_for_the_slow_network() -> tuple[list[float], int]:
+    exchange, delay_s = exchange_of(NODES["blocks"], "sharded", "averages"), 0.5
+    assert exchange.hierarchy is not None
+    all_reduce = exchange.hierarchy._all_reduce_
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(delay_s)
+        all_reduce(*args, **kwargs)
+
+    exchange.hierarchy._all_reduce_ = slowly  # type: ignore[method-assign]
+    worker, parameters = attach(LocalSGD(begin_step=0, **with_base({"k_steps": 4, "delay_steps": 3})), "sgd", exchange)
+    train_on(worker, parameters, range(3))
+    seconds = []
+    for step in range(3, 7):
+        started_s = time.perf_counter()
+        train_on(worker, parameters, [step])
+        seconds.append((time.perf_counter() - started_s) / delay_s)
+    return seconds, worker.num_averages
+
+
+def test_on_two_levels_a_hidden_average_is_not_waited_for() -> None:
+    """The mean inside the node is of the step, and must not queue behind what crosses the slow network."""
+    for seconds, num_averages in run_ranks(wait_for_the_slow_network, 4):
+        assert max(seconds[:3]) < 0.8
+        assert num_averages == 1
+
+
 def through_leaders() -> str:
     try:
         attach(LocalSGD(compression=Compression()), "sgd", exchange_of(NODES["blocks"], "leader"))
@@ -267,14 +306,20 @@ def stop_and_resume(choices: dict[str, Any], at: int) -> tuple[list[str], list[s
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     worker.load_state_dict(state)
-    return straight, train_on(worker, parameters, range(at, STEPS))
+    resumed = train_on(worker, parameters, range(at, STEPS))
+    worker.finish()
+    return straight, resumed
 
 
-@pytest.mark.parametrize("at", [2, 5, 8])
-def test_resume_on_two_levels_is_to_the_bit(at: int) -> None:
+def stop_at_each(choices: dict[str, Any], steps: Sequence[int]) -> list[tuple[list[str], list[str]]]:
+    return [stop_and_resume(choices, at) for at in steps]
+
+
+def test_resume_on_two_levels_is_to_the_bit() -> None:
     choices = with_base({"k_steps": 4, "delay_steps": 2, "compression": {"value_dtype": "int2"}})
-    for straight, resumed in run_ranks(stop_and_resume, 4, choices, at):
-        assert straight == resumed
+    for results in run_ranks(stop_at_each, 4, choices, (2, 5, 8)):
+        for straight, resumed in results:
+            assert straight == resumed
 
 
 METHOD = LocalSGD(k_steps=4, begin_step=0, compression=Compression(**BASE))
@@ -318,6 +363,132 @@ def test_another_number_of_ranks_keeps_the_mean_of_what_was_unsent() -> None:
         assert result["averages"] == 2
         for name in SPARSE:
             assert torch.equal(result["kept"][name], residuals[name])
+
+
+def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> str | dict[str, Tensor]:
+    """Train with the one, resume with the other; return the weights, or why not."""
+    worker, parameters = attach(LocalSGD(begin_step=0, **first), "sgd", None)
+    train_on(worker, parameters, range(at))
+    state = copy.deepcopy(worker.state_dict())
+    worker.finish()
+    worker, shown = attach(LocalSGD(begin_step=0, **second), "sgd", None)
+    with torch.no_grad():
+        for name, parameter in shown.items():
+            parameter.copy_(parameters[name])
+    try:
+        worker.load_state_dict(state)
+        train_on(worker, shown, range(at, STEPS))
+    except (ConfigurationError, DisagreementError) as error:
+        return str(error)
+    return {name: p.detach().clone() for name, p in shown.items()}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_average_on_its_way_lands_also_where_less_delay_goes_on(delay: int) -> None:
+    first, second = (with_base({"k_steps": 4, "delay_steps": each}) for each in (3, delay))
+    results = run_ranks(resume_otherwise, 2, first, second, 6)
+    for name in SPARSE:
+        oracle = by_oracle(name, "sgd", [[0], [1]], delay=3, steps=7)  # at the next step, which was its time anyway
+        oracle.delay = delay
+        for step in range(7, STEPS):
+            oracle.take_step([gradient_of(name, replica, rank, step) for rank, replica in enumerate(oracle.replicas)])
+        for result, replica in zip(results, oracle.replicas, strict=True):
+            assert torch.equal(result[name], replica.detach())
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "whole": (with_base({"k_steps": 4}), {"k_steps": 4}, 6, "'matrix' that have not been sent"),
+    "narrow": (with_base({"k_steps": 4}), {"k_steps": 4, "value_dtype": "bfloat16"}, 6, "never would be"),
+    "other tensors": (with_base({"k_steps": 4}), with_base({"compression": {"min_numel": 700}}), 6, "min_numel"),
+    "in mid-round": ({"k_steps": 4}, with_base({"k_steps": 4}), 6, "between two averages"),
+    "outer in mid-round": ({"k_steps": 4}, {"k_steps": 4, "outer": "nesterov"}, 6, "last consensus"),
+    "after a round": ({"k_steps": 4}, with_base({"k_steps": 4}), 8, ""),
+    "other bits": (with_base({"k_steps": 4}), with_base({"k_steps": 3, "compression": {"value_dtype": "int8"}}), 6, ""),
+}
+
+
+def resume_all() -> dict[str, str | dict[str, Tensor]]:
+    return {name: resume_otherwise(*case[:3]) for name, case in OTHERWISE.items()}
+
+
+def test_what_a_state_keeps_is_not_dropped_by_another_method() -> None:
+    for results in run_ranks(resume_all, 2):
+        for name, (_, _, _, word) in OTHERWISE.items():
+            if word:
+                assert word in results[name], name
+            else:
+                assert isinstance(results[name], dict), results[name]
+
+
+# What goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def begin_differently(choices: dict[str, Any]) -> str:
+    worker, parameters = attach(LocalSGD(k_steps=3, begin_step=0, **choices), "sgd", None)
+    with torch.no_grad():
+        parameters["matrix"][2, 3] += dist.get_rank()
+    try:
+        train_on(worker, parameters, range(3))
+    except DisagreementError as error:
+        return str(error)
+    return digest(parameters.values())
+
+
+def begin_all_differently() -> list[str]:
+    return [
+        begin_differently(choices) for choices in (with_base({}), {"value_dtype": "float16"}, {"outer": "slowmo"}, {})
+    ]
+
+
+def test_ranks_that_begin_with_different_weights_are_told() -> None:
+    """Changes of them would never make them equal; the mean of the weights does."""
+    first, second = run_ranks(begin_all_differently, 2)
+    assert first == second
+    assert all("Begin with the same weights" in message for message in first[:3])
+
+
+def poison(choices: dict[str, Any], value: float) -> tuple[int, str]:
+    worker, parameters = attach(LocalSGD(k_steps=3, begin_step=0, **choices), "sgd", None)
+    for step in range(9):
+        if step == 4 and dist.get_rank() == 1:
+            with torch.no_grad():
+                parameters["matrix"][1, 2] = value
+        try:
+            train_on(worker, parameters, [step])
+        except NonFiniteGradientError as error:
+            return step, str(error)
+    return -1, ""
+
+
+def poison_all() -> list[tuple[int, str]]:
+    kinds = [{"value_dtype": name} for name in VALUE_NAMES] + [{"chunk": None, "clip_to_median": True}]
+    cases = [with_base({"compression": kind}) for kind in kinds]
+    cases.append(with_base({"delay_steps": 1}))
+    return [poison(case, value) for case in cases for value in (math.nan, math.inf)]
+
+
+def test_a_rank_that_is_not_finite_is_named_on_all_and_nothing_is_averaged() -> None:
+    first, second = run_ranks(poison_all, 2)
+    assert first == second
+    assert [step for step, _ in first[:-2]] == [5] * len(first[:-2])
+    assert [step for step, _ in first[-2:]] == [6, 6], "that of the delayed ones"
+    assert all("rank 1 up to step 6 left parameter 'matrix'" in message for _, message in first)
+
+
+def stand_still(clips: bool) -> list[str]:
+    worker, parameters = attach(
+        LocalSGD(begin_step=0, **with_base({"k_steps": 2, "compression": {"clip_to_median": clips}})), "sgd", None
+    )
+    if dist.get_rank() == 1:
+        worker.optimizer.param_groups[0]["lr"] = 0.0
+    return train_on(worker, parameters, range(6))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_rank_that_has_not_moved_receives_like_the_others(clips: bool) -> None:
+    first, second = run_ranks(stand_still, 2, clips)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, True] * 3
+    assert len(set(first[1::2])) == 3
 
 
 # Parameters of all kinds -------------------------------------------------------------------------------------------
