@@ -334,10 +334,10 @@ def to_markdown(results: dict[str, Any]) -> str:
     """Return the table."""
     environment = ", ".join(f"{key} {value}" for key, value in results["environment"].items())
     lines = [
-        f"AdamW on {NUM_RANKS} ranks in a list. Loss at the end, mean ± standard deviation over seeds; the difference to "
-        "dense AdamW is between runs of one seed, with its standard error. Candidates are compared on the validation "
-        "split. Sent: elements per rank as a fraction of dense, over the whole run. Unless a name says otherwise: beta1 "
-        f"{SPARSE_BETA1} while sparse, no masking, a floor of {FROZEN.floor} under a frozen variance.",
+        f"AdamW on {NUM_RANKS} ranks in a list. Loss at the end, mean ± standard deviation over seeds; the difference "
+        "to dense AdamW is between runs of one seed, with its standard error. Candidates are compared on the "
+        "validation split. Sent: elements per rank as a fraction of dense, over the whole run. Unless a name says "
+        f"otherwise: beta1 {SPARSE_BETA1} while sparse, no masking, a floor of {FROZEN.floor} under a frozen variance.",
         "",
     ]
     for name, task in TASKS.items():
@@ -347,7 +347,8 @@ def to_markdown(results: dict[str, Any]) -> str:
         )
         lines.append("")
     lines += [
-        "| task | variant | seeds | sent | validation loss | to dense | test loss | to dense | test accuracy | to dense |",
+        "| task | variant | seeds | sent | validation loss | to dense | test loss | to dense | test accuracy | "
+        "to dense |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for task_name in TASKS:

@@ -10,6 +10,7 @@ Runs that benchmarks/results/bits_to_loss.json has already are not repeated. Wri
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -46,7 +47,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
     **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
-    "sparse_loco, k = 64, 1 of 8": local("sparse_loco", 64, compression=Compression(density=1 / 8)),
+    "sparse_loco, k = 64, 1 of 32": local("sparse_loco", 64, compression=Compression(density=1 / 32)),
 }
 
 
@@ -58,7 +59,6 @@ def train_all(runs: list[tuple[str, str, int]], num_steps: int, path: Path) -> N
         data = StdlibText(BATCH, num_train=NUM_RANKS * BATCH * num_steps, seed=2 * seed + (start == "continued"))
         is_first = (start, method) == ("scratch", "ddp")
         weights = path.with_name(f"{seed}.pt") if is_first or start == "continued" else None
-        torch.distributed.barrier() if torch.distributed.is_initialized() else None
         run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=STARTS[start], **MODEL)
         curves.append({"start": start, "method": method, **run})
         if os.environ["RANK"] == "0":
@@ -80,15 +80,16 @@ def peak_bits(curve: dict[str, Any]) -> float:
 
 
 def to_markdown(curves: list[dict[str, Any]]) -> str:
-    """Return the table; losses are compared with DDP's of the same seed."""
-    dense = {curve["seed"]: curve for curve in curves if curve["method"] == "ddp"}
+    """Return the table; losses are compared with DDP's of the same start and seed."""
     lines = [
-        "| method | seeds | bits per parameter and step | in its busiest steps | validation loss | to DDP | "
+        "| start | method | seeds | bits per parameter and step | in its busiest steps | validation loss | to DDP | "
         "test accuracy | s | s to DDP's final training loss + 2 % |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for method in METHODS:
-        mine = [curve for curve in curves if curve["method"] == method and curve["seed"] in dense]
+    for start, method in itertools.product(STARTS, METHODS):
+        of_start = [curve for curve in curves if curve["start"] == start]
+        dense = {curve["seed"]: curve for curve in of_start if curve["method"] == "ddp"}
+        mine = [curve for curve in of_start if curve["method"] == method and curve["seed"] in dense]
         if not mine:
             continue
         relative = [100.0 * (curve["val_loss"] / dense[curve["seed"]]["val_loss"] - 1.0) for curve in mine]
@@ -98,13 +99,15 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
             to_target = f"{statistics.median(reached):.0f}"
         else:
             to_target = f"{len(reached)} of {len(times)} reach it" if reached else "not reached"
+        spread = f" ({min(relative):+.1f} to {max(relative):+.1f})" if len(mine) > 1 else ""
         cells = [
+            start,
             method,
             str(len(mine)),
             f"{statistics.mean(bits(c, c['sent_bytes'][-1], len(c['losses'])) for c in mine):.3g}",
             f"{statistics.mean(map(peak_bits, mine)):.3g}",
             f"{statistics.mean(curve['val_loss'] for curve in mine):.4f}",
-            f"{statistics.mean(relative):+.1f} % ({min(relative):+.1f} to {max(relative):+.1f})",
+            f"{statistics.mean(relative):+.1f} %{spread}",
             f"{statistics.mean(curve['test_accuracy'] for curve in mine):.2%}",
             f"{statistics.median(curve['seconds'][-1] for curve in mine):.0f}",
             to_target,
@@ -121,51 +124,54 @@ def time_to(curve: dict[str, Any], dense: dict[str, Any]) -> float | None:
 
 
 def draw(curves: list[dict[str, Any]], rate: str, path: Path) -> None:
-    """Plot loss against seconds (first seed), and validation loss against bits (all)."""
+    """Plot for each start the loss against seconds (first seed), and the validation loss against bits (all)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    first = min(curve["seed"] for curve in curves)
-    for number, method in enumerate(METHODS):
-        mine = [curve for curve in curves if curve["method"] == method]
-        for curve in mine:
-            if curve["seed"] == first:
-                left.plot(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), f"C{number}", lw=1, label=method)
-        sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
-        right.plot(sent, [curve["val_loss"] for curve in mine], f"C{number}o", ms=5, label=method)
-    left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")
-    left.set_ylim(top=4.0)
-    right.set(xlabel="bits per parameter and step, on the interface", ylabel="validation loss at the end", xscale="log")
-    right.legend(fontsize=7)
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
+    figure, rows = plt.subplots(len(STARTS), 2, figsize=(11, 8), layout="constrained")
+    for start, (left, right) in zip(STARTS, rows, strict=True):
+        for number, method in enumerate(METHODS):
+            mine = [curve for curve in curves if (curve["start"], curve["method"]) == (start, method)]
+            for curve in mine[:1]:
+                seconds = curve["seconds"][SMOOTHING - 1 :]
+                left.plot(seconds, smooth(curve["losses"]), f"C{number}", lw=1, label=method)
+            sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
+            right.plot(sent, [curve["val_loss"] for curve in mine], f"C{number}o", ms=5, label=method)
+        left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")
+        left.set(title=start)
+        if start == "scratch":
+            left.set_ylim(top=3.5)
+        right.set(xlabel="bits per parameter and step, on the interface", ylabel="validation loss", xscale="log")
+        right.legend(fontsize=7)
+        for axis in (left, right):
+            axis.grid(alpha=0.3)
     figure.suptitle(f"{NUM_RANKS} nodes, {rate}, {NUM_STEPS} steps of AdamW")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def measure(runs: Sequence[tuple[str, int]], rate: str, num_steps: int) -> list[dict[str, Any]]:
-    """Start the ranks in the lab; return the curves of rank 0."""
+def measure(runs: Sequence[tuple[str, str, int]], rate: str, num_steps: int, folder: Path) -> list[dict[str, Any]]:
+    """Start the ranks in the lab; return the curves of rank 0. The folder keeps weights from one start to the next."""
     from lightning_lowbw.lab import Network, launch, parse_rate
 
-    with tempfile.TemporaryDirectory() as folder, Network([parse_rate(rate)] * NUM_RANKS) as network:
-        path = Path(folder) / "curves.json"
-        job = json.dumps({"runs": runs, "num_steps": num_steps, "path": str(path)})
+    path = folder / "curves.json"
+    job = json.dumps({"runs": runs, "num_steps": num_steps, "path": str(path)})
+    with Network([parse_rate(rate)] * NUM_RANKS) as network:
         if launch(network, [sys.executable, __file__, "--job", job]).status != 0:
             raise SystemExit("The ranks failed.")
-        return json.loads(path.read_text())  # type: ignore[no-any-return]
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
 def main() -> None:
-    """Measure what is missing, write after each seed."""
+    """Measure what is missing, write after each seed and start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--quick", action="store_true", help="one seed, few steps; write nothing")
+    parser.add_argument("--steps", type=int, help="another number of steps, for a look; writes nothing")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for DDP's weights")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
     if options.job is not None:
@@ -174,20 +180,24 @@ def main() -> None:
         return
     from benchmarks.slow_link import describe_environment
 
-    if options.quick:
-        print(to_markdown(measure([(method, 0) for method in options.methods], options.rate, 128)))
-        return
     path = RESULTS / "bits_to_loss.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"curves": []}
-    for seed in options.seeds:
-        made = {(curve["method"], curve["seed"]) for curve in results["curves"]}
-        missing = [(method, seed) for method in options.methods if (method, seed) not in made]
-        if missing:
-            results["curves"] += measure(missing, options.rate, NUM_STEPS)
-            results |= {"environment": describe_environment(), "rate": options.rate, "command": " ".join(sys.argv)}
+    results: dict[str, Any] = {"curves": []}
+    if path.exists() and options.steps is None:
+        results = json.loads(path.read_text())
+    for seed, start in itertools.product(options.seeds, STARTS):
+        made = {(curve["start"], curve["method"], curve["seed"]) for curve in results["curves"]}
+        runs = [(start, method, seed) for method in options.methods if (start, method, seed) not in made]
+        if not runs:
+            continue
+        if runs[0][:2] == ("scratch", "ddp"):
+            (options.folder / f"{seed}.pt").unlink(missing_ok=True)
+        results["curves"] += measure(runs, options.rate, options.steps or NUM_STEPS, options.folder)
+        results |= {"environment": describe_environment(), "rate": options.rate, "command": " ".join(sys.argv)}
+        if options.steps is None:
             path.write_text(json.dumps(results) + "\n")
-    (RESULTS / "bits_to_loss.md").write_text(to_markdown(results["curves"]))
-    draw(results["curves"], options.rate, path.with_suffix(".png"))
+            (RESULTS / "bits_to_loss.md").write_text(to_markdown(results["curves"]))
+            draw(results["curves"], options.rate, path.with_suffix(".png"))
+    print(to_markdown(results["curves"]))
 
 
 if __name__ == "__main__":

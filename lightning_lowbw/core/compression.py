@@ -11,8 +11,8 @@ algorithm 1. With D the pseudo-gradient of a rank (last consensus minus its weig
 Everything here is odd in D, so it works alike on the change of the weights, -D. The outer step is `core.outer`'s.
 
 Deviation: a chunk is so many consecutive elements of a tensor, row by row; the authors cut matrices into square tiles
-and vectors into divisors of their length. The paper divides by N, the authors' published code by the number of ranks that
-sent the element, which `benchmarks/bits_to_loss.py` found better by far.
+and vectors into divisors of their length. The paper divides by N, the authors' published code by the number of ranks
+that sent the element, which is better by far (docs/methods/sparse_local_sgd.md).
 """
 
 from __future__ import annotations

@@ -77,12 +77,24 @@ def test_selection_commutes_with_a_permutation_inside_a_chunk() -> None:
     assert sent[0][order].equal(sent[1])
 
 
-def test_the_mean_is_over_all_ranks_in_their_order() -> None:
-    compression = Compression(**{**LAYOUTS["nearly all"], "value_dtype": "float32"})
+def test_the_mean_is_over_the_senders_of_an_element_in_their_order() -> None:
+    compression = Compression(**{**LAYOUTS["nearly all"], "density": 0.5, "value_dtype": "float32"})
+    messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]
+    alone, seen = [compression.combine([message], NUMELS) for message in messages], set()
+    for number, mean in enumerate(compression.combine(messages, NUMELS)):
+        senders = sum((sent[number] != 0).float() for sent in alone)
+        seen |= set(senders.tolist())
+        parts = [sent[number] / senders.clamp(min=1) for sent in alone]
+        assert mean.equal(torch.zeros_like(mean) + parts[0] + parts[1] + parts[2])
+    assert seen == {0.0, 1.0, 2.0, 3.0}
+
+
+def test_the_mean_may_be_over_all_ranks_in_their_order() -> None:
+    compression = Compression(**{**LAYOUTS["nearly all"], "value_dtype": "float32", "mean_over": "ranks"})
     messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]
     alone = [compression.combine([message], NUMELS) for message in messages]
     for number, mean in enumerate(compression.combine(messages, NUMELS)):
-        parts = [sent[number] * (1 / 3) for sent in alone]
+        parts = [sent[number] / 3 for sent in alone]
         assert mean.equal(torch.zeros_like(mean) + parts[0] + parts[1] + parts[2])
     assert not compression.combine(messages[::-1], NUMELS)[-1].equal(mean), "the order matters to the last bit"
 

@@ -117,6 +117,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "four bits": ({"k_steps": 4, "compression": {"value_dtype": "int4"}}, {"value_dtype": "int4"}),
     "eight bits": ({"k_steps": 4, "compression": {"value_dtype": "int8"}}, {"value_dtype": "int8"}),
     "per tensor": ({"k_steps": 4, "compression": {"chunk": None}}, {"chunk": 1 << 30}),
+    "over all ranks": (
+        {"k_steps": 3, "compression": {"mean_over": "ranks", "value_dtype": "int4"}},
+        {"k": 3, "over_senders": False, "value_dtype": "int4"},
+    ),
     "all is kept": ({"k_steps": 2, "compression": {"decay": 1.0}}, {"k": 2, "decay": 1.0}),
     "clipped": (
         {"k_steps": 4, "compression": {"clip_to_median": True, "value_dtype": "bfloat16"}},
@@ -498,7 +502,7 @@ def accumulate_small_steps() -> tuple[float, str]:
     """Changes far below the rounding of a bfloat16 weight, which the consensus in float32 adds up."""
     weight = Parameter(torch.full((64,), 256.0, dtype=torch.bfloat16))
     double = Parameter(torch.ones(64, dtype=torch.float64))
-    compression = Compression(density=0.9, min_numel=1, value_dtype="float32")
+    compression = Compression(density=0.9, min_numel=1, value_dtype="float32", mean_over="ranks")
     optimizer = torch.optim.SGD([weight, double], lr=1.0)
     worker = LocalSGD(k_steps=2, begin_step=0, compression=compression).attach(
         optimizer, [("w", weight), ("d", double)]
