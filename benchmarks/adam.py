@@ -5,8 +5,9 @@
 
 A candidate is chosen by its loss on the validation split; the test split, beside it, is what the choice is worth.
 
-Writes benchmarks/results/adam.json and the table. One process: the ranks are a list, their gradients are taken one
-after the other on one replica. All variants of a seed begin with the same weights and see the same data.
+Writes benchmarks/results/adam.json and the table, there and into the method card. One process: the ranks are a list,
+their gradients are taken one after the other on one replica. All variants of a seed begin with the same weights and see
+the same data.
 
 A candidate "corrected" does, on each rank, with G its own mean gradient, t the steps taken and N ranks:
 
@@ -51,7 +52,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from benchmarks.slow_link import RESULTS, describe_environment
+from benchmarks.slow_link import RESULTS, describe_environment, replace_block
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
@@ -414,8 +415,11 @@ def main() -> None:
             results["rows"].append(row)
             if not options.quick:
                 path.write_text(json.dumps(results, indent=1) + "\n")
-                (RESULTS / "adam.md").write_text(to_markdown(results))
-    print(to_markdown(results))
+    table = to_markdown(results)
+    if not options.quick:
+        (RESULTS / "adam.md").write_text(table)
+        replace_block("docs/methods/dgc.md", "adam", table)
+    print(table)
 
 
 def wanted(options: argparse.Namespace) -> list[tuple[str, str, int]]:

@@ -4,7 +4,8 @@
 
 Four ranks on links of 100 Mb/s train the byte-level transformer with AdamW, with each method for as many steps on the
 same batches: first from scratch, then on, from what DDP has reached there, with a new cycle of the learning rate.
-Runs that benchmarks/results/bits_to_loss.json has already are not repeated. Writes a table and a plot beside it.
+Runs that benchmarks/results/bits_to_loss.json has already are not repeated. Writes a table and a plot beside it, and
+the table into the method card.
 """
 
 from __future__ import annotations
@@ -116,6 +117,18 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def note(results: dict[str, Any]) -> str:
+    """Return what the table is about."""
+    environment, num_parameters = results["environment"], results["curves"][0]["num_parameters"]
+    return (
+        f"{NUM_RANKS} nodes at {results['rate']}, {num_parameters:,} parameters, AdamW, {NUM_STEPS} steps of "
+        f"{NUM_RANKS} x {BATCH} crops of 64 bytes, from scratch and on from what DDP has reached there "
+        f"(`benchmarks/bits_to_loss.py`, {environment['num_cpus']} cores, torch {environment['torch']}, {environment['date']}). Bits are those that a "
+        "rank's interface has sent in the whole fit, with all headers; the busiest steps are "
+        f"{PEAK_STEPS} consecutive ones.\n\n"
+    )
+
+
 def time_to(curve: dict[str, Any], dense: dict[str, Any]) -> float | None:
     """Return the seconds until DDP's last smoothed training loss is reached, about; None if it is not."""
     target = TARGET_SLACK * smooth(dense["losses"])[-1]
@@ -178,7 +191,7 @@ def main() -> None:
         job = json.loads(options.job)
         train_all(job["runs"], job["num_steps"], Path(job["path"]))
         return
-    from benchmarks.slow_link import describe_environment
+    from benchmarks.slow_link import describe_environment, replace_block
 
     path = RESULTS / "bits_to_loss.json"
     results: dict[str, Any] = {"curves": []}
@@ -195,7 +208,9 @@ def main() -> None:
         results |= {"environment": describe_environment(), "rate": options.rate, "command": " ".join(sys.argv)}
         if options.steps is None:
             path.write_text(json.dumps(results) + "\n")
-            (RESULTS / "bits_to_loss.md").write_text(to_markdown(results["curves"]))
+            table = to_markdown(results["curves"])
+            (RESULTS / "bits_to_loss.md").write_text(table)
+            replace_block("docs/methods/sparse_local_sgd.md", "bits_to_loss", note(results) + table)
             draw(results["curves"], options.rate, path.with_suffix(".png"))
     print(to_markdown(results["curves"]))
 

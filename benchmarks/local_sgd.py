@@ -98,11 +98,9 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def put_into_card() -> None:
     """Replace the marked block of the method card by what the benchmarks have written."""
-    from benchmarks.slow_link import Cell
+    from benchmarks.slow_link import Cell, replace_block
     from benchmarks.slow_link import to_markdown as lab_table
 
-    card = RESULTS.parents[1] / "docs/methods/local_sgd.md"
-    begin, end = "<!-- measured:begin -->", "<!-- measured:end -->"
     results = json.loads((RESULTS / "local_sgd.json").read_text())
     lab = json.loads((RESULTS / "slow_link_full.json").read_text())
     methods = ("no communication", "ddp", "dgc", "torch local SGD / 8", "local_sgd / 8", "local_sgd / 8, hidden")
@@ -124,8 +122,7 @@ def put_into_card() -> None:
         "With ranks that are slow now and then (`benchmarks/straggler.py`): "
         + (RESULTS / "straggler.md").read_text().rstrip(),
     ]
-    before, rest = card.read_text().split(begin)
-    card.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"\n{end}{rest.split(end)[1]}")
+    replace_block("docs/methods/local_sgd.md", "measured", "\n".join(parts) + "\n")
 
 
 def main() -> None:

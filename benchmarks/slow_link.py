@@ -216,9 +216,6 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
 
 def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     """Replace the marked block of README.md, so that no number in it is typed by hand."""
-    readme = Path(__file__).resolve().parents[1] / "README.md"
-    begin, end = "<!-- slow_link:begin -->", "<!-- slow_link:end -->"
-    before, rest = readme.read_text().split(begin)
     where = "Nodes on one machine ({cpu}, {num_cpus} cores), torch {torch}, {date}; measured by `{command}`."
     note = where.format(**results["environment"], command=results["command"])
     parts = [to_markdown(cells), note, "\n![step time against bandwidth](benchmarks/results/slow_link.png)\n"]
@@ -231,18 +228,23 @@ def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
         "losses are means over seeds, seconds medians (`python benchmarks/time_to_loss.py`):\n"
     )
     parts += [(RESULTS / "time_to_loss.md").read_text(), "![loss against time](benchmarks/results/time_to_loss.png)"]
-    readme.write_text(f"{before}{begin}\n" + "\n".join(parts) + f"\n{end}{rest.split(end)[1]}")
+    replace_block("README.md", "slow_link", "\n".join(parts) + "\n")
+
+
+def replace_block(document: str, name: str, text: str) -> None:
+    """Replace what lies between the marks of a name in one of the repository's documents."""
+    path = Path(__file__).resolve().parents[1] / document
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = path.read_text().split(begin)
+    path.write_text(f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
 
 
 def put_into_card(results: dict[str, Any]) -> None:
     """Replace the marked block of docs/methods/hierarchical.md."""
-    card = Path(__file__).resolve().parents[1] / "docs/methods/hierarchical.md"
-    begin, end = "<!-- two_level:begin -->", "<!-- two_level:end -->"
-    before, rest = card.read_text().split(begin)
     where = "In the lab ({cpu}, {num_cpus} cores), bytes of one node: `{command}`.\n"
     note = where.format(**results["environment"], command=results["command"])
     table = to_markdown([Cell(**cell) for cell in results["cells"]])
-    card.write_text(f"{before}{begin}\n{note}\n{table}{end}{rest.split(end)[1]}")
+    replace_block("docs/methods/hierarchical.md", "two_level", f"{note}\n{table}")
 
 
 def headline(rate: str, batches: list[int]) -> None:
