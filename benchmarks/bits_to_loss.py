@@ -123,9 +123,9 @@ def note(results: dict[str, Any]) -> str:
     return (
         f"{NUM_RANKS} nodes at {results['rate']}, {num_parameters:,} parameters, AdamW, {NUM_STEPS} steps of "
         f"{NUM_RANKS} x {BATCH} crops of 64 bytes, from scratch and on from what DDP has reached there "
-        f"(`benchmarks/bits_to_loss.py`, {environment['num_cpus']} cores, torch {environment['torch']}, {environment['date']}). Bits are those that a "
-        "rank's interface has sent in the whole fit, with all headers; the busiest steps are "
-        f"{PEAK_STEPS} consecutive ones.\n\n"
+        f"(`benchmarks/bits_to_loss.py`, {environment['num_cpus']} cores, torch {environment['torch']}, "
+        f"{environment['date']}). Bits are those that a rank's interface has sent in the whole fit, with all headers; "
+        f"the busiest steps are {PEAK_STEPS} consecutive ones.\n\n"
     )
 
 
