@@ -38,12 +38,14 @@ class Correction:
     """Error feedback: ``v = v + G``. The optimizer applies its own momentum and decay to what arrives.
 
     Attributes:
+        kind: by which a checkpoint tells what its residuals and velocities mean.
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
         local_keys: of other states of the optimizer that differ between ranks.
     """
 
+    kind = "error_feedback"
     velocity_key: str | None = None
     is_complete = False
     masks = True
@@ -110,6 +112,7 @@ class MomentumCorrection(Correction):
     `take_over` sets momentum and weight decay of the param groups to 0.
     """
 
+    kind = "momentum"
     velocity_key = "momentum_buffer"
     is_complete = True
 
@@ -181,6 +184,7 @@ class AdamCorrection(Correction):
     Source: momentum correction of arXiv 1712.01887, on what Adam preconditions; chosen by `benchmarks/adam.py`.
     """
 
+    kind = "own_variance"
     velocity_key = "exp_avg"
     is_complete = True
     masks = False
@@ -282,6 +286,7 @@ class FrozenAdamCorrection(AdamCorrection):
     Source: the frozen variance of 1-bit Adam, arXiv 2102.02888, with momentum correction; the floor is this package's.
     """
 
+    kind = "frozen_variance"
     FLOOR = 0.1
     LARGEST_BETA1 = 1.0
 

@@ -184,7 +184,7 @@ class DGC:
             if not merged:
                 merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
                 merged |= {"rounded": {}, "local": {}, "num_senders": state.get("num_senders", 1)}
-                merged.update({key: state[key] for key in ("velocity_key",) if key in state})
+                merged.update({key: state[key] for key in ("correction",) if key in state})
             for name, entry in state["tensors"].items():
                 shape = entry.get("shape", entry["residual"].shape)
                 part = _part(math.prod(shape), place, num_places)
@@ -854,7 +854,7 @@ class DGCWorker:
             "rounded": rounded,
             "local": local,
             "num_senders": self._exchange.num_senders,
-            "velocity_key": self.velocity_key,
+            "correction": {"kind": self._correction.kind},
             "exchange": exchange,
         }
 
@@ -866,10 +866,13 @@ class DGCWorker:
                 another correction.
         """
         parameters = {self._name(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        if state["tensors"] and state.get("velocity_key", self.velocity_key) != self.velocity_key:
+        kind = state.get("correction", {}).get("kind", self._correction.kind)
+        if state["tensors"] and kind != self._correction.kind:
             raise ConfigurationError(
-                f"The checkpoint's residuals are of another correction than correction={self.method.correction!r} of "
-                f"{type(self.optimizer).__name__}. Resume with the one it was trained with."
+                f"The checkpoint's residuals are those of {kind!r}; correction={self.method.correction!r} with "
+                f"{type(self.optimizer).__name__} is {self._correction.kind!r}, to which they mean something else "
+                "(correction='auto' is 'momentum' for SGD, 'own_variance' for Adam and AdamW). Resume with the "
+                "optimizer and the correction that it was trained with, or begin anew from its weights."
             )
         self.step = state["step"]
         for own in (self.residuals, self._velocities, self._selectors, self._rounded):
