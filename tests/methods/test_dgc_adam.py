@@ -15,7 +15,7 @@ from lightning_lowbw import DGC, ConfigurationError
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Exchange
 from tests.adam_oracle import OracleAdam
-from tests.methods.problem import AWKWARD, backward, coefficients, make_parameters, make_weight
+from tests.methods.problem import AWKWARD, backward, coefficients, make_parameters, make_weight, take_step
 from tests.methods.test_dgc_failures import message_of
 from tests.methods.test_two_levels import NODES, exchange_of
 from tests.ranks import run_ranks
@@ -37,10 +37,12 @@ def train(
     optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
     method = method_for(**changes)
     worker = method.attach(optimizer, parameters.items(), exchange_of(nodes) if nodes else Exchange())
-    frozen = None
+    frozen, num_begun = None, 0
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(parameters, step, sign=sign)
+        worker.begin([parameters["matrix"], parameters["large"]])  # nothing but with overlap
+        num_begun = max(num_begun, len(worker._begun))
         with worker.stepping():
             worker.exchange()
             optimizer.step()
@@ -50,15 +52,18 @@ def train(
     assert frozen is not None
     return {
         "digest": digest(parameters.values()),
+        "begun": num_begun,
         "weights": {name: p.detach().clone() for name, p in parameters.items()},
         "keeps": torch.equal(frozen, optimizer.state[parameters["large"]]["exp_avg_sq"]),
         "steps": [float(optimizer.state[parameters[name]]["step"]) for name in ("large", "vector")],
     }
 
 
-def by_the_equations(num_ranks: int, kind: str, options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Tensor]:
+def by_the_equations(
+    num_ranks: int, kind: str, options: dict[str, Any], changes: dict[str, Any], nodes: Any = ()
+) -> dict[str, Tensor]:
     options = {key: value for key, value in options.items() if key in ("betas", "eps", "weight_decay", "amsgrad")}
-    oracle = OracleAdam(num_ranks, LR, is_decoupled=kind == "AdamW", min_numel=MIN_NUMEL, **options)
+    oracle = OracleAdam(len(nodes) or num_ranks, LR, is_decoupled=kind == "AdamW", min_numel=MIN_NUMEL, **options)
     oracle.masking = changes.get("momentum_masking", False)
     oracle.is_frozen = changes.get("correction") == "frozen_variance"
     begin = changes.get("rampup_begin_step", BEGIN)
@@ -69,6 +74,10 @@ def by_the_equations(num_ranks: int, kind: str, options: dict[str, Any], changes
         gradients = [
             [coefficients(name, w, rank, step) + w for name, w in weights.items()] for rank in range(num_ranks)
         ]
+        if nodes:
+            gradients = [
+                [torch.stack(own).mean(0) for own in zip(*(gradients[r] for r in node), strict=True)] for node in nodes
+            ]
         if step < begin:
             oracle.dense_step(list(weights.values()), gradients)
         else:
@@ -104,13 +113,16 @@ def test_equals_the_equations(kind: str, options: dict[str, Any], changes: dict[
     assert results[0]["steps"] == [BEGIN if is_frozen else STEPS, STEPS]  # the small tensors' steps are Adam's own
 
 
-def test_on_two_levels_a_node_is_a_rank() -> None:
-    flat = run_ranks(train, 2, "AdamW", {}, {})
-    # Ranks of a node with the gradients of one rank each would be another problem: what counts is that all agree.
-    for changes in ({}, FROZEN):
-        results = run_ranks(train, 4, "AdamW", {}, changes, NODES["blocks"])
-        assert len({result["digest"] for result in results}) == 1
-        assert results[0]["digest"] != flat[0]["digest"]
+@pytest.mark.parametrize(
+    ("kind", "options", "changes"),
+    [("AdamW", {}, {}), ("AdamW", {}, FROZEN), ("Adam", {"weight_decay": 0.05}, {**FROZEN, "momentum_masking": True})],
+)
+def test_on_two_levels_a_node_is_a_rank(kind: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
+    nodes = NODES["blocks"]
+    results = run_ranks(train, 4, kind, options, changes, nodes)
+    assert len({result["digest"] for result in results}) == 1
+    for name, weight in by_the_equations(4, kind, options, changes, nodes).items():
+        torch.testing.assert_close(results[0]["weights"][name], weight, rtol=1e-4, atol=2e-5)
 
 
 def test_climbing_is_descending_the_negative() -> None:
@@ -120,10 +132,17 @@ def test_climbing_is_descending_the_negative() -> None:
         torch.testing.assert_close(up[0]["weights"][name], weight, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("changes", [{"selection": "sampled"}, {"value_dtype": "bfloat16"}, {"overlap": True}])
+@pytest.mark.parametrize("changes", [{"selection": "sampled"}, {"value_dtype": "bfloat16"}])
 def test_with_the_other_choices_replicas_are_equal(changes: dict[str, Any]) -> None:
     results = run_ranks(train, 2, "AdamW", {}, changes)
     assert len({result["digest"] for result in results}) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, FROZEN])
+def test_sent_during_backward_it_is_the_same_to_the_bit(changes: dict[str, Any]) -> None:
+    plain, overlapped = (run_ranks(train, 2, "AdamW", {}, {**changes, "overlap": each}) for each in (False, True))
+    assert (plain[0]["begun"], overlapped[0]["begun"]) == (0, 1)
+    assert len({result["digest"] for result in (*plain, *overlapped)}) == 1
 
 
 def resume(states: list[Any], first: int, last: int, nodes: Any, correction: str) -> Any:
@@ -214,3 +233,58 @@ def test_other_ranks_hold_the_mean_of_the_moments() -> None:
         assert not torch.equal(own[0], own[1])
         torch.testing.assert_close(merged["local"][name]["exp_avg_sq"], sum(own) / 3)
     assert merged["num_senders"] == 3
+
+
+def skip_the_dense_phase() -> list[int]:
+    """A GradScaler may skip all of it."""
+    parameters = make_parameters({"large": (40, 30), "vector": (17,)})
+    optimizer = AdamW(parameters.values(), lr=LR)
+    worker = method_for(**FROZEN, rampup_begin_step=1).attach(optimizer, parameters.items())
+    num_sparse = []
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        if step == 0:
+            parameters["vector"].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        with worker.stepping():
+            if worker.exchange(skip_nonfinite=True):
+                optimizer.step()
+        num_sparse.append(len(worker.residuals))
+    return num_sparse
+
+
+def test_a_tensor_without_a_second_moment_is_sent_dense_until_it_has_one() -> None:
+    assert run_ranks(skip_the_dense_phase, 2) == [[0, 0, 1]] * 2
+
+
+def begin_later() -> int:
+    parameters = make_parameters({"large": (40, 30)})
+    optimizer = AdamW(parameters.values(), lr=LR)
+    worker = method_for(**FROZEN).attach(optimizer, parameters.items())
+    for step in range(BEGIN + 2):
+        take_step(worker, parameters, step)
+    again = method_for(**FROZEN, rampup_begin_step=BEGIN + 1).attach(optimizer, parameters.items())
+    again.load_state_dict(worker.state_dict())
+    take_step(again, parameters, BEGIN + 2)
+    return len(again.residuals)
+
+
+def test_a_sparse_tensor_stays_sparse_where_a_longer_dense_phase_is_set_later() -> None:
+    """It has fewer dense steps than that."""
+    assert run_ranks(begin_later, 2) == [1, 1]
+
+
+def test_one_rank_goes_on_with_the_mean_of_the_moments() -> None:
+    states = run_ranks(resume, 2, [], 0, BEGIN + 3, (), "frozen_variance")
+    parameters = make_parameters(SHAPES)
+    optimizer = AdamW(parameters.values(), lr=LR)
+    method = method_for(**FROZEN)
+    worker = method.attach(optimizer, parameters.items())
+    optimizer.load_state_dict(copy.deepcopy(states[0][2]))
+    worker.load_state_dict(method.merge_states(state for state, _, _ in states))
+    take_step(worker, parameters, 0)
+    mean = sum(state["tensors"]["large"]["momentum_buffer"] for state, _, _ in states) / 2
+    kept = optimizer.state[parameters["large"]]
+    expected = 0.9 * mean + 0.1 * (coefficients("large", mean, 0, 0) + make_weight("large", SHAPES["large"]))
+    # Dense steps of Adam's own take out a bias, so there has to be one.
+    torch.testing.assert_close(kept["exp_avg"] / (1 - 0.9 ** float(kept["step"])), expected)
