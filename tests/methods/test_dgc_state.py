@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.core.corrections import as_correction
 from lightning_lowbw.methods.dgc import DGCWorker
 from tests.methods.problem import Nodes, Parameters, backward, exchange_of, make_parameters, make_weight, take_step
 from tests.methods.test_dgc_failures import message_of
@@ -289,8 +290,8 @@ def test_residuals_of_another_correction_are_refused(saved: int, nodes: Nodes, m
                 assert message is None
                 continue
             assert message is not None
-            assert f"those of {NAMES_OF_KINDS[saved]!r}; correction={correction!r} with {optimizer_name}" in message
-            assert f"is {name!r}" in message
+            assert f"those of {NAMES_OF_KINDS[saved]!r}; correction={as_correction(correction)!r}" in message
+            assert f"with {optimizer_name} is {name!r}" in message
 
 
 def test_a_state_lands_in_the_layout_of_the_parameter() -> None:
