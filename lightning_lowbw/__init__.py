@@ -7,6 +7,7 @@ from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
 from lightning_lowbw.core.compression import Compression
+from lightning_lowbw.core.corrections import FrozenVariance
 from lightning_lowbw.core.topology import Topology
 from lightning_lowbw.errors import (
     ConfigurationError,
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",
+    "FrozenVariance",
     "HierarchicalStrategy",
     "LocalSGD",
     "LocalSGDStrategy",

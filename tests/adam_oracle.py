@@ -6,8 +6,9 @@ a sparse step each rank does, with its own m and v (those of the dense phase to 
     m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N;  r = r + m_hat / (sqrt(v_hat) + eps)
 
 with a b1 of at most LARGEST_BETA1, or, with a frozen variance, ``r = r + m / D`` where D = sqrt(v_hat) + eps is that of
-the last dense step, at least FLOOR times its mean over the tensor, and m has lost its bias there. The k largest |r| are
-averaged, and cleared in r (with masking, in m); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
+the last dense step, at least a floor times its mean over the tensor, and m has lost its bias there; a step that
+refreshes it is one of Adam's for v, with the mean gradient, before that. The k largest |r| are averaged, and cleared in
+r (with masking, in m); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-FLOOR, LARGEST_BETA1 = 0.1, 0.7
+LARGEST_BETA1 = 0.7
 
 
 @dataclass
@@ -34,6 +35,8 @@ class OracleAdam:
     min_numel: int = 1
     masking: bool = False
     is_frozen: bool = False
+    floor: float = 0.1
+    last_sum: float = 0.0
     step: dict[int, int] = field(default_factory=dict)
     m: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
@@ -49,7 +52,25 @@ class OracleAdam:
         for i, weight in enumerate(weights):
             self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
 
-    def sparse_step(self, weights: list[Tensor], gradients: list[list[Tensor]], density: float) -> None:
+    def stability(self, weights: list[Tensor], num_steps: int) -> float:
+        """By how much the sum of v_hat of the large tensors has changed since 1 / (1 - b2) steps ago, smaller / larger.
+
+        Zero at steps that are no multiple of these.
+        """
+        if num_steps % round(1 / (1 - self.betas[1])):
+            return 0.0
+        last, self.last_sum = self.last_sum, 0.0
+        for i, weight in enumerate(weights):
+            if weight.numel() >= self.min_numel:
+                self.last_sum += float(self._v_hat(i).sum())
+        return min(last, self.last_sum) / max(last, self.last_sum)
+
+    def _v_hat(self, i: int) -> Tensor:
+        return (self.largest_v[i] if self.amsgrad else self.v[i]) / (1 - self.betas[1] ** self.step[i])
+
+    def sparse_step(
+        self, weights: list[Tensor], gradients: list[list[Tensor]], density: float, refreshes: bool = False
+    ) -> None:
         """One compressed step; small tensors take one of Adam's own."""
         b1, b2 = self.betas
         b1 = b1 if self.is_frozen else min(b1, LARGEST_BETA1)
@@ -58,11 +79,14 @@ class OracleAdam:
                 self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
                 continue
             if self.is_frozen and i not in self.d:
-                v = self.largest_v[i] if self.amsgrad else self.v[i]
-                d = (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
-                self.d[i] = d.clamp(min=FLOOR * float(d.mean()))
                 for rank in range(self.num_ranks):
                     self.own_m[rank, i] = self.m[i] / (1 - self.betas[0] ** self.step[i])
+            if refreshes:
+                g = sum(rank[i] for rank in gradients) / self.num_ranks
+                self._square(i, g if self.is_decoupled else g + self.weight_decay * weight)
+            if self.is_frozen and (refreshes or i not in self.d):
+                d = self._v_hat(i).sqrt() + self.eps
+                self.d[i] = d.clamp(min=self.floor * float(d.mean()))
             total, k, zeros = torch.zeros(weight.numel()), max(1, round(weight.numel() * density)), weight * 0
             if not self.is_frozen:
                 self.step[i] = self.step.get(i, 0) + 1
@@ -90,15 +114,17 @@ class OracleAdam:
             weight -= self.lr * (total / self.num_ranks).view(weight.shape)
 
     def _adam(self, i: int, weight: Tensor, g: Tensor) -> None:
-        b1, b2 = self.betas
-        zeros = torch.zeros_like(weight)
-        t = self.step[i] = self.step.get(i, 0) + 1
+        b1, zeros = self.betas[0], torch.zeros_like(weight)
         if self.is_decoupled:
             weight *= 1 - self.lr * self.weight_decay
         else:
             g = g + self.weight_decay * weight
         self.m[i] = b1 * self.m.get(i, zeros) + (1 - b1) * g
+        self._square(i, g)
+        weight -= self.lr * (self.m[i] / (1 - b1 ** self.step[i])) / (self._v_hat(i).sqrt() + self.eps)
+
+    def _square(self, i: int, g: Tensor) -> None:
+        b2, zeros = self.betas[1], torch.zeros_like(g)
+        self.step[i] = self.step.get(i, 0) + 1
         self.v[i] = b2 * self.v.get(i, zeros) + (1 - b2) * g * g
         self.largest_v[i] = torch.maximum(self.largest_v.get(i, zeros), self.v[i])
-        v = self.largest_v[i] if self.amsgrad else self.v[i]
-        weight -= self.lr * (self.m[i] / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + self.eps)

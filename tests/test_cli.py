@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_lowbw import Compression, cli
+from lightning_lowbw import Compression, FrozenVariance, cli
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
 from tests.programs import ROOT, run_python
@@ -107,6 +107,12 @@ def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
         assert [type(each).__name__ for each in built.values()] == [
             each._target_.split(".")[-1] for each in node.values()
         ]
+
+
+@pytest.mark.parametrize("choice", ["{stable: 0.9}", "{_target_: lightning_lowbw.FrozenVariance, stable: 0.9}"])
+def test_a_frozen_variance_can_be_given_with_its_options(choice: str, composing: None) -> None:
+    built = instantiate(compose_train(f"strategy.correction={choice}").strategy, _convert_="all")
+    assert built.method.correction == FrozenVariance(stable=0.9)
 
 
 def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:

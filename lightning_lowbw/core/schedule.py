@@ -43,11 +43,15 @@ class SparsitySchedule:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
 
-    def density(self, step: int) -> float:
-        """Return the fraction of elements sent at optimizer step `step` (0-based); 1.0 while the exchange is dense."""
-        if step < self.rampup_begin_step:
+    def density(self, step: int, begin_step: float = 0) -> float:
+        """Return the fraction of elements sent at optimizer step `step` (0-based); 1.0 while the exchange is dense.
+
+        Where `begin_step` is later than `rampup_begin_step` it takes its place.
+        """
+        begin_step = max(self.rampup_begin_step, begin_step)
+        if step < begin_step:
             return 1.0
-        stair = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
+        stair = int(step - begin_step) * len(self.sparsity) // self.rampup_step
         return 1.0 - self.sparsity[min(stair, len(self.sparsity) - 1)]
 
     def is_dense(self, step: int) -> bool:

@@ -32,18 +32,19 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import pad
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.comm.agreement import checksum
-from lightning_lowbw.comm.averaging import average_gradients_, narrow_mean, wide_dtype
+from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_, narrow_mean, wide_dtype
 from lightning_lowbw.comm.collectives import Exchange, Gathering
 from lightning_lowbw.comm.probe import measure_link
 from lightning_lowbw.comm.sparse import SparseReduceScatter
 from lightning_lowbw.core.codec import SparseCodec
-from lightning_lowbw.core.corrections import CORRECTIONS, correction_for
+from lightning_lowbw.core.corrections import FrozenVariance, as_correction, correction_for
 from lightning_lowbw.core.link import EXCHANGES, Link, choose
 from lightning_lowbw.core.positions import MAX_NUMEL
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
@@ -87,7 +88,8 @@ class DGC:
             of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
         correction: "auto" takes what `core.corrections` has for the optimizer: momentum correction for SGD, the same on
             what Adam makes of a rank's gradient for Adam and AdamW, and error feedback for others. "frozen_variance",
-            for Adam and AdamW, divides by the second moment that a dense phase has left. "error_feedback" is for any.
+            for Adam and AdamW, divides by the second moment that a dense phase has left; a `FrozenVariance`, or a
+            mapping of its arguments, says when that ends and whether it is refreshed. "error_feedback" is for any.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -108,7 +110,7 @@ class DGC:
     exchange: str = "auto"
     dense_dtype: str = "float32"
     overlap: bool = False
-    correction: str = "auto"
+    correction: str | FrozenVariance = "auto"
     schedule: SparsitySchedule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,13 +121,13 @@ class DGC:
         if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
+        object.__setattr__(self, "correction", as_correction(self.correction))
         allowed_exchanges = ("auto", *EXCHANGES)
         for name, allowed in (
             ("selection", SELECTIONS),
             ("value_dtype", VALUE_NAMES),
             ("exchange", allowed_exchanges),
             ("dense_dtype", FLOAT_NAMES),
-            ("correction", CORRECTIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
@@ -184,7 +186,7 @@ class DGC:
             if not merged:
                 merged = {"step": state["step"], "tensors": {name: {} for name in state["tensors"]}}
                 merged |= {"rounded": {}, "local": {}, "num_senders": state.get("num_senders", 1)}
-                merged.update({key: state[key] for key in ("velocity_key",) if key in state})
+                merged.update({key: state[key] for key in ("correction",) if key in state})
             for name, entry in state["tensors"].items():
                 shape = entry.get("shape", entry["residual"].shape)
                 part = _part(math.prod(shape), place, num_places)
@@ -309,7 +311,7 @@ class DGCWorker:
     @property
     def is_sparse(self) -> bool:
         """Whether the coming step is a sparse one."""
-        return self._exchange.num_senders > 1 and not self.method.schedule.is_dense(self.step)
+        return self.density < 1.0
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -334,7 +336,14 @@ class DGCWorker:
     @property
     def density(self) -> float:
         """The fraction of elements that the coming step sends of a sparse tensor; 1.0 in the dense phase."""
-        return self.method.schedule.density(self.step) if self.is_sparse else 1.0
+        if self._exchange.num_senders == 1:
+            return 1.0
+        return self.method.schedule.density(self.step, self._correction.begin_step)
+
+    @property
+    def earliest_step(self) -> float:
+        """The first step that may be sparse, as far as it is known."""
+        return max(self.method.schedule.rampup_begin_step, self._correction.earliest_step)
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return the density of the last step and, from the first sparse step on, the norm of the residual."""
@@ -360,8 +369,9 @@ class DGCWorker:
         if self.residuals and self._exchange.num_senders > 1 and not self.is_sparse:
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
-                f"on with the schedule it was trained with; now it is {self.method.schedule}. (A SparsityWarmup "
-                "in epochs moves when the number of batches changes: give it in steps.)"
+                f"on with the schedule and the correction it was trained with; now it is {self.method.schedule}, "
+                f"correction={self.method.correction!r}. (A SparsityWarmup in epochs moves when the number of batches "
+                "changes: give it in steps.)"
             )
 
     # One step ---------------------------------------------------------------------------------------------------
@@ -431,7 +441,7 @@ class DGCWorker:
         Raises:
             ConfigurationError: a second backward pass before the step; the first one's elements are sent already.
         """
-        if not self.method.overlap or not self.is_sparse:
+        if not self.method.overlap or not self.is_sparse or self._correction.is_refresh(self.step):
             return
         if not self._begun:
             self._begin(())
@@ -478,6 +488,8 @@ class DGCWorker:
         begun = self._begun_parameters()
         slots = [slot for slot in self._sparse_slots() if slot.parameter not in begun]
         if slots:
+            if self._correction.is_refresh(self.step):
+                self._refresh(slots)
             kind = self._choose_exchange()
             if kind == "all_gather":
                 self.finish_sparse(list(exchange.gather_from_senders(self.prepare_sparse(slots))), slots)
@@ -490,6 +502,19 @@ class DGCWorker:
         for (slots, _), of_slots in zip(self._begun, messages, strict=True):
             self.finish_sparse(of_slots, slots)
         return True
+
+    def _refresh(self, slots: Sequence[Slot]) -> None:
+        """Give the correction the mean gradients of sparse tensors, whose own gradients stay.
+
+        Collective: all ranks, with the same slots; an all-reduce of whole tensors.
+        """
+        gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
+        tail = torch.zeros(1, device=gradients[0].device)
+        means, _ = MeanInFlight(gradients, tail, 1.0 / self._exchange.num_ranks, self._exchange).wait()
+        for slot, mean in zip(slots, means, strict=True):
+            factor = self._correction.refresh(slot.parameter, slot.group, mean)
+            self._velocity(slot.parameter).mul_(factor)
+        self._correction.end_refresh(self.step)
 
     def _choose_exchange(self) -> str:
         """Return one of `EXCHANGES`, the same on all ranks; say which where it has changed.
@@ -513,7 +538,11 @@ class DGCWorker:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Enclose `exchange` and the optimizer's own step: counts it, and gives the user's values back after it."""
+        """Enclose `exchange` and the optimizer's own step: counts it, and gives the user's values back after it.
+
+        Collective: all ranks, at the end of some dense steps, where the correction waits for a stable variance: an
+        all-reduce of one number.
+        """
         try:
             yield
         finally:
@@ -523,6 +552,30 @@ class DGCWorker:
         self.last_density = self.density
         self.step += 1
         self._exchange.ledger.steps += 1
+        self._look_at_stability()
+
+    def _look_at_stability(self) -> None:
+        """End a dense phase that has been waiting for the correction, on all ranks or on none."""
+        if self._exchange.num_senders == 1:
+            return
+        candidates = (
+            (parameter, group)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if self._may_compress(parameter)
+        )
+        stability = self._correction.stability(self.step, candidates)
+        if stability is None:
+            return
+        device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
+        least = torch.tensor(stability, device=device)
+        self._exchange.all_reduce_(least, dist.ReduceOp.MIN)
+        is_over = self._correction.is_stable(float(least)) and self.step >= self.method.rampup_begin_step
+        if is_over:
+            self._correction.begin_step = self.step
+        if self._exchange.rank == 0:
+            goes_on = "the sparse phase begins" if is_over else "the dense phase goes on"
+            _logger.info("Step %d, stability of the variance %.3f: %s.", self.step, float(least), goes_on)
 
     @torch.no_grad()
     def prepare_dense(self, clip: Callable[[], None] | None = None, num_backwards: int = 0) -> Tensor:
@@ -663,7 +716,8 @@ class DGCWorker:
 
     def _remove(self, slot: Slot, indices: Tensor, values: Tensor) -> None:
         """Mask elements of this rank's part, which have these values, in u and v."""
-        velocity = self._velocity(slot.parameter) if self._correction.constants(slot.group).momentum != 0 else None
+        has_momentum = self._correction.constants(slot.parameter, slot.group).momentum != 0
+        velocity = self._velocity(slot.parameter) if has_momentum else None
         remove_sent_(self.residuals[slot.parameter], velocity, indices, values, masking=self._masks)
 
     @property
@@ -795,7 +849,7 @@ class DGCWorker:
         assert gradient is not None
         if gradient.data_ptr() != mean.data_ptr():
             gradient.copy_(mean.view(gradient.shape))
-        if self._correction.constants(slot.group).sign < 0:
+        if self._correction.constants(slot.parameter, slot.group).sign < 0:
             gradient.neg_()
 
     def to(self, device: torch.device) -> None:
@@ -854,7 +908,7 @@ class DGCWorker:
             "rounded": rounded,
             "local": local,
             "num_senders": self._exchange.num_senders,
-            "velocity_key": self.velocity_key,
+            "correction": self._correction.state_dict(),
             "exchange": exchange,
         }
 
@@ -866,15 +920,21 @@ class DGCWorker:
                 another correction.
         """
         parameters = {self._name(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        if state["tensors"] and state.get("velocity_key", self.velocity_key) != self.velocity_key:
+        of_correction = state.get("correction", self._correction.state_dict())
+        kind = of_correction["kind"]
+        if state["tensors"] and kind != self._correction.kind:
             raise ConfigurationError(
-                f"The checkpoint's residuals are of another correction than correction={self.method.correction!r} of "
-                f"{type(self.optimizer).__name__}. Resume with the one it was trained with."
+                f"The checkpoint's residuals are those of {kind!r}; correction={self.method.correction!r} with "
+                f"{type(self.optimizer).__name__} is {self._correction.kind!r}, to which they mean something else "
+                "(correction='auto' is 'momentum' for SGD, 'own_variance' for Adam and AdamW). Resume with the "
+                "optimizer and the correction that it was trained with, or begin anew from its weights."
             )
         self.step = state["step"]
         for own in (self.residuals, self._velocities, self._selectors, self._rounded):
             own.clear()
         self._correction.forget()
+        if kind == self._correction.kind:
+            self._correction.load_state_dict(of_correction)
         for name, rounded in state.get("rounded", {}).items():
             if name in parameters and as_real(parameters[name]).numel() == rounded.numel():
                 self._rounded[parameters[name]] = rounded.to(parameters[name].device)
@@ -932,16 +992,22 @@ class DGCWorker:
                 k = num_selected(parameter.numel(), density) if compresses else None
                 self._slots.append(Slot(self._name(parameter), parameter, group, k))
 
-    def _compresses(self, parameter: Parameter) -> bool:
+    def _may_compress(self, parameter: Parameter) -> bool:
+        """Whether a parameter is sparse in sparse steps, once the correction has what it needs for it."""
         if not parameter.is_floating_point() or parameter.numel() < self.method.min_numel:
             return False
         name = self._name(parameter)
-        if any(fnmatchcase(name, pattern) for pattern in self.method.exclude):
+        return not any(fnmatchcase(name, pattern) for pattern in self.method.exclude)
+
+    def _compresses(self, parameter: Parameter) -> bool:
+        if not self._may_compress(parameter):
             return False
         # Once sparse, always ready. To ask may wait for a GPU, which has the step of a fused Adam.
-        if parameter not in self.residuals and not self._correction.is_ready(parameter, self.method.rampup_begin_step):
+        num_dense_steps = max(self.method.rampup_begin_step, self._correction.begin_step)
+        if parameter not in self.residuals and not self._correction.is_ready(parameter, num_dense_steps):
             return False
         if parameter.numel() > MAX_NUMEL:
+            name = self._name(parameter)
             raise ConfigurationError(
                 f"{name!r} has {parameter.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
             )
@@ -1000,11 +1066,10 @@ class DGCWorker:
 
     def _segment(self, slot: Slot) -> Segment:
         """Return what this rank corrects and searches of a tensor: all of it, on two levels its part; flat."""
-        parameter, constants = slot.parameter, self._correction.constants(slot.group)
+        parameter = slot.parameter
         assert parameter.grad is not None
-        if parameter not in self.residuals:
-            self._correction.hand_over(parameter, slot.group)
         own, scale = self._own_part(parameter), self._correction.scale(parameter, slot.group)
+        constants = self._correction.constants(parameter, slot.group)
         return Segment(
             residual=self._residual(parameter).view(-1),
             # Adam without momentum has one all the same, for it is what is scaled.
@@ -1050,7 +1115,6 @@ class DGCWorker:
                 self._select(slot, segment)
                 assert slot.parameter.grad is not None
                 slot.parameter.grad.copy_((segment.residual * segment.sign).view(slot.parameter.shape))
-                self._correction.hand_back(slot.parameter, slot.group)
                 del self.residuals[slot.parameter]
                 continue
             if slot.parameter in self._rounded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.comm.hierarchy import TopologyChoice
+from lightning_lowbw.core.corrections import FrozenVariance, as_correction
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.methods.dgc import DGC, DGCWorker
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
@@ -48,8 +49,8 @@ class DGCStrategy(LowBandwidthStrategy):
         overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
             optimization, `find_unused_parameters`, `static_graph` or two levels. What changes `.grad` after it is sent,
             such as a module's `on_after_backward`, comes too late for these tensors.
-        correction: "auto", "frozen_variance" (Adam, AdamW) or "error_feedback" (any optimizer); see
-            `lightning_lowbw.DGC`.
+        correction: "auto", "frozen_variance" (Adam, AdamW) or "error_feedback" (any optimizer), or a `FrozenVariance`
+            or a mapping of its arguments; see `lightning_lowbw.DGC`.
         topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. A node then compresses as a rank does: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -83,7 +84,7 @@ class DGCStrategy(LowBandwidthStrategy):
         exchange: str = "auto",
         dense_dtype: str = "float32",
         overlap: bool = False,
-        correction: str = "auto",
+        correction: str | FrozenVariance | Mapping[str, Any] = "auto",
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
@@ -99,7 +100,7 @@ class DGCStrategy(LowBandwidthStrategy):
             exchange=exchange,
             dense_dtype=dense_dtype,
             overlap=overlap,
-            correction=correction,
+            correction=as_correction(correction),
         )
         super().__init__(method, topology=topology, algorithm="sharded", **kwargs)
         self._broadcast_buffers = kwargs.get("broadcast_buffers")
@@ -113,11 +114,12 @@ class DGCStrategy(LowBandwidthStrategy):
             self._check_overlap(self.lightning_module)
         with contextlib.suppress(MisconfigurationException):  # the number of steps cannot be known
             num_steps = self.lightning_module.trainer.estimated_stepping_batches
-            if self.world_size > 1 and self.method.schedule.is_dense(int(min(num_steps, 2**62)) - 1):
+            begin = min((each.earliest_step for each in self.workers if isinstance(each, DGCWorker)), default=0)
+            if self.world_size > 1 and self.method.schedule.density(int(min(num_steps, 2**62)) - 1, begin) == 1.0:
                 rank_zero_warn(
-                    f"This run has {num_steps} optimizer steps, and the first sparse one would come after "
-                    f"rampup_begin_step={self.method.rampup_begin_step}: nothing will be compressed. Let it begin "
-                    "earlier, or train longer."
+                    f"This run has {num_steps} optimizer steps, and the first sparse one would come after {begin} or "
+                    f"more (rampup_begin_step={self.method.rampup_begin_step}, correction={self.method.correction!r}): "
+                    "nothing will be compressed. Let it begin earlier, or train longer."
                 )
 
     def _check_overlap(self, module: LightningModule) -> None:

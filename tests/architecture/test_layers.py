@@ -165,6 +165,7 @@ def test_what_is_exported() -> None:
         "DGC",
         "DGCStrategy",
         "DisagreementError",
+        "FrozenVariance",
         "HierarchicalStrategy",
         "LocalSGD",
         "LocalSGDStrategy",
@@ -216,7 +217,7 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "exchange": "dense",
         "dense_dtype": "bfloat16",
         "overlap": True,
-        "correction": "error_feedback",
+        "correction": {"floor": 0.2, "stable": 0.9, "refresh": True},
     }
     assert set(given) == {field.name for field in dataclasses.fields(DGC) if field.init}
     assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.optim import AdamW
 
 from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
 from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
 from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd
 
 
 def test_epochs_become_steps() -> None:
@@ -43,12 +45,18 @@ class Densities(pl.Callback):
         self.seen.append(round(trainer.strategy.workers[0].last_density, 6))
 
 
-def warm_up(options: dict[str, Any], trainer_options: dict[str, Any], per_rank: int = 0) -> Any:
+def warm_up(
+    options: dict[str, Any],
+    trainer_options: dict[str, Any],
+    per_rank: int = 0,
+    strategy: Any = "dgc",
+    optimizer: Any = sgd,
+) -> Any:
     densities = Densities()
     callbacks = [SparsityWarmup(**options), densities, *trainer_options.pop("callbacks", [])]
-    trainer = make_trainer("dgc", dist.get_world_size(), callbacks=callbacks, **trainer_options)  # type: ignore[arg-type]
+    trainer = make_trainer(strategy, dist.get_world_size(), callbacks=callbacks, **trainer_options)
     try:
-        trainer.fit(Tiny(), make_data(2, 4 + per_rank * dist.get_rank()))
+        trainer.fit(Tiny(optimizer), make_data(2, 4 + per_rank * dist.get_rank()))
     except ConfigurationError as error:
         return type(error).__name__, str(error)
     return densities.seen
@@ -62,6 +70,15 @@ def test_warmup_by_name() -> None:
     assert run_ranks(warm_up, 2, stairs, {"max_epochs": 4, "accumulate_grad_batches": 2})[0] == halved
 
 
+def test_a_warmup_waits_for_a_stable_variance() -> None:
+    """It is looked at after 3, 6, ... steps, and the stairs begin there."""
+    strategy = DGCStrategy(correction={"stable": 0.1}, min_numel=MIN_NUMEL)
+    adamw = partial(AdamW, betas=(0.9, 2 / 3))
+    stairs = {"begin_epoch": 1, "epochs": 1, "sparsity": [0.5, 0.9]}
+    expected = [1.0] * 6 + [0.5] * 2 + [0.1] * 4
+    assert run_ranks(warm_up, 2, stairs, {"max_epochs": 3}, 0, strategy, adamw) == [expected, expected]
+
+
 def test_warmups_that_cannot_be_known() -> None:
     changing = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
     for name, message in run_ranks(warm_up, 2, {}, changing):
@@ -72,12 +89,14 @@ def test_warmups_that_cannot_be_known() -> None:
         assert "rampup_begin_step" in message
 
 
-def warnings_of(schedule: dict[str, Any], warmup: dict[str, Any] | None, epochs: int) -> list[str]:
+def warnings_of(
+    schedule: dict[str, Any], warmup: dict[str, Any] | None, epochs: int, optimizer: Any = sgd
+) -> list[str]:
     callbacks = [] if warmup is None else [SparsityWarmup(**warmup)]
     trainer = make_trainer(DGCStrategy(**schedule), dist.get_world_size(), callbacks=callbacks, max_epochs=epochs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Tiny(), make_data(2, 4))
+        trainer.fit(Tiny(optimizer), make_data(2, 4))
     return [str(warning.message) for warning in caught]
 
 
@@ -85,6 +104,12 @@ def test_a_run_that_never_compresses_is_warned_about() -> None:
     expected = "nothing will be compressed"
     late = run_ranks(warnings_of, 2, {"rampup_begin_step": 8}, None, 2)[0]
     assert any(expected in message for message in late)
+    # The last of 8 steps is dense where the variance is looked at after 4 and 8.
+    waits = {"correction": {"stable": 0.1}, "min_numel": 100}
+    for beta2, is_late in ((0.75, True), (2 / 3, False)):
+        adamw = partial(AdamW, betas=(0.9, beta2))
+        messages = run_ranks(warnings_of, 2, waits, None, 2, adamw)[0]
+        assert any(expected in message for message in messages) == is_late
     in_time = run_ranks(warnings_of, 2, {"rampup_begin_step": 7}, None, 2)[0]
     assert not any(expected in message for message in in_time)
 

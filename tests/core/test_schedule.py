@@ -29,6 +29,14 @@ def test_it_is_dense_before_the_first_stair() -> None:
     assert [schedule.is_dense(step) for step in range(5)] == [True, True, True, False, False]
 
 
+def test_a_later_begin_moves_the_stairs() -> None:
+    schedule = SparsitySchedule(rampup_begin_step=3, rampup_step=4, sparsity=(0.5, 0.9))
+    later = SparsitySchedule(rampup_begin_step=7, rampup_step=4, sparsity=(0.5, 0.9))
+    assert [schedule.density(step, 7) for step in range(15)] == [later.density(step) for step in range(15)]
+    assert [schedule.density(step, 2) for step in range(15)] == [schedule.density(step) for step in range(15)]
+    assert schedule.density(10**9, math.inf) == 1.0
+
+
 def test_a_leading_zero_is_a_dense_stair() -> None:
     schedule = SparsitySchedule(rampup_begin_step=1, rampup_step=6, sparsity=(0.0, 0.0, 0.9))
     assert [schedule.is_dense(step) for step in range(7)] == [True, True, True, True, True, False, False]

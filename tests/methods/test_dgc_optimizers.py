@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_lowbw import DGC
+from lightning_lowbw import DGC, FrozenVariance
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.ledger import TrafficLedger
 from tests.methods.problem import (
@@ -356,5 +356,17 @@ def test_a_method_is_a_value() -> None:
         "overlap": False,
         "correction": "auto",
     }
-    settings = {name: value for name, value in description.items() if name != "method"}
-    assert DGC(**settings) == method  # type: ignore[arg-type]
+    assert from_description(method) == method
+
+
+def from_description(method: DGC) -> DGC:
+    return DGC(**{name: value for name, value in method.describe().items() if name != "method"})  # type: ignore[arg-type]
+
+
+def test_a_frozen_variance_is_a_value() -> None:
+    assert DGC(correction="frozen_variance") == DGC(correction=FrozenVariance())
+    method = DGC(correction=FrozenVariance(floor=0.2, stable=0.96, refresh=True))
+    assert method.describe()["correction"] == {"floor": 0.2, "stable": 0.96, "refresh": True}
+    assert from_description(method) == method != DGC(correction=FrozenVariance(floor=0.2, stable=0.96))
+    assert hash(method) == hash(replace(method))
+    assert eval(repr(method)) == method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.core.corrections import as_correction
 from lightning_lowbw.methods.dgc import DGCWorker
-from tests.methods.problem import Parameters, backward, make_parameters, make_weight, take_step
+from tests.methods.problem import Nodes, Parameters, backward, exchange_of, make_parameters, make_weight, take_step
+from tests.methods.test_dgc_failures import message_of
+from tests.methods.test_two_levels import NODES
 from tests.ranks import run_ranks
 
 SHAPES = {"large": (300, 240), "conv": (8, 4, 3, 3), "scalar": (), "bias": (7,)}  # the first is sampled
@@ -244,6 +248,50 @@ def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...]
     state = {"step": 3, "tensors": {name: {"residual": make_weight(name, shape), "threshold": 0.0}}}
     with pytest.raises(ConfigurationError, match=message):
         worker.load_state_dict(state)
+
+
+def resume_with(kinds: list[tuple[str, str]], nodes: Nodes, merges: bool) -> list[str | None]:
+    """Train under the first correction, go on under the second; what each resume but the first says."""
+    messages, states = [], []
+    for optimizer_name, correction in kinds:
+        parameters = make_parameters({"large": (40, 30)})
+        optimizer = getattr(torch.optim, optimizer_name)(parameters.values(), lr=0.01)
+        method = replace(METHOD, correction=correction)
+        worker = method.attach(optimizer, parameters.items(), exchange_of(nodes))
+        if states:
+            messages.append(message_of(lambda: worker.load_state_dict(states[0]), ConfigurationError))  # noqa: B023
+            continue
+        for step in range(METHOD.rampup_begin_step + 1):
+            if step == METHOD.rampup_begin_step:
+                in_the_dense_phase = worker.state_dict()
+            take_step(worker, parameters, step)
+        states.append(method.merge_states([worker.state_dict()] * 2) if merges else worker.state_dict())
+    worker.load_state_dict(in_the_dense_phase)  # in which they do not differ
+    return messages
+
+
+KINDS = [
+    ("SGD", "auto"),
+    ("SGD", "error_feedback"),
+    ("AdamW", "auto"),
+    ("AdamW", "frozen_variance"),
+    ("AdamW", "error_feedback"),
+]
+NAMES_OF_KINDS = ["momentum", "error_feedback", "own_variance", "frozen_variance", "error_feedback"]
+
+
+@pytest.mark.parametrize(("nodes", "merges"), [(((0,), (1,)), False), (((0,), (1,)), True), (NODES["blocks"], False)])
+@pytest.mark.parametrize("saved", range(len(KINDS)))
+def test_residuals_of_another_correction_are_refused(saved: int, nodes: Nodes, merges: bool) -> None:
+    results = run_ranks(resume_with, sum(map(len, nodes)), [KINDS[saved], *KINDS], nodes, merges)
+    for messages in results:
+        for (optimizer_name, correction), name, message in zip(KINDS, NAMES_OF_KINDS, messages, strict=True):
+            if name == NAMES_OF_KINDS[saved]:
+                assert message is None
+                continue
+            assert message is not None
+            assert f"those of {NAMES_OF_KINDS[saved]!r}; correction={as_correction(correction)!r}" in message
+            assert f"with {optimizer_name} is {name!r}" in message
 
 
 def test_a_state_lands_in_the_layout_of_the_parameter() -> None:

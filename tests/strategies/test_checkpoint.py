@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from functools import partial
@@ -27,7 +28,19 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": sgd,
     "nesterov": partial(sgd, nesterov=True),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "adamw, looks every other step": partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.5)),
 }
+FROZEN = ("adamw", {"correction": "frozen_variance"})
+REFRESHED = (  # sparse from step 4 on
+    "adamw, looks every other step",
+    {"correction": {"stable": 1e-6, "refresh": True}, "rampup_begin_step": 0},
+)
+CHOICES: list[tuple[str, dict[str, Any]]] = [
+    *((optimizer, {}) for optimizer in ("sgd", "nesterov", "adamw")),
+    ("adamw", {"correction": "error_feedback"}),
+    FROZEN,
+    REFRESHED,
+]
 
 
 class Watcher(pl.Callback):
@@ -66,29 +79,42 @@ def fit(
     amp: bool = False,
     looks: bool = False,
     dropout: float = 0.3,
+    changes: dict[str, Any] = {},  # noqa: B006 - read only
+    accumulated: int = 1,
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     model = Tiny(OPTIMIZERS[optimizer], dropout=dropout, data_by_step=True)
     torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
     options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if amp else {}
-    options |= {"max_steps": STEPS, "max_epochs": -1}
+    options |= {"max_steps": STEPS, "max_epochs": -1, "accumulate_grad_batches": accumulated}
     if looks:
         options |= {"val_check_interval": 2, "num_sanity_val_steps": 1}
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, callbacks=[Watcher(path, save_at)], **options)
+    strategy = make_strategy("dgc", **changes)
+    trainer = make_trainer(strategy, num_ranks, callbacks=[Watcher(path, save_at)], **options)
     trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 2) if looks else None, ckpt_path=resume)
     assert model.looks > 0 or not looks
     return state_of(trainer)
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(("optimizer", "changes"), CHOICES)
 @pytest.mark.parametrize("amp", [False, True])
-def test_resume_continues_to_the_bit(tmp_path: Path, optimizer: str, amp: bool) -> None:
+def test_resume_continues_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, Any], amp: bool) -> None:
     path = str(tmp_path / "step{}.ckpt")
-    whole = run_ranks(fit, 2, optimizer, path, (1, 4, 7), None, amp)
+    steps = (3, 4, 7) if changes.get("rampup_begin_step") == 0 else (1, 4, 7)
+    whole = run_ranks(fit, 2, optimizer, path, steps, None, amp, False, 0.3, changes)
     assert whole[0]["weights"] == whole[1]["weights"]
     assert whole[0]["residuals"] != whole[1]["residuals"]
-    for step in (1, 4, 7):  # dense phase, in the warm-up, after it
-        assert run_ranks(fit, 2, optimizer, path, (), path.format(step), amp) == whole, step
+    for step in steps:  # dense phase, in the warm-up (or at its begin), after it
+        assert run_ranks(fit, 2, optimizer, path, (), path.format(step), amp, False, 0.3, changes) == whole, step
+
+
+@pytest.mark.parametrize(("optimizer", "changes"), [("adamw", {}), FROZEN, REFRESHED])
+def test_batches_of_one_step_are_one_step(optimizer: str, changes: dict[str, Any]) -> None:
+    """Twice the same batch has the same mean gradient, to the bit."""
+    once, twice = (run_ranks(fit, 2, optimizer, "", (), None, False, False, 0.0, changes, number) for number in (1, 2))
+    assert once[0]["residuals"] != once[1]["residuals"]
+    for one, other in zip(once, twice, strict=True):
+        assert {**one, "buffers": ""} == {**other, "buffers": ""}  # batch norm sees each of them
 
 
 def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
@@ -291,18 +317,45 @@ def resume_from_ddp(path: str) -> tuple[int, str]:
     return trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)
 
 
-def resume_in_ddp(path: str) -> str:
+class SeesOptimizer(pl.Callback):
+    """What the optimizer has before its first step."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
+
+
+def resume_in_ddp(optimizer: str, path: str) -> tuple[str, dict[int, dict[str, Any]]]:
     num_ranks = dist.get_world_size()
-    trainer = make_trainer(make_strategy("ddp"), num_ranks, max_steps=STEPS, max_epochs=-1)
-    trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
+    seen = SeesOptimizer()
+    trainer = make_trainer(make_strategy("ddp"), num_ranks, callbacks=[seen], max_steps=STEPS, max_epochs=-1)
+    trainer.fit(Tiny(OPTIMIZERS[optimizer]), make_data(num_ranks, STEPS), ckpt_path=path)
     assert trainer.global_step == STEPS
-    return weights_of(trainer.lightning_module)
+    return weights_of(trainer.lightning_module), seen.state
 
 
 def test_a_run_can_change_to_dgc_and_back(tmp_path: Path) -> None:
     results = run_ranks(resume_from_ddp, 2, str(tmp_path / "ddp.ckpt"))
     assert results[0] == results[1]
     assert results[0][0] == STEPS
-    run_ranks(fit, 2, "sgd", str(tmp_path / "step{}.ckpt"), (7,))
-    back = run_ranks(resume_in_ddp, 2, str(tmp_path / "step7.ckpt"))
-    assert back[0] == back[1]
+
+
+@pytest.mark.parametrize(("optimizer", "changes"), CHOICES)
+def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path, optimizer: str, changes: dict[str, Any]) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(fit, 2, optimizer, path, (7,), None, False, False, 0.3, changes)
+    # As the optimizer has it after any 7 steps, under any strategy.
+    keys = {"exp_avg", "exp_avg_sq", "step"} if "adamw" in optimizer else {"momentum_buffer"}
+    saved = torch.load(path.format(7), weights_only=True)["optimizer_states"][0]["state"]
+    (first, states), (second, _) = run_ranks(resume_in_ddp, 2, optimizer, path.format(7))
+    assert first == second
+    assert len(states) == 8
+    for index, state in states.items():
+        assert set(state) == keys
+        for key, value in state.items():
+            assert torch.equal(value, saved[index][key])
+            assert value.isfinite().all()
+            assert value.count_nonzero() > 0
+    if "adamw" in optimizer:
+        # A frozen variance is as old as its last dense step.
+        of_sparse = 2.0 if changes == FROZEN[1] else 7.0
+        assert {float(state["step"]) for state in states.values()} == {7.0, of_sparse}
