@@ -1,6 +1,6 @@
 """Loss against bits per parameter and step, and against seconds: what local steps and sparse averages cost, and save.
 
-    sudo .venv/bin/python benchmarks/bits_to_loss.py                  # 35 minutes a seed on two cores
+    sudo .venv/bin/python benchmarks/bits_to_loss.py                  # 50 minutes a seed on two cores
 
 Four ranks on links of 100 Mb/s train the byte-level transformer with AdamW, with each method for as many steps on the
 same batches: first from scratch, then on, from what DDP has reached there, with a new cycle of the learning rate.
@@ -44,7 +44,7 @@ def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
 
 METHODS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
-    "dgc": lambda: DGCStrategy(rampup_begin_step=64, rampup_step=320),
+    "dgc": lambda: DGCStrategy(rampup_begin_step=64, rampup_step=320, sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]),
     **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
     **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
@@ -62,6 +62,8 @@ def train_all(runs: list[tuple[str, str, int]], num_steps: int, path: Path) -> N
         data = StdlibText(BATCH, num_train=NUM_RANKS * BATCH * num_steps, seed=2 * seed + (start == "continued"))
         is_first = (start, method) == ("scratch", "ddp")
         weights = path.with_name(f"{seed}.pt") if is_first or start == "continued" else None
+        if start == "continued" and weights is not None and not weights.exists():
+            raise SystemExit(f"{weights} is not there: let DDP train from scratch first, with the same --folder.")
         run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=STARTS[start], **MODEL)
         curves.append({"start": start, "method": method, **run})
         if os.environ["RANK"] == "0":
@@ -93,6 +95,13 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
         of_start = [curve for curve in curves if curve["start"] == start]
         dense = {curve["seed"]: curve for curve in of_start if curve["method"] == "ddp"}
         mine = [curve for curve in of_start if curve["method"] == method and curve["seed"] in dense]
+        if start == "continued" and method == "ddp":
+            began = {c["seed"]: c for c in curves if (c["start"], c["method"]) == ("scratch", "ddp")}
+            worse = [100.0 * (began[seed]["val_loss"] / dense[seed]["val_loss"] - 1.0) for seed in dense]
+            loss = statistics.mean(began[seed]["val_loss"] for seed in dense)
+            lines.append(
+                f"| {start} | not at all | {len(dense)} | 0 | 0 | {loss:.4f} | {statistics.mean(worse):+.1f} % | | | |"
+            )
         if not mine:
             continue
         relative = [100.0 * (curve["val_loss"] / dense[curve["seed"]]["val_loss"] - 1.0) for curve in mine]
@@ -121,7 +130,7 @@ def note(results: dict[str, Any]) -> str:
         f"{NUM_RANKS} nodes at {results['rate']}, {num_parameters:,} parameters, AdamW, {NUM_STEPS} steps of "
         f"{NUM_RANKS} x {BATCH} crops of 64 bytes, from scratch and on from what DDP has reached there "
         f"(`benchmarks/bits_to_loss.py`, {environment['num_cpus']} cores, torch {environment['torch']}, "
-        f"{environment['date']}). Bits are those that a rank's interface has sent in the whole fit, with all headers: "
+        f"{environment['date']}). Bits are those that rank 0's interface has sent in the whole fit, with all headers: "
         f"in an all-gather each message passes it {NUM_RANKS - 1} times. The busiest steps are {PEAK_STEPS} in a row. "
         '"Norms too": no tensor is averaged whole. "Over ranks": mean_over="ranks".\n\n'
     )
@@ -188,6 +197,8 @@ def main() -> None:
     results: dict[str, Any] = {"curves": []}
     if path.exists() and options.steps is None:
         results = json.loads(path.read_text())
+        if results["rate"] != options.rate:
+            raise SystemExit(f"{path} is of {results['rate']}: move it away to measure at {options.rate}.")
     for seed, start in itertools.product(options.seeds, STARTS):
         made = {(curve["start"], curve["method"], curve["seed"]) for curve in results["curves"]}
         runs = [(start, method, seed) for method in options.methods if (start, method, seed) not in made]

@@ -176,14 +176,14 @@ class OracleSparseLoCo:
                 self.land()
 
     def average(self) -> Tensor:
-        masks, sent = zip(*(self.send(rank) for rank in range(self.num_ranks)), strict=True)
-        divisors = sum(mask.float() for mask in masks).clamp(min=1) if self.over_senders else float(self.num_ranks)
+        sent = self.clipped([self.send(rank) for rank in range(self.num_ranks)])
+        divisors = sum((each != 0).float() for each in sent).clamp(min=1) if self.over_senders else self.num_ranks
         total = torch.zeros(self.start.numel())
-        for each in self.clipped(list(sent)):
+        for each in sent:
             total = total + each / divisors
         return total.view(self.start.shape)
 
-    def send(self, rank: int) -> tuple[Tensor, Tensor]:
+    def send(self, rank: int) -> Tensor:
         e = self.e[rank]
         e.copy_(self.decay * e + (self.x0 - self.replicas[rank].detach()).reshape(-1))
         chosen = []
@@ -194,9 +194,7 @@ class OracleSparseLoCo:
         sent = torch.zeros_like(e)
         sent[chosen] = self.quantise(e[chosen])
         e.sub_(sent)
-        mask = torch.zeros_like(e, dtype=torch.bool)
-        mask[chosen] = True
-        return mask, sent
+        return sent
 
     def clipped(self, sent: list[Tensor]) -> list[Tensor]:
         if self.clips:

@@ -138,8 +138,9 @@ class Compression:
 
     def _mean(self, parts: Sequence[tuple[Tensor, Tensor]], numel: int, device: torch.device) -> Tensor:
         divisors = torch.full((numel,), float(len(parts)) if self.mean_over == "ranks" else 0.0, device=device)
-        for positions, _ in parts if self.mean_over == "senders" else ():
-            divisors[positions] += 1.0
+        for positions, values in parts if self.mean_over == "senders" else ():
+            divisors[positions] += (values != 0).float()  # a dead chunk sends zeros, for it has to send something
+        divisors.clamp_(min=1.0)
         mean = torch.zeros(numel, device=device)
         for positions, values in parts:  # distinct within a rank; summed in the order of the ranks
             mean[positions] += values / divisors[positions]

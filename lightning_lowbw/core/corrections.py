@@ -36,7 +36,7 @@ class FrozenVariance:
             before 2 / (1 - beta2) steps, 2000 with torch's defaults.
         refresh: whether v takes single steps of Adam's in the sparse phase, with the mean of the gradients, which is
             sent whole beside the sparse exchange: at the first sparse step and after 1, 1, ... steps, twice as many
-            after every 16 of them; in 100 000 sparse steps that is 202 times.
+            after every 16 of them; in 100 000 sparse steps that is 201 times.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -489,8 +489,8 @@ class FrozenAdamCorrection(AdamCorrection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if 0 < state["begin_step"] < math.inf:  # it was found
-            self.begin_step = state["begin_step"]
+        waits = math.inf if self._choice.stable is not None else 0
+        self.begin_step = state["begin_step"] if 0 < state["begin_step"] < math.inf else waits  # found, or not
         self._sum = state["sum"]
         self._num_refreshes, self._refresh_step = state["num_refreshes"], state["refresh_step"]
 

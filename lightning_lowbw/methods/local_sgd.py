@@ -211,7 +211,11 @@ class LocalSGD:
             if not merged:
                 merged = {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": None, "average_s": {}}
             for fragment in state["fragments"]:
+                flight = fragment["flight"] or {"parameters": [], "snapshots": [], "changes": {}}
+                snapshots = dict(zip(flight["parameters"], flight["snapshots"], strict=False))
                 for name, residual in fragment["payload"].get("residuals", {}).items():
+                    if name in flight["changes"]:
+                        residual = _recalled(residual, flight["changes"][name], snapshots[name], state["start"][name])
                     residuals[name] = residuals[name] + residual if name in residuals else residual
             for index, entry in state["optimizer"]["state"].items():
                 for name, value in entry.items():
@@ -237,6 +241,14 @@ class LocalSGD:
             dtype = entry[name].dtype if isinstance(entry.get(name), Tensor) else total.dtype
             entry[name] = (total / counts[index, name]).to(dtype)
         return merged
+
+
+def _recalled(residual: Tensor, change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:
+    """Return a residual without the change that its last message was about, for the weights have that change still.
+
+    In the mean over ranks, of which `change` is: what one rank has taken out of its residual, others put back in.
+    """
+    return residual + (change - (snapshot.float() - start)).reshape(-1)
 
 
 class LocalSGDWorker:
@@ -594,7 +606,7 @@ class LocalSGDWorker:
         parameters = [
             p for p in fragment.parameters if p in fragment.moved or (self.weighs_samples and p.requires_grad)
         ]
-        tail = torch.zeros(NUM_SUMS + 2 * num_ranks, device=self._device())
+        tail = torch.zeros(NUM_SUMS + 2 * num_ranks, dtype=torch.float32, device=self._device())
         if self._loss is not None:
             loss = self._loss / self._loss_weight
             is_positive = torch.isfinite(loss) & (loss > 0)
@@ -815,11 +827,24 @@ class LocalSGDWorker:
         self.show_consensus()
         for fragment in self._fragments:
             if fragment.flight is not None:
-                fragment.flight.mean.wait(), fragment.flight.changes.wait()
-            fragment.flight = None
+                self._drop(fragment, fragment.flight)
             fragment.moved.clear()
         self._own = None
         self.steps_since_average = 0
+
+    def _drop(self, fragment: Fragment, flight: Flight) -> None:
+        """Let go of an average that nobody waits for any more; what it has taken from residuals goes back there."""
+        flight.mean.wait()
+        changes = flight.changes.wait()
+        if isinstance(fragment.payload, SparseChanges):
+            for parameter, snapshot in zip(flight.parameters, flight.snapshots or [], strict=True):
+                name = self._name(parameter)
+                if name in changes:
+                    residual = fragment.payload.residuals[name]
+                    fragment.payload.residuals[name] = _recalled(
+                        residual, changes[name], snapshot, self._start[parameter]
+                    )
+        fragment.flight = None
 
     def _all_tensors(self) -> list[Tensor]:
         return [*self._parameters(), *self._buffers.floating.values(), *self._buffers.counts]

@@ -89,6 +89,15 @@ def test_the_mean_is_over_the_senders_of_an_element_in_their_order() -> None:
     assert seen == {0.0, 1.0, 2.0, 3.0}
 
 
+def test_a_dead_chunk_is_no_sender() -> None:
+    compression = Compression(**{**CHUNKED, "value_dtype": "float32"})
+    dead, alive = torch.zeros(1000), torch.zeros(1000)
+    alive[0] = 1.0
+    messages = [compression.prepare_([torch.zeros(1000)], [each]) for each in (dead, alive)]
+    (mean,) = compression.combine(messages, [1000])
+    assert mean[0] == 1.0
+
+
 def test_the_mean_may_be_over_all_ranks_in_their_order() -> None:
     compression = Compression(**{**LAYOUTS["nearly all"], "value_dtype": "float32", "mean_over": "ranks"})
     messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]

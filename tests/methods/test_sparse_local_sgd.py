@@ -583,3 +583,32 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert LocalSGD(compression={"density": 0.5}).compression == Compression(density=0.5)  # type: ignore[arg-type]
     described = LocalSGD(compression=Compression()).describe()["compression"]
     assert described == dataclasses.asdict(Compression())
+
+
+def drop_in_flight(stop: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    weight = Parameter(torch.zeros(256))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    compression = Compression(decay=1.0, density=0.1, min_numel=1, value_dtype="float32", mean_over="ranks")
+    method = LocalSGD(k_steps=6, begin_step=0, delay_steps=3, compression=compression)
+    worker = method.attach(optimizer, [("w", weight)])
+    pull = torch.linspace(1, 2, 256).roll(40 * dist.get_rank())
+    for _ in range(stop):
+        weight.grad = -pull
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    state = worker.state_dict()
+    worker.finish()
+    return weight.detach().clone(), residuals_of(worker)["w"], state
+
+
+@pytest.mark.parametrize("stop", [6, 8, 9, 13])  # after 6 to 8 and 12 to 14 steps an average is on its way
+def test_an_average_that_is_dropped_is_not_counted_twice(stop: int) -> None:
+    """Where nothing is forgotten, weights and residuals are together what the steps have done, in the mean of ranks."""
+    ranks = run_ranks(drop_in_flight, 2, stop)
+    done = stop * sum(torch.linspace(1, 2, 256).roll(40 * rank) for rank in range(2)) / 2
+    weights, residuals = (torch.stack(each).mean(0) for each in list(zip(*ranks, strict=True))[:2])
+    torch.testing.assert_close(weights + residuals, done)
+    merged = LocalSGD(compression={}).merge_states([state for _, _, state in ranks])
+    own = torch.stack([state["own"]["w"] if state["own"] else weights for _, _, state in ranks]).mean(0)
+    torch.testing.assert_close(own + merged["fragments"][0]["payload"]["residuals"]["w"], done)
