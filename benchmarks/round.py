@@ -30,7 +30,6 @@ from lightning_lowbw.core.compression import Compression
 from lightning_lowbw.core.positions import pack, unpack
 from lightning_lowbw.core.values import make_value_format
 from lightning_lowbw.methods.local_sgd import NUM_SAMPLED
-from lightning_lowbw.ops.reference import scatter_mean_
 
 WORKLOAD = WORKLOADS["transformer-10M"]
 BATCHES = (4, 16)  # sequences of 64 bytes per local step; the first is the lab's
@@ -125,7 +124,7 @@ class Round:
 
     def average(self) -> None:
         for number, numel in enumerate(self.numels):
-            scatter_mean_(torch.empty(numel), [of_rank[number] for of_rank in self.decoded])
+            self.compression._mean([of_rank[number] for of_rank in self.decoded], numel, torch.device("cpu"))
 
     def apply(self) -> None:
         for x, x0, change in zip(self.weights, self.consensus, self.means, strict=True):

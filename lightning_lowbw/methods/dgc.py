@@ -395,10 +395,12 @@ class DGCWorker:
 
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
         all-gather, or another all-reduce, where `exchange` says so); blocking. On two levels the ranks of a node gather
-        what each has found between the two. A narrow `dense_dtype` adds an all-to-all and an all-gather.
+        what each has found between the two. A narrow `dense_dtype` adds an all-to-all and an all-gather, a refresh of
+        a frozen variance an all-reduce.
 
         Wire:
-            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
+            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank; where a
+            frozen variance is refreshed the sparse tensors, too.
             Sparse: `SparseCodec.nbytes`; on two levels from each node; with `overlap` of each call of `begin`.
 
         Args:
@@ -431,6 +433,8 @@ class DGCWorker:
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin the exchange of gradients that the backward pass has completed; nothing where `overlap` is off.
+
+        Nothing in a step that refreshes a frozen variance, too, for then the mean gradient comes first.
 
         In place:
             The residuals and velocities of the sparse tensors among them. A gradient that is not finite enters none;
