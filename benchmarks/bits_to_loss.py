@@ -49,7 +49,13 @@ METHODS: dict[str, Callable[[], Any]] = {
     **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
     "sparse_loco, k = 16, over ranks": local("sparse_loco", 16, compression=Compression(mean_over="ranks")),
+    "sparse_loco, k = 8, 1 of 256, norms too": local(
+        "sparse_loco", 8, compression=Compression(density=1 / 256, min_numel=64)
+    ),
     "sparse_loco, k = 32, norms too": local("sparse_loco", 32, compression=Compression(min_numel=64)),
+    "sparse_loco, k = 32, norms too, streaming": local(
+        "streaming_diloco", 32, outer="none", compression=Compression(min_numel=64)
+    ),
     "sparse_loco, k = 64, 1 of 32": local("sparse_loco", 64, compression=Compression(density=1 / 32)),
 }
 
