@@ -149,23 +149,24 @@ def draw(curves: list[dict[str, Any]], rate: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, rows = plt.subplots(len(STARTS), 2, figsize=(11, 8), layout="constrained")
+    figure, rows = plt.subplots(len(STARTS), 2, figsize=(13, 8), layout="constrained")
+    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for start, (left, right) in zip(STARTS, rows, strict=True):
         for number, method in enumerate(METHODS):
             mine = [curve for curve in curves if (curve["start"], curve["method"]) == (start, method)]
             for curve in mine[:1]:
                 seconds = curve["seconds"][SMOOTHING - 1 :]
-                left.plot(seconds, smooth(curve["losses"]), f"C{number}", lw=1, label=method)
+                left.plot(seconds, smooth(curve["losses"]), color=colors[number], lw=1)
             sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
-            right.plot(sent, [curve["val_loss"] for curve in mine], f"C{number}o", ms=5, label=method)
+            right.plot(sent, [curve["val_loss"] for curve in mine], "o", color=colors[number], label=method)
         left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")
         left.set(title=start)
         if start == "scratch":
             left.set_ylim(top=3.5)
         right.set(xlabel="bits per parameter and step, on the interface", ylabel="validation loss", xscale="log")
-        right.legend(fontsize=7)
         for axis in (left, right):
             axis.grid(alpha=0.3)
+    figure.legend(*rows[0][1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.suptitle(f"{NUM_RANKS} nodes, {rate}, {NUM_STEPS} steps of AdamW")
     figure.savefig(path, dpi=110)
     plt.close(figure)
