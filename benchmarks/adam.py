@@ -92,29 +92,20 @@ class Task:
 
 
 # The rate of the text is the best of 1.5e-3, 3e-3 and 6e-3 for dense AdamW.
+TEXT = Task(
+    lambda: ByteLanguageModel(d_model=96, num_layers=2),
+    lambda: StdlibText(num_train=200_000),
+    min_numel=4096,
+    batch=4,
+    num_steps=800,
+    num_warmup_steps=40,
+    num_dense_steps=40,
+    num_ramp_steps=320,
+    lr=3e-3,
+)
 TASKS = {
-    "text": Task(
-        lambda: ByteLanguageModel(d_model=96, num_layers=2),
-        lambda: StdlibText(num_train=200_000),
-        min_numel=4096,
-        batch=4,
-        num_steps=800,
-        num_warmup_steps=40,
-        num_dense_steps=40,
-        num_ramp_steps=320,
-        lr=3e-3,
-    ),
-    "text, long": Task(
-        lambda: ByteLanguageModel(d_model=96, num_layers=2),
-        lambda: StdlibText(num_train=200_000),
-        min_numel=4096,
-        batch=4,
-        num_steps=2400,
-        num_warmup_steps=120,
-        num_dense_steps=120,
-        num_ramp_steps=480,
-        lr=3e-3,
-    ),
+    "text": TEXT,
+    "text, long": replace(TEXT, num_steps=2400, num_warmup_steps=120, num_dense_steps=120, num_ramp_steps=480),
     "digits": Task(
         lambda: DigitsClassifier(hidden=256),
         DigitsData,

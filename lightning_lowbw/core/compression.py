@@ -18,12 +18,13 @@ that sent the element, which is better by far (docs/methods/sparse_local_sgd.md)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_lowbw.core.arguments import from_mapping, is_number
 from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.schedule import num_selected
 from lightning_lowbw.core.selection import SampledSelector, exact_top_k
@@ -67,11 +68,11 @@ class Compression:
     min_numel: int = 4096
 
     def __post_init__(self) -> None:
-        if not _is_number(self.density) or not 0 < self.density < 1:
+        if not is_number(self.density) or not 0 < self.density < 1:
             raise ConfigurationError(
                 f"density={self.density!r}: give a number between 0 and 1; without compression all is sent."
             )
-        if not _is_number(self.decay) or not 0 <= self.decay <= 1:
+        if not is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ConfigurationError(f"decay={self.decay!r}: give a number in [0, 1].")
         if self.value_dtype not in VALUE_NAMES:
             raise ConfigurationError(f"value_dtype={self.value_dtype!r}: choose one of {', '.join(VALUE_NAMES)}.")
@@ -191,16 +192,8 @@ def as_compression(choice: Compression | Mapping[str, Any] | None) -> Compressio
     """
     if choice is None or isinstance(choice, Compression):
         return choice
-    names = [each.name for each in fields(Compression)]
     if not isinstance(choice, Mapping):
         raise ConfigurationError(
             f"compression={choice!r}: give a Compression, a mapping such as {{'value_dtype': 'int4'}}, or None."
         )
-    unknown = [str(name) for name in choice if name not in names]
-    if unknown:
-        raise ConfigurationError(f"compression has no {', '.join(unknown)}: choose among {', '.join(names)}.")
-    return Compression(**choice)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return from_mapping(Compression, choice, "compression")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_lowbw.core.arguments import from_mapping, is_number
 from lightning_lowbw.errors import ConfigurationError
 
 CORRECTIONS = ("auto", "frozen_variance", "error_feedback")
@@ -54,9 +55,9 @@ class FrozenVariance:
     refresh: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_number(self.floor) or not 0 <= self.floor <= 1:
+        if not is_number(self.floor) or not 0 <= self.floor <= 1:
             raise ConfigurationError(f"floor={self.floor!r}: give a number in [0, 1].")
-        if self.stable is not None and (not _is_number(self.stable) or not 0 < self.stable < 1):
+        if self.stable is not None and (not is_number(self.stable) or not 0 < self.stable < 1):
             raise ConfigurationError(
                 f"stable={self.stable!r}: give a number between 0 and 1, for instance 0.96, or None to begin at "
                 "rampup_begin_step."
@@ -74,13 +75,7 @@ def as_correction(choice: str | FrozenVariance | Mapping[str, Any]) -> str | Fro
     if isinstance(choice, FrozenVariance):
         return choice
     if isinstance(choice, Mapping):
-        names = [each.name for each in fields(FrozenVariance)]
-        unknown = [str(name) for name in choice if name not in names]
-        if unknown:
-            raise ConfigurationError(
-                f"correction: a frozen variance has no {', '.join(unknown)}: choose among {', '.join(names)}."
-            )
-        return FrozenVariance(**choice)
+        return from_mapping(FrozenVariance, choice, "correction: a frozen variance")
     if choice not in CORRECTIONS:
         raise ConfigurationError(
             f"correction={choice!r}: choose one of {', '.join(CORRECTIONS)}, or give a FrozenVariance."
@@ -515,7 +510,3 @@ def correction_for(optimizer: Optimizer, choice: str | FrozenVariance, num_sende
     if choice == "auto" and kind in (Adam, AdamW):
         return AdamCorrection(optimizer, num_senders)
     return Correction(optimizer, num_senders)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -499,9 +499,8 @@ class LocalSGDWorker:
         for fragment in self._fragments:
             assert fragment.steps is not None
             fragment.steps += 1
-            if (
-                fragment.flight is not None and fragment.steps >= self.delay_steps
-            ):  # more after a resume with less delay
+            # More than the delay after a resume with a shorter one.
+            if fragment.flight is not None and fragment.steps >= self.delay_steps:
                 self._land(fragment)
         due = [each for each in self._fragments if (each.steps or 0) >= max(self.k_steps, self.delay_steps + 1)]
         for fragment in due:
