@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.comm.averaging import MeanInFlight
-from lightning_lowbw.comm.payload import Arrival, Arrived, Payload
+from lightning_lowbw.comm.payload import Arrival, Arrived, Payload, TailInFlight
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Flight:
     """
 
     parameters: list[Parameter]
-    mean: MeanInFlight | LandedMean
+    mean: MeanInFlight | TailInFlight | LandedMean
     changes: Arrival = field(default_factory=Arrived)
     moments: list[Tensor] = field(default_factory=list)
     snapshots: list[Tensor] | None = None

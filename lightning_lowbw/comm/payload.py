@@ -39,19 +39,29 @@ class Arrived:
 
 
 class Payload(Protocol):
-    """What is sent of the parameters, and what is kept of them to be sent later."""
+    """What is sent of the parameters, and what is kept of them to be sent later.
+
+    Attributes:
+        takes_tail: whether `begin` takes the numbers along that are summed beside an average.
+    """
+
+    takes_tail: bool
 
     def takes(self, parameter: Tensor) -> bool:
         """Whether a parameter's change is sent here; its value is averaged whole otherwise."""
         ...
 
-    def begin(self, changes: Mapping[str, Tensor]) -> Arrival:
+    def begin(self, changes: Mapping[str, Tensor], tail: Tensor | None = None) -> Arrival:
         """Begin to average changes of this rank's parameters: float32, all of them taken here.
 
         In place:
             What is kept.
 
         Collective: all ranks, with the same names.
+
+        Args:
+            changes: by name.
+            tail: numbers to be summed over the ranks, float32, 1-d, for a `TailInFlight`; where `takes_tail`.
         """
         ...
 
@@ -71,11 +81,14 @@ class Payload(Protocol):
 class WholeValues:
     """Every parameter is averaged whole; nothing is kept."""
 
+    takes_tail = False
+
     def takes(self, parameter: Tensor) -> bool:
         return False
 
-    def begin(self, changes: Mapping[str, Tensor]) -> Arrival:
+    def begin(self, changes: Mapping[str, Tensor], tail: Tensor | None = None) -> Arrival:
         assert not changes
+        assert tail is None
         return Arrived()
 
     def to(self, device: torch.device) -> None:
@@ -97,6 +110,8 @@ class NarrowChanges:
         exchange: the process group and its ledger.
     """
 
+    takes_tail = False
+
     def __init__(self, numels: Mapping[str, int], value_dtype: torch.dtype, exchange: Exchange) -> None:
         self._numels, self._value_dtype, self._exchange = dict(numels), value_dtype, exchange
         self._mean: NarrowMean | None = None
@@ -104,7 +119,8 @@ class NarrowChanges:
     def takes(self, parameter: Tensor) -> bool:
         return as_real(parameter).dtype != torch.float64
 
-    def begin(self, changes: Mapping[str, Tensor]) -> Arrival:
+    def begin(self, changes: Mapping[str, Tensor], tail: Tensor | None = None) -> Arrival:
+        assert tail is None
         if not changes.keys() <= self._numels.keys():
             raise ConfigurationError(
                 f"value_dtype={str(self._value_dtype).removeprefix('torch.')!r} needs a fixed set of parameters; leave "
@@ -166,7 +182,8 @@ class SparseChanges:
     node's residual, and each sends a part of the node's message.
 
     Wire:
-        An all-gather of `Compression.nbytes`, between ranks or between nodes; float32 changes inside a node.
+        An all-gather of `Compression.nbytes`, between ranks or between nodes, and behind it the tail in float32, if
+        there is one; inside a node an all-reduce of the changes, and of the tail, in float32.
 
     Args:
         compression: what is sent.
@@ -175,6 +192,8 @@ class SparseChanges:
     Attributes:
         residuals: e of each parameter, by name; float32, flat.
     """
+
+    takes_tail = True
 
     def __init__(self, compression: Compression, exchange: Exchange) -> None:
         self.compression = compression
@@ -185,31 +204,36 @@ class SparseChanges:
         real = as_real(parameter)
         return real.dtype != torch.float64 and real.numel() >= self.compression.min_numel
 
-    def begin(self, changes: Mapping[str, Tensor]) -> Arrival:
+    def begin(self, changes: Mapping[str, Tensor], tail: Tensor | None = None) -> Arrival:
         if not changes:
+            assert tail is None
             return Arrived()
-        self.to(next(iter(changes.values())).device)
-        flats = self._mean_of_node({name: flat(change) for name, change in changes.items()})
+        device = next(iter(changes.values())).device
+        self.to(device)
+        flats = {name: flat(change) for name, change in changes.items()}
+        tail = torch.empty(0, device=device) if tail is None else tail
+        if self._exchange.levels is not None:
+            flats, tail = self._reduce_in_node(flats, tail)
         for name, change in flats.items():
             if name not in self.residuals:
                 self.residuals[name] = torch.zeros_like(change)
         message = self.compression.prepare_([self.residuals[name] for name in flats], list(flats.values()))
-        shapes = {name: change.shape for name, change in changes.items()}
-        return _SparseArrival(self, shapes, self._exchange.begin_gather_from_senders(message))
+        gathering = self._exchange.begin_gather_from_senders(torch.cat([message, tail.view(torch.uint8)]))
+        return _SparseArrival(self, {name: change.shape for name, change in changes.items()}, gathering, tail.nbytes)
 
     def combine(self, messages: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return the mean changes that the messages of all senders make."""
         means = self.compression.combine(list(messages), [shape.numel() for shape in shapes.values()])
         return {name: mean.view(shape) for (name, shape), mean in zip(shapes.items(), means, strict=True)}
 
-    def _mean_of_node(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _reduce_in_node(self, flats: dict[str, Tensor], tail: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the mean of the changes and the sum of the tails over the ranks of the node."""
         levels = self._exchange.levels
-        if levels is None:
-            return flats
-        everything = torch.cat(list(flats.values()))
+        assert levels is not None
+        everything = torch.cat([*flats.values(), tail])
         levels.node.all_reduce_(everything)  # not behind what is on its way between nodes
-        parts = everything.div_(levels.node.num_ranks).split([each.numel() for each in flats.values()])
-        return dict(zip(flats, parts, strict=True))
+        *parts, tail = everything.split([*(each.numel() for each in flats.values()), tail.numel()])
+        return {name: part.div_(levels.node.num_ranks) for name, part in zip(flats, parts, strict=True)}, tail
 
     def to(self, device: torch.device) -> None:
         self.residuals = {name: residual.to(device) for name, residual in self.residuals.items()}
@@ -226,8 +250,30 @@ class _SparseArrival:
     owner: SparseChanges
     shapes: dict[str, torch.Size]
     gathering: Any  # has a wait()
+    tail_bytes: int
 
     def wait(self) -> dict[str, Tensor]:
+        messages = self._messages()
+        return self.owner.combine(messages[:, : messages.shape[1] - self.tail_bytes], self.shapes)
+
+    def tails(self) -> Tensor:
+        """Wait; return the tails of all senders: float32, shape (senders, numbers)."""
+        messages = self._messages()
+        return messages[:, messages.shape[1] - self.tail_bytes :].contiguous().view(torch.float32)
+
+    def _messages(self) -> Tensor:
         with self.owner._exchange.ledger.waiting(next(iter(self.owner.residuals.values())).device):
-            messages = self.gathering.wait()
-        return self.owner.combine(messages, self.shapes)
+            return self.gathering.wait()
+
+
+@dataclass
+class TailInFlight:
+    """The sum of a tail that a payload has taken along: a `MeanInFlight` of nothing, with no collective of its own."""
+
+    arrival: Arrival
+
+    def wait(self) -> tuple[list[Tensor], Tensor]:
+        """Return no means, and the sum of the tails, float32: in the order of the senders, the same on all ranks."""
+        assert isinstance(self.arrival, _SparseArrival)
+        first, *others = self.arrival.tails()
+        return [], sum(others, first)

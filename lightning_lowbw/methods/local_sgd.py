@@ -34,7 +34,7 @@ from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_, wid
 from lightning_lowbw.comm.buffers import ReplicaBuffers, wide
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.flight import Flight, Fragment
-from lightning_lowbw.comm.payload import NarrowChanges, Payload, SparseChanges, WholeValues
+from lightning_lowbw.comm.payload import NarrowChanges, Payload, SparseChanges, TailInFlight, WholeValues
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
 from lightning_lowbw.core.compression import Compression, as_compression
 from lightning_lowbw.core.fragments import balance, hiding_steps, steps_before
@@ -621,11 +621,15 @@ class LocalSGDWorker:
         takes = fragment.payload.takes
         whole = [p for p in parameters if not takes(p)]
         changes = {self._name(p): self._change(p) for p in parameters if takes(p)}
+        rest, mean = [*whole, *moments, *buffer_changes], None
+        if rest or not changes or not fragment.payload.takes_tail:
+            mean = MeanInFlight(rest, tail, weight, self._exchange)
+        arrival = fragment.payload.begin(changes, tail if mean is None else None)
         is_hidden = self.delay_steps > 0
         return Flight(
             parameters,
-            MeanInFlight([*whole, *moments, *buffer_changes], tail, weight, self._exchange),
-            fragment.payload.begin(changes),
+            mean or TailInFlight(arrival),
+            arrival,
             moments,
             [wide(p) for p in parameters] if is_hidden else None,
             self._buffers.snapshot() if is_hidden and fragment.takes_buffers else {},

@@ -49,8 +49,10 @@ def gradient_of(name: str, weight: Tensor, rank: int, step: int) -> Tensor:
     return coefficients(name, weight, rank, step) + weight.detach()
 
 
-def attach(method: LocalSGD, optimizer: str, exchange: Exchange | None) -> tuple[LocalSGDWorker, dict[str, Parameter]]:
-    parameters = make_parameters(SHAPES)
+def attach(
+    method: LocalSGD, optimizer: str, exchange: Exchange | None, names: Sequence[str] = tuple(SHAPES)
+) -> tuple[LocalSGDWorker, dict[str, Parameter]]:
+    parameters = make_parameters({name: SHAPES[name] for name in names})
     return method.attach(OPTIMIZERS[optimizer](parameters.values()), parameters.items(), exchange), parameters
 
 
@@ -71,9 +73,15 @@ def residuals_of(worker: LocalSGDWorker) -> dict[str, Tensor]:
     return {name: residual for residuals in by_fragment for name, residual in residuals.items()}
 
 
-def train(choices: dict[str, Any], optimizer: str, nodes: Nodes = (), steps: int = STEPS) -> dict[str, Any]:
+def train(
+    choices: dict[str, Any],
+    optimizer: str,
+    nodes: Nodes = (),
+    steps: int = STEPS,
+    names: Sequence[str] = tuple(SHAPES),
+) -> dict[str, Any]:
     exchange = exchange_of(nodes, "sharded", "averages") if nodes else Exchange()
-    worker, parameters = attach(LocalSGD(**{"begin_step": 0, **choices}), optimizer, exchange)
+    worker, parameters = attach(LocalSGD(**{"begin_step": 0, **choices}), optimizer, exchange, names)
     sent = []
     digests = []
     for step in range(steps):
@@ -210,6 +218,24 @@ def test_bytes_are_those_of_the_formula(case: str) -> None:
     for result in results_of(num_ranks, "sgd")[case]:
         averages = [(step + 1) // choices["k_steps"] for step in range(STEPS)]
         assert [sent for sent, _ in result["sent"]] == [number * per_average for number in averages]
+
+
+@pytest.mark.parametrize("case", ["two bits", "delayed"])
+@pytest.mark.parametrize("nodes", [None, "blocks"])
+def test_where_nothing_is_whole_a_round_is_one_all_gather(nodes: str | None, case: str) -> None:
+    """The numbers beside an average ride in the messages; a small all-reduce costs more frames than they have bytes."""
+    choices, oracle_choices = CASES[case]
+    groups = NODES[nodes] if nodes else [[0], [1], [2]]
+    num_ranks = sum(map(len, groups))
+    results = run_ranks(train, num_ranks, with_base(choices), "sgd", groups if nodes else (), STEPS, SPARSE)
+    check(results, "sgd", groups, oracle_choices)
+    numels = [torch.Size(SHAPES[name]).numel() for name in SPARSE]
+    message = Compression(**with_base(choices)["compression"]).nbytes(numels) + 4 * (8 + 2 * num_ranks)
+    for result in results if case == "two bits" or not nodes else ():  # between nodes, what is hidden counts when done
+        sent = [inter if nodes else everything for everything, inter in result["sent"]]
+        per_average = all_gather_bytes(message, len(groups)) / (num_ranks / len(groups))  # a node's ranks share it
+        averages = [(step + 1) // choices["k_steps"] for step in range(STEPS)]
+        assert sent == pytest.approx([number * per_average for number in averages], abs=8)
 
 
 # Two levels --------------------------------------------------------------------------------------------------------
@@ -451,8 +477,8 @@ def test_ranks_that_begin_with_different_weights_are_told() -> None:
     assert all("Begin with the same weights" in message for message in first[:3])
 
 
-def poison(choices: dict[str, Any], value: float) -> tuple[int, str]:
-    worker, parameters = attach(LocalSGD(k_steps=3, begin_step=0, **choices), "sgd", None)
+def poison(choices: dict[str, Any], value: float, names: Sequence[str] = tuple(SHAPES)) -> tuple[int, str]:
+    worker, parameters = attach(LocalSGD(k_steps=3, begin_step=0, **choices), "sgd", None, names)
     for step in range(9):
         if step == 4 and dist.get_rank() == 1:
             with torch.no_grad():
@@ -468,7 +494,8 @@ def poison_all() -> list[tuple[int, str]]:
     kinds = [{"value_dtype": name} for name in VALUE_NAMES] + [{"chunk": None, "clip_to_median": True}]
     cases = [with_base({"compression": kind}) for kind in kinds]
     cases.append(with_base({"delay_steps": 1}))
-    return [poison(case, value) for case in cases for value in (math.nan, math.inf)]
+    told = [poison(case, value) for case in cases for value in (math.nan, math.inf)]
+    return [poison(with_base({}), math.nan, SPARSE), *told]
 
 
 def test_a_rank_that_is_not_finite_is_named_on_all_and_nothing_is_averaged() -> None:
