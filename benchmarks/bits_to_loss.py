@@ -1,11 +1,13 @@
 """Loss against bits per parameter and step, and against seconds: what local steps and sparse averages cost, and save.
 
-    sudo .venv/bin/python benchmarks/bits_to_loss.py                  # 50 minutes a seed on two cores
+    sudo .venv/bin/python benchmarks/bits_to_loss.py    # 90 minutes a seed on two cores
 
 Four ranks on links of 100 Mb/s train the byte-level transformer with AdamW, with each method for as many steps on the
-same batches: first from scratch, then on, from what DDP has reached there, with a new cycle of the learning rate.
-Runs that benchmarks/results/bits_to_loss.json has already are not repeated. Writes a table and a plot beside it, and
-the table into the method card.
+same batches: first from scratch, then on, from what DDP has reached there, with a new cycle of the learning rate, and
+so once more with twice as many steps. Runs that benchmarks/results/bits_to_loss.json has already are not repeated.
+Writes a table and a plot beside it, and the table into the method card.
+
+Losses and bits do not depend on the rate: more seeds may be run on a faster link, their seconds are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,11 +32,25 @@ from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
 from lightning_lowbw.zoo import StdlibText
 
 NUM_RANKS = 4
-NUM_STEPS = 1024
+RATE = "100mbit"
 PEAK_STEPS = 4  # the peak is over so many consecutive steps
-STARTS = {"scratch": 3e-3, "continued": 1e-3}  # and the peak of the learning rate
 MODEL: dict[str, Any] = {"optimizer": "adamw", "schedule": "one_cycle"}
 BATCH = 8
+
+
+class Start(NamedTuple):
+    """Steps, the peak of the learning rate, and whether they go on from what DDP has reached from scratch."""
+
+    num_steps: int
+    lr: float
+    goes_on: bool
+
+
+STARTS = {
+    "scratch": Start(1024, 3e-3, False),
+    "continued": Start(1024, 1e-3, True),
+    "continued, longer": Start(2048, 1e-3, True),
+}
 
 
 def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
@@ -49,29 +65,33 @@ METHODS: dict[str, Callable[[], Any]] = {
     **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
     "sparse_loco, k = 16, over ranks": local("sparse_loco", 16, compression=Compression(mean_over="ranks")),
-    "sparse_loco, k = 8, 1 of 256, norms too": local(
-        "sparse_loco", 8, compression=Compression(density=1 / 256, min_numel=64)
+    "sparse_loco, k = 16, norms too": local("sparse_loco", 16, compression=Compression(min_numel=1)),
+    "sparse_loco, k = 16, 1 of 128, norms too": local(
+        "sparse_loco", 16, compression=Compression(density=1 / 128, min_numel=1)
     ),
-    "sparse_loco, k = 32, norms too": local("sparse_loco", 32, compression=Compression(min_numel=64)),
-    "sparse_loco, k = 32, norms too, streaming": local(
-        "streaming_diloco", 32, outer="none", compression=Compression(min_numel=64)
+    "sparse_loco, k = 8, 1 of 256, norms too": local(
+        "sparse_loco", 8, compression=Compression(density=1 / 256, min_numel=1)
+    ),
+    "sparse_loco, k = 16, streaming": local(
+        "streaming_diloco", 16, outer="none", compression=Compression(density=1 / 128, min_numel=1)
     ),
     "sparse_loco, k = 64, 1 of 32": local("sparse_loco", 64, compression=Compression(density=1 / 32)),
 }
 
 
-def train_all(runs: list[tuple[str, str, int]], num_steps: int, path: Path) -> None:
+def train_all(runs: list[tuple[str, str, int]], rate: str, max_steps: int | None, path: Path) -> None:
     """One rank: train from each start with each method and seed in turn; rank 0 writes the curves."""
     curves = []
     for start, method, seed in runs:
+        num_steps, lr, goes_on = STARTS[start]
+        num_steps = max_steps or num_steps
         # One epoch, and of other crops where it goes on.
-        data = StdlibText(BATCH, num_train=NUM_RANKS * BATCH * num_steps, seed=2 * seed + (start == "continued"))
-        is_first = (start, method) == ("scratch", "ddp")
-        weights = path.with_name(f"{seed}.pt") if is_first or start == "continued" else None
-        if start == "continued" and weights is not None and not weights.exists():
+        data = StdlibText(BATCH, num_train=NUM_RANKS * BATCH * num_steps, seed=2 * seed + goes_on)
+        weights = path.with_name(f"{seed}.pt") if goes_on or method == "ddp" else None
+        if goes_on and weights is not None and not weights.exists():
             raise SystemExit(f"{weights} is not there: let DDP train from scratch first, with the same --folder.")
-        run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=STARTS[start], **MODEL)
-        curves.append({"start": start, "method": method, **run})
+        run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=lr, **MODEL)
+        curves.append({"start": start, "method": method, "rate": rate, **run})
         if os.environ["RANK"] == "0":
             path.write_text(json.dumps(curves))
             print(start, method, seed, curves[-1]["val_loss"], curves[-1]["seconds"][-1], flush=True)
@@ -101,7 +121,7 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
         of_start = [curve for curve in curves if curve["start"] == start]
         dense = {curve["seed"]: curve for curve in of_start if curve["method"] == "ddp"}
         mine = [curve for curve in of_start if curve["method"] == method and curve["seed"] in dense]
-        if start == "continued" and method == "ddp":
+        if STARTS[start].goes_on and method == "ddp" and dense:
             began = {c["seed"]: c for c in curves if (c["start"], c["method"]) == ("scratch", "ddp")}
             worse = [100.0 * (began[seed]["val_loss"] / dense[seed]["val_loss"] - 1.0) for seed in dense]
             loss = statistics.mean(began[seed]["val_loss"] for seed in dense)
@@ -111,7 +131,8 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
         if not mine:
             continue
         relative = [100.0 * (curve["val_loss"] / dense[curve["seed"]]["val_loss"] - 1.0) for curve in mine]
-        faster = [dense[curve["seed"]]["seconds"][-1] / curve["seconds"][-1] for curve in mine]
+        timed = [curve for curve in mine if curve["rate"] == dense[curve["seed"]]["rate"] == RATE]
+        faster = [dense[curve["seed"]]["seconds"][-1] / curve["seconds"][-1] for curve in timed]
         spread = f" ({min(relative):+.1f} to {max(relative):+.1f})" if len(mine) > 1 else ""
         cells = [
             start,
@@ -122,8 +143,8 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
             f"{statistics.mean(curve['val_loss'] for curve in mine):.4f}",
             f"{statistics.mean(relative):+.1f} %{spread}",
             f"{statistics.mean(curve['test_accuracy'] for curve in mine):.2%}",
-            f"{statistics.median(curve['seconds'][-1] for curve in mine):.0f}",
-            f"{statistics.median(faster):.2f}",
+            f"{statistics.median(curve['seconds'][-1] for curve in timed):.0f}" if timed else "",
+            f"{statistics.median(faster):.2f}" if timed else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -133,51 +154,56 @@ def note(results: dict[str, Any]) -> str:
     """Return what the table is about."""
     environment, num_parameters = results["environment"], results["curves"][0]["num_parameters"]
     return (
-        f"{NUM_RANKS} nodes at {results['rate']}, {num_parameters:,} parameters, AdamW, {NUM_STEPS} steps of "
-        f"{NUM_RANKS} x {BATCH} crops of 64 bytes, from scratch and on from what DDP has reached there "
+        f"{NUM_RANKS} nodes at {RATE}, {num_parameters:,} parameters, AdamW, {STARTS['scratch'].num_steps} steps of "
+        f"{NUM_RANKS} x {BATCH} crops of 64 bytes, from scratch and on from what DDP has reached there, "
+        f'"longer" for {STARTS["continued, longer"].num_steps} steps '
         f"(`benchmarks/bits_to_loss.py`, {environment['num_cpus']} cores, torch {environment['torch']}, "
         f"{environment['date']}). Bits are those that rank 0's interface has sent in the whole fit, with all headers: "
         f"in an all-gather each message passes it {NUM_RANKS - 1} times. The busiest steps are {PEAK_STEPS} in a row. "
-        '"Norms too": no tensor is averaged whole. "Over ranks": mean_over="ranks".\n\n'
+        f'Seconds are those of the seeds that were run at {RATE}; losses and bits do not depend on it. "Norms too": no '
+        'tensor is averaged whole. "Over ranks": mean_over="ranks". "Streaming": in fragments, hidden, 1 of 128, norms '
+        "too; its replicas are not equal at the end, so it ends with a whole average.\n\n"
     )
 
 
-def draw(curves: list[dict[str, Any]], rate: str, path: Path) -> None:
+def draw(curves: list[dict[str, Any]], path: Path) -> None:
     """Plot for each start the loss against seconds (first seed), and the validation loss against bits (all)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, rows = plt.subplots(len(STARTS), 2, figsize=(13, 8), layout="constrained")
+    figure, rows = plt.subplots(len(STARTS), 2, figsize=(13, 12), layout="constrained")
     colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for start, (left, right) in zip(STARTS, rows, strict=True):
         for number, method in enumerate(METHODS):
             mine = [curve for curve in curves if (curve["start"], curve["method"]) == (start, method)]
-            for curve in mine[:1]:
+            for curve in [curve for curve in mine if curve["rate"] == RATE][:1]:
                 seconds = curve["seconds"][SMOOTHING - 1 :]
                 left.plot(seconds, smooth(curve["losses"]), color=colors[number], lw=1)
             sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
             right.plot(sent, [curve["val_loss"] for curve in mine], "o", color=colors[number], label=method)
         left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")
         left.set(title=start)
-        if start == "scratch":
+        if not STARTS[start].goes_on:
             left.set_ylim(top=3.5)
         right.set(xlabel="bits per parameter and step, on the interface", ylabel="validation loss", xscale="log")
         for axis in (left, right):
             axis.grid(alpha=0.3)
     figure.legend(*rows[0][1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    figure.suptitle(f"{NUM_RANKS} nodes, {rate}, {NUM_STEPS} steps of AdamW")
+    figure.suptitle(f"{NUM_RANKS} nodes at {RATE}, AdamW")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def measure(runs: Sequence[tuple[str, str, int]], rate: str, num_steps: int, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    runs: Sequence[tuple[str, str, int]], rate: str, max_steps: int | None, folder: Path
+) -> list[dict[str, Any]]:
     """Start the ranks in the lab; return the curves of rank 0. The folder keeps weights from one start to the next."""
     from lightning_lowbw.lab import Network, launch, parse_rate
 
     path = folder / "curves.json"
-    job = json.dumps({"runs": runs, "num_steps": num_steps, "path": str(path)})
+    job = json.dumps({"runs": runs, "rate": rate, "max_steps": max_steps, "path": str(path)})
     with Network([parse_rate(rate)] * NUM_RANKS) as network:
         if launch(network, [sys.executable, __file__, "--job", job]).status != 0:
             raise SystemExit("The ranks failed.")
@@ -187,7 +213,8 @@ def measure(runs: Sequence[tuple[str, str, int]], rate: str, num_steps: int, fol
 def main() -> None:
     """Measure what is missing, write after each seed and start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--rate", default=RATE)
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, help="another number of steps, for a look; writes nothing")
@@ -196,7 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.job is not None:
         job = json.loads(options.job)
-        train_all(job["runs"], job["num_steps"], Path(job["path"]))
+        train_all(job["runs"], job["rate"], job["max_steps"], Path(job["path"]))
         return
     from benchmarks.slow_link import describe_environment, replace_block
 
@@ -204,23 +231,21 @@ def main() -> None:
     results: dict[str, Any] = {"curves": []}
     if path.exists() and options.steps is None:
         results = json.loads(path.read_text())
-        if results["rate"] != options.rate:
-            raise SystemExit(f"{path} is of {results['rate']}: move it away to measure at {options.rate}.")
-    for seed, start in itertools.product(options.seeds, STARTS):
+    for seed, start in itertools.product(options.seeds, options.starts):
         made = {(curve["start"], curve["method"], curve["seed"]) for curve in results["curves"]}
         runs = [(start, method, seed) for method in options.methods if (start, method, seed) not in made]
         if not runs:
             continue
         if runs[0][:2] == ("scratch", "ddp"):
             (options.folder / f"{seed}.pt").unlink(missing_ok=True)
-        results["curves"] += measure(runs, options.rate, options.steps or NUM_STEPS, options.folder)
-        results |= {"environment": describe_environment(), "rate": options.rate, "command": " ".join(sys.argv)}
+        results["curves"] += measure(runs, options.rate, options.steps, options.folder)
+        results |= {"environment": describe_environment(), "command": " ".join(sys.argv)}
         if options.steps is None:
             path.write_text(json.dumps(results) + "\n")
             table = to_markdown(results["curves"])
             (RESULTS / "bits_to_loss.md").write_text(table)
             replace_block("docs/methods/sparse_local_sgd.md", "bits_to_loss", note(results) + table)
-            draw(results["curves"], options.rate, path.with_suffix(".png"))
+            draw(results["curves"], path.with_suffix(".png"))
     print(to_markdown(results["curves"]))
 
 

@@ -41,7 +41,7 @@ class Compression:
     Args:
         density: the fraction of elements sent, in (0, 1).
         chunk: the largest are sought among so many neighbouring elements of a tensor; None: in the whole tensor. By
-            default 64 of 4096.
+            default 64 of 4096. As many are sent of the rest of a tensor, and of a small one, as far as they have them.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
             rounded away is kept.
         decay: of what has been kept, from one average to the next, in [0, 1]; 1 forgets nothing.
@@ -156,8 +156,8 @@ class Compression:
         if self.chunk is None:
             return 0, 0, num_selected(numel, self.density)
         num_full, rest = divmod(numel, self.chunk)
-        k_last = num_selected(rest, self.density) if rest else 0
-        return num_full, num_selected(self.chunk, self.density), k_last
+        k = num_selected(self.chunk, self.density)
+        return num_full, k, min(rest, k)
 
     def _select(self, values: Tensor) -> Tensor:
         """Return the positions of the k largest |values| of each chunk: int64, ascending."""

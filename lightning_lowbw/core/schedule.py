@@ -54,10 +54,6 @@ class SparsitySchedule:
         stair = int(step - begin_step) * len(self.sparsity) // self.rampup_step
         return 1.0 - self.sparsity[min(stair, len(self.sparsity) - 1)]
 
-    def is_dense(self, step: int) -> bool:
-        """Whether step `step` is plain DDP."""
-        return self.density(step) == 1.0
-
 
 def _as_stairs(sparsity: Sequence[float] | float) -> tuple[float, ...]:
     if isinstance(sparsity, (int, float)):

@@ -339,7 +339,7 @@ def test_a_method_is_a_value() -> None:
     assert hash(method) == hash(replace(method))
     assert pickle.loads(pickle.dumps(method)) == method
     assert eval(repr(method)) == method
-    assert replace(method, rampup_begin_step=5).schedule.is_dense(4)
+    assert replace(method, rampup_begin_step=5).schedule.density(4) == 1.0
     description = method.describe()
     assert description == {
         "method": "dgc",

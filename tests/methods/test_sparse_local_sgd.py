@@ -98,6 +98,7 @@ def by_oracle(
     """Each of the groups is a node; the gradient of several ranks is summed as the wire does."""
     value_dtype = choices.pop("value_dtype", "float32")
     value_format = make_value_format(value_dtype)
+    is_per_tensor = choices.get("chunk", CHUNK) != CHUNK
 
     def quantise(values: Tensor) -> Tensor:
         return value_format.decode(value_format.encode(values, [values.numel()]), [values.numel()])
@@ -106,7 +107,7 @@ def by_oracle(
         make_weight(name, SHAPES[name]),
         len(groups),
         OPTIMIZERS[optimizer],
-        top=lambda numel: max(1, round(numel * DENSITY)),
+        top=lambda numel: min(numel, max(1, round((numel if is_per_tensor else CHUNK) * DENSITY))),
         quantise=quantise,
         **{"chunk": CHUNK, **choices},
     )
