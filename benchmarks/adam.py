@@ -61,7 +61,6 @@ BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01  # torch's AdamW
 SPARSE_BETA1 = 0.7  # while sparse, for sending late is a momentum of its own
 STAIRS = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 EVAL_BATCH = 128
-GAP_DOUBLES_EVERY = 4  # refreshes, for "refreshed"; 0/1 Adam (arXiv 2202.06009, section 4) takes 16 in long runs
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ TEXT = Task(
 TASKS = {
     "text": TEXT,
     "text, long": replace(TEXT, num_steps=2400, num_warmup_steps=120, num_dense_steps=120, num_ramp_steps=480),
+    "text, longer": replace(TEXT, num_steps=9600, num_warmup_steps=480, num_dense_steps=480, num_ramp_steps=1920),
     "digits": Task(
         lambda: DigitsClassifier(hidden=256),
         DigitsData,
@@ -128,6 +128,8 @@ class Variant:
         kind: "dense", "feedback" or "corrected", as in the module's docstring.
         variance: "own", "frozen" or "refreshed".
         noise_share: what G^2 is multiplied with for "own".
+        refreshes_per_gap: for "refreshed": after so many the gap doubles. 0/1 Adam (arXiv 2202.06009, section 4) takes
+            16, in long runs.
         floor: the denominator is at least this fraction of its mean over the tensor.
         beta1: of the dense phase and of small tensors.
         sparse_beta1: of the corrected tensors.
@@ -139,6 +141,7 @@ class Variant:
 
     kind: str = "corrected"
     variance: str = "own"
+    refreshes_per_gap: int = 4
     noise_share: float = 1.0 / NUM_RANKS
     floor: float = 0.0
     beta1: float = BETA1
@@ -159,6 +162,10 @@ MAIN = {
     "frozen, beta1 0.9": replace(FROZEN, sparse_beta1=BETA1),
     "frozen": FROZEN,
     "refreshed": replace(FROZEN, variance="refreshed"),
+    "refreshed as 0/1 Adam, beta1 0.9": replace(FROZEN, variance="refreshed", refreshes_per_gap=16, sparse_beta1=BETA1),
+    "refreshed as 0/1 Adam, masked, beta1 0.9": replace(
+        FROZEN, variance="refreshed", refreshes_per_gap=16, sparse_beta1=BETA1, is_momentum_masked=True
+    ),
     "own, beta1 0.9": replace(OWN, sparse_beta1=BETA1),
     "own, beta1 0.8": replace(OWN, sparse_beta1=0.8),
     "own": OWN,
@@ -179,7 +186,10 @@ MORE = {
     "frozen, floor 0.3": replace(FROZEN, floor=0.3),
     "frozen, floor 1": replace(FROZEN, floor=1.0),
 }
-LONG = ("dense AdamW", "feedback", "frozen", "own, beta1 0.9", "own, beta1 0.8", "own")  # too slow for all
+LONG = {  # too slow for all variants
+    "text, long": ("dense AdamW", "feedback", "frozen", "own, beta1 0.9", "own, beta1 0.8", "own"),
+    "text, longer": ("dense AdamW", "own"),
+}
 VARIANTS = {**MAIN, **MORE}
 
 
@@ -229,7 +239,7 @@ class VirtualRanks:
             numel = own.shape[1]
             k = numel if numel < self.task.min_numel else num_selected(numel, density)
             self.num_elements += numel
-            self.num_sent += k if not is_refresh else numel
+            self.num_sent += k + (numel if is_refresh and k < numel else 0)
             if k == numel:
                 update = self._dense(number, own.mean(0))
             elif self.variant.kind == "feedback":
@@ -279,7 +289,7 @@ class VirtualRanks:
         if self.variant.variance != "refreshed" or step < self.refresh_at:
             return False
         self.num_refreshes += 1
-        self.refresh_at = step + 2 ** (self.num_refreshes // GAP_DOUBLES_EVERY)
+        self.refresh_at = step + 2 ** (self.num_refreshes // self.variant.refreshes_per_gap)
         return True
 
 
@@ -418,7 +428,7 @@ def wanted(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     runs = []
     for seed in range(1 if options.quick else max(options.seeds, options.more_seeds)):
         for task_name in options.tasks:
-            for name in options.variants or (LONG if task_name == "text, long" else VARIANTS):
+            for name in options.variants or LONG.get(task_name, VARIANTS):
                 num_seeds = options.seeds if options.variants or name in MAIN else options.more_seeds
                 if seed < num_seeds and not (options.quick and name in MORE):
                     runs.append((task_name, name, seed))
