@@ -27,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.time_to_loss import RESULTS, SMOOTHING, smooth, train
+from benchmarks.time_to_loss import RESULTS, smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
 from lightning_lowbw.zoo import StdlibText
 
 NUM_RANKS = 4
 RATE = "100mbit"
+SMOOTHING = 96  # steps of the running mean in the plot: one start's crops are the same for all methods, and noisy
 PEAK_STEPS = 4  # the peak is over so many consecutive steps
 MODEL: dict[str, Any] = {"optimizer": "adamw", "schedule": "one_cycle"}
 BATCH = 8
@@ -180,7 +181,7 @@ def draw(curves: list[dict[str, Any]], path: Path) -> None:
             mine = [curve for curve in curves if (curve["start"], curve["method"]) == (start, method)]
             for curve in [curve for curve in mine if curve["rate"] == RATE][:1]:
                 seconds = curve["seconds"][SMOOTHING - 1 :]
-                left.plot(seconds, smooth(curve["losses"]), color=colors[number], lw=1)
+                left.plot(seconds, smooth(curve["losses"], SMOOTHING), color=colors[number], lw=1)
             sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
             right.plot(sent, [curve["val_loss"] for curve in mine], "o", color=colors[number], label=method)
         left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")

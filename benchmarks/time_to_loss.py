@@ -133,9 +133,9 @@ def train_all(seeds: list[int], path: Path) -> None:
     torch.distributed.barrier()
 
 
-def smooth(losses: list[float]) -> list[float]:
-    """Return the running mean over `SMOOTHING` steps."""
-    return torch.tensor(losses).unfold(0, SMOOTHING, 1).mean(1).tolist()
+def smooth(losses: list[float], num_steps: int = SMOOTHING) -> list[float]:
+    """Return the running mean."""
+    return torch.tensor(losses).unfold(0, num_steps, 1).mean(1).tolist()
 
 
 def summarise(curves: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:

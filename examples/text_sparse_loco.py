@@ -64,10 +64,10 @@ def main() -> None:
     )
     parser.add_argument("--lr", type=float, default=2e-3)
     options = parser.parse_args()
-    train("ddp", options, has_gpus)
     # As "sparse_loco", but for its k.
     sparse = lowbw.LocalSGDStrategy(options.k_steps, begin_step=0, compression=lowbw.Compression())
-    train(sparse, options, has_gpus)
+    for strategy in ("ddp", sparse):
+        train(strategy, options, has_gpus)
 
 
 if __name__ == "__main__":

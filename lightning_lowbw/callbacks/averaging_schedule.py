@@ -67,8 +67,8 @@ class AveragingSchedule(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, LocalSGDStrategy):
             raise ConfigurationError(
-                "AveragingSchedule is for strategy='local_sgd', 'post_local_sgd', 'adaptive_local_sgd', 'diloco' or "
-                "'sparse_loco'; "
+                "AveragingSchedule is for strategy='local_sgd', 'post_local_sgd', 'adaptive_local_sgd', 'diloco', "
+                "'streaming_diloco' or 'sparse_loco'; "
                 f"the strategy is {type(strategy).__name__}."
             )
         num_steps = 1

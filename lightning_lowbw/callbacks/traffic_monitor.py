@@ -47,6 +47,7 @@ class TrafficMonitor(Callback):
 
     - ``k_steps``: the period in use
     - ``averages``: averages since the start
+    - ``delay_steps``: that hide an average, where they were chosen (``delay_steps="auto"``)
     - ``consensus_distance``: ``||x_i - mean|| / ||mean||`` of this rank before the last average
 
     With stock DDP the bytes are those of its gradient all-reduce, by formula, and the rest is left out.

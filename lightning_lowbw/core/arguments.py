@@ -1,10 +1,13 @@
-"""What the values that a user may also give as a mapping of their arguments (Hydra does) have in common."""
+"""Checks of what the user has given that several values and methods have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_lowbw.errors import ConfigurationError
 
@@ -27,6 +30,22 @@ def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) 
     if unknown:
         raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {', '.join(names)}.")
     return kind(**arguments)
+
+
+def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Parameter, str]:
+    """Return the name of each parameter.
+
+    Raises:
+        ConfigurationError: they are not pairs, as of `model.parameters()`.
+    """
+    pairs = list(named_parameters)
+    for pair in pairs:
+        if isinstance(pair, Tensor) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ConfigurationError(
+                f"named_parameters gives a {type(pair).__name__} where a pair of name and parameter is expected: pass "
+                "model.named_parameters()."
+            )
+    return {parameter: name for name, parameter in pairs}
 
 
 def is_number(value: object) -> bool:

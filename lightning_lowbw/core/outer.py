@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from lightning_lowbw.core.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
 
 OuterName = Literal["none", "slowmo", "nesterov"]
@@ -43,9 +44,9 @@ class OuterOptimizer:
         for key, value in (("outer_lr", self.lr), ("outer_momentum", self.momentum)):
             if value is not None and self.name == "none":
                 raise ConfigurationError(f"{key}={value!r} without an outer optimizer: set outer='slowmo'.")
-        if self.lr is not None and not self.lr > 0:
+        if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
             raise ConfigurationError(f"outer_lr={self.lr!r}: give a number > 0.")
-        if self.momentum is not None and not 0 <= self.momentum < 1:
+        if self.momentum is not None and not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ConfigurationError(f"outer_momentum={self.momentum!r}: give a number in [0, 1).")
 
     def step_(self, mean: Tensor, start: Tensor, velocity: Tensor, inner_lr: float) -> None:

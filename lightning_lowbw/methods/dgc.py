@@ -43,6 +43,7 @@ from lightning_lowbw.comm.averaging import MeanInFlight, average_gradients_, nar
 from lightning_lowbw.comm.collectives import Exchange, Gathering
 from lightning_lowbw.comm.probe import measure_link
 from lightning_lowbw.comm.sparse import SparseReduceScatter
+from lightning_lowbw.core.arguments import names_of
 from lightning_lowbw.core.codec import SparseCodec
 from lightning_lowbw.core.corrections import FrozenVariance, as_correction, correction_for
 from lightning_lowbw.core.link import EXCHANGES, Link, choose
@@ -270,7 +271,7 @@ class DGCWorker:
                         f"{name}={given[name]!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
                     )
         self._exchange = exchange
-        self._names = {parameter: name for name, parameter in named_parameters}
+        self._names = names_of(named_parameters)
         self._selectors: dict[tuple[Parameter, str], Selector] = {}
         self._workspaces: dict[tuple[str, ...], gpu.Workspace] = {}  # by the tensors that are compressed together
         self._link: Link | None = None

@@ -35,6 +35,7 @@ from lightning_lowbw.comm.buffers import ReplicaBuffers, wide
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.flight import Flight, Fragment
 from lightning_lowbw.comm.payload import NarrowChanges, Payload, SparseChanges, TailInFlight, WholeValues
+from lightning_lowbw.core.arguments import names_of
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
 from lightning_lowbw.core.compression import Compression, as_compression
 from lightning_lowbw.core.fragments import balance, hiding_steps, steps_before
@@ -299,7 +300,7 @@ class LocalSGDWorker:
         self.num_finished = 0
         self.is_over = False
         self._exchange = exchange
-        self._names = {parameter: name for name, parameter in named_parameters}
+        self._names = names_of(named_parameters)
         self._buffers = ReplicaBuffers(named_buffers)
         self._local_since: int | None = None  # the step from which on it is local, once that has come
         self._period: Period | None = None
@@ -468,8 +469,9 @@ class LocalSGDWorker:
         Raises:
             NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing was averaged.
             DisagreementError: on all ranks; they are at different steps.
-            ConfigurationError: on all ranks; an adaptive rule has seen no loss.
+            ConfigurationError: on all ranks; an adaptive rule has seen no loss, or as `check_schedule`.
         """
+        self.check_schedule()
         yield
         self._after_step()
 
@@ -958,9 +960,12 @@ class LocalSGDWorker:
         for name, residual in state.get("residuals", {}).items():
             keeps = isinstance(fragment.payload, SparseChanges) and fragment.payload.takes(parameters[name])
             if not keeps and residual.any():
+                compression = self.method.compression
+                here = "without compression" if compression is None else f"with min_numel={compression.min_numel}"
                 raise ConfigurationError(
-                    f"The checkpoint keeps changes of {name!r} that have not been sent, and here they never would be. "
-                    "Resume with a compression of the same min_numel, or load the weights alone."
+                    f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
+                    f"and {here} they never would be. Resume with the compression of that run, or begin a new run with "
+                    'the weights alone: model.load_state_dict(torch.load(path)["state_dict"]).'
                 )
         fragment.payload.load_state_dict(state)
 

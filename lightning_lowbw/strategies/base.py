@@ -162,7 +162,7 @@ class LowBandwidthStrategy(DDPStrategy):
         self._move_clipping()
         if exchange.num_ranks == 1:
             rank_zero_warn(
-                f"strategy={self.strategy_name!r} with one rank: there is nobody to exchange gradients with, so this "
+                f"{type(self).__name__} with one rank: there is nobody to exchange gradients with, so this "
                 "trains as without it. Set Trainer(devices=..., num_nodes=...) for more."
             )
 
@@ -212,13 +212,13 @@ class LowBandwidthStrategy(DDPStrategy):
                 _ = topology.ranks_per_node  # raises where they differ
         if topology.num_nodes == self.world_size:
             rank_zero_warn(
-                f"strategy={self.strategy_name!r}, topology={self._topology!r}: one rank on each node, so there is one "
+                f"{type(self).__name__}, topology={self._topology!r}: one rank on each node, so there is one "
                 "level only, and this trains as with topology='flat'."
             )
             return None
         if topology.num_nodes == 1:
             rank_zero_warn(
-                f"strategy={self.strategy_name!r}, topology={self._topology!r}: all ranks are on one node, so there is "
+                f"{type(self).__name__}, topology={self._topology!r}: all ranks are on one node, so there is "
                 "one level only, and no slow network between nodes: this trains as DDP."
             )
         rank_zero_info(f"{self.strategy_name}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
@@ -566,7 +566,7 @@ class LowBandwidthStrategy(DDPStrategy):
             for worker in self.workers:
                 worker.step = checkpoint["global_step"] // max(1, len(self.workers))
             rank_zero_info(
-                f"The checkpoint was not written by this method: strategy {self.strategy_name!r} starts with the "
+                f"The checkpoint was not written by this method: {type(self).__name__} starts with the "
                 "weights, the optimizer and the step in it, and with nothing else."
             )
             return

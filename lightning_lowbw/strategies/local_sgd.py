@@ -153,6 +153,8 @@ class LocalSGDStrategy(LowBandwidthStrategy):
             )
         if uneven not in get_args(Uneven):
             raise ConfigurationError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}.")
+        if not isinstance(audit, bool):
+            raise ConfigurationError(f"audit={audit!r}: give True or False.")
         if kwargs.get("broadcast_buffers"):
             raise ConfigurationError(
                 "broadcast_buffers=True sends the buffers of rank 0 in every forward pass; local SGD averages them "
@@ -282,6 +284,12 @@ class LocalSGDStrategy(LowBandwidthStrategy):
                     rank_zero_warn(
                         f"This run has {num_steps:.0f} optimizer steps, and the first {begin} are synchronous "
                         f"(begin_step): it trains as DDP. Let the local phase begin earlier, or train longer."
+                    )
+                elif begin + self.method.k_steps // self.method.num_fragments > num_steps:
+                    rank_zero_warn(
+                        f"This run has {num_steps:.0f} optimizer steps, and with begin_step={begin}, "
+                        f"k_steps={self.method.k_steps} it is over before the first average: each rank trains alone, "
+                        "and only the end is averaged. Give a smaller k_steps, or train longer."
                     )
 
     def _restore(self) -> None:

@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowbw.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
 
+DEFAULT_LR = {"sgd": 0.05, "adamw": 1e-3}
 NUM_CLASSES = 10
 SPLIT_SEED = 0
 NUM_VAL, NUM_TEST = 180, 360  # of 1797; even, so that two ranks evaluate no image twice
@@ -31,7 +32,7 @@ class DigitsClassifier(LightningModule):
     Args:
         hidden: Width of the linear layer that holds most of the parameters (1024 * hidden).
         optimizer: "sgd" or "adamw".
-        lr: Learning rate (peak, for "one_cycle").
+        lr: Learning rate (peak, for "one_cycle"). By default 0.05 for "sgd", 1e-3 for "adamw".
         momentum: Momentum of "sgd".
         weight_decay: L2 term of "sgd", decoupled decay of "adamw".
         nesterov: Whether "sgd" looks ahead.
@@ -43,7 +44,7 @@ class DigitsClassifier(LightningModule):
         hidden: int = 512,
         *,
         optimizer: OptimizerName = "sgd",
-        lr: float = 0.05,
+        lr: float | None = None,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
@@ -52,6 +53,7 @@ class DigitsClassifier(LightningModule):
         super().__init__()
         check_choice("optimizer", optimizer, OptimizerName)
         check_choice("schedule", schedule, ScheduleName)
+        lr = DEFAULT_LR[optimizer] if lr is None else lr
         self.save_hyperparameters()
         self.network = nn.Sequential(
             nn.Conv2d(1, 32, kernel_size=3, padding=1),

@@ -23,6 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowbw.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
 
+DEFAULT_LR = {"sgd": 0.3, "adamw": 2e-3}
 NUM_BYTES = 256  # the vocabulary
 INIT_STD = 0.02  # GPT-2
 ROTARY_BASE = 10_000  # RoFormer
@@ -88,7 +89,7 @@ class ByteLanguageModel(LightningModule):
         num_layers: Number of blocks.
         num_heads: Attention heads per block; 2 * num_heads divides d_model.
         optimizer: "sgd" or "adamw".
-        lr: Learning rate (peak, for "one_cycle").
+        lr: Learning rate (peak, for "one_cycle"). By default 0.3 for "sgd", 2e-3 for "adamw".
         momentum: Momentum of "sgd".
         weight_decay: L2 term of "sgd", decoupled decay of "adamw".
         nesterov: Whether "sgd" looks ahead.
@@ -105,7 +106,7 @@ class ByteLanguageModel(LightningModule):
         num_heads: int = 4,
         *,
         optimizer: OptimizerName = "sgd",
-        lr: float = 0.3,
+        lr: float | None = None,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = True,
@@ -114,6 +115,7 @@ class ByteLanguageModel(LightningModule):
         super().__init__()
         check_choice("optimizer", optimizer, OptimizerName)
         check_choice("schedule", schedule, ScheduleName)
+        lr = DEFAULT_LR[optimizer] if lr is None else lr
         if d_model % (2 * num_heads):
             raise ValueError(f"num_heads={num_heads} does not split d_model={d_model} into heads of even width")
         self.save_hyperparameters()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
+from lightning_lowbw import DGC, ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.averaging import BUCKET_BYTES
 from lightning_lowbw.comm.collectives import Exchange
@@ -567,6 +567,7 @@ def test_another_number_of_ranks_starts_from_the_consensus() -> None:
         ({"outer": "adam"}, "slowmo"),
         ({"outer_lr": 0.7}, "outer_lr=0.7"),
         ({"outer": "slowmo", "outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ({"outer": "nesterov", "outer_lr": "0.7"}, "outer_lr='0.7'"),
         ({"inner_momentum": "mean"}, "inner_momentum='mean'"),
         ({"delay_steps": 8}, "delay_steps=8"),
         ({"delay_steps": 1, "value_dtype": "bfloat16"}, "delay_steps > 0"),
@@ -586,8 +587,15 @@ def test_optimizers_that_cannot_be_averaged_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Adagrad"):
         LocalSGD(inner_momentum="average").attach(torch.optim.Adagrad([weight]), [("w", weight)])
     worker = LocalSGD(begin_step=0.5).attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
-    with pytest.raises(ConfigurationError, match="number of steps"):
-        worker.check_schedule()
+    with pytest.raises(ConfigurationError, match="number of steps"), worker.stepping():
+        pass
+
+
+@pytest.mark.parametrize("method", [LocalSGD(), DGC()])
+def test_parameters_without_names_are_refused(method: LocalSGD | DGC) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"model.named_parameters\(\)"):
+        method.attach(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters())  # type: ignore[arg-type]
 
 
 def average_much() -> tuple[int, list[bool]]:

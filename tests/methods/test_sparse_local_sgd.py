@@ -428,9 +428,9 @@ def test_an_average_on_its_way_lands_also_where_less_delay_goes_on(delay: int) -
 
 
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "whole": (with_base({"k_steps": 4}), {"k_steps": 4}, 6, "'matrix' that have not been sent"),
+    "whole": (with_base({"k_steps": 4}), {"k_steps": 4}, 6, "and without compression"),
     "narrow": (with_base({"k_steps": 4}), {"k_steps": 4, "value_dtype": "bfloat16"}, 6, "never would be"),
-    "other tensors": (with_base({"k_steps": 4}), with_base({"compression": {"min_numel": 700}}), 6, "min_numel"),
+    "other tensors": (with_base({"k_steps": 4}), with_base({"compression": {"min_numel": 700}}), 6, "and with min_numel=700"),
     "in mid-round": ({"k_steps": 4}, with_base({"k_steps": 4}), 6, "between two averages"),
     "outer in mid-round": ({"k_steps": 4}, {"k_steps": 4, "outer": "nesterov"}, 6, "last consensus"),
     "after a round": ({"k_steps": 4}, with_base({"k_steps": 4}), 8, ""),

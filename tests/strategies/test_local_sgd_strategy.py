@@ -821,6 +821,7 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong in (
         {"broadcast_buffers": True},
         {"uneven": "wait"},
+        {"audit": "no"},
         {"k_step": 4},
         {"ddp_comm_hook": None},
         {"compression": {"top_k": 64}},
@@ -896,17 +897,27 @@ def test_synchronised_batch_norm_is_refused() -> None:
         assert "sync_batchnorm" in message
 
 
-def fit_never_local(begin: Any) -> list[str]:
+def fit_never_local(begin: Any, k_steps: int) -> list[str]:
     num_ranks = dist.get_world_size()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(LocalSGDStrategy(begin_step=begin), num_ranks).fit(Tiny(), make_data(num_ranks, 4))
-    return [str(warning.message) for warning in caught if "trains as DDP" in str(warning.message)]
+        strategy = LocalSGDStrategy(k_steps, begin_step=begin)
+        make_trainer(strategy, num_ranks).fit(Tiny(), make_data(num_ranks, 4))
+    messages = [str(warning.message) for warning in caught]
+    return [each for each in messages if "trains as DDP" in each or "trains alone" in each]
 
 
-@pytest.mark.parametrize(("begin", "word"), [("first_lr_decay", "scheduler"), (4, "4 optimizer steps"), (3, "")])
-def test_a_run_that_never_becomes_local_is_told(begin: Any, word: str) -> None:
-    messages = run_ranks(fit_never_local, 2, begin)[0]
+@pytest.mark.parametrize(
+    ("begin", "k_steps", "word"),
+    [
+        ("first_lr_decay", 1, "scheduler"),
+        (4, 2, "4 optimizer steps, and the first 4"),
+        (3, 2, "before the first average"),
+        (2, 2, ""),
+    ],
+)
+def test_a_run_that_never_becomes_local_or_averages_is_told(begin: Any, k_steps: int, word: str) -> None:
+    messages = run_ranks(fit_never_local, 2, begin, k_steps)[0]
     assert len(messages) == bool(word)
     assert all(word in message for message in messages)
 
