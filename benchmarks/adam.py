@@ -1,6 +1,6 @@
 """Which correction Adam needs under deep gradient compression: the final loss of each candidate against dense AdamW.
 
-    .venv/bin/python benchmarks/adam.py --jobs 2   # about an hour on two cores; goes on where it was stopped
+    .venv/bin/python benchmarks/adam.py --jobs 2   # hours on two cores; goes on where it was stopped
     .venv/bin/python benchmarks/adam.py --quick    # a minute; writes nothing
 
 A candidate is chosen by its loss on the validation split; the test split, beside it, is what the choice is worth.

@@ -122,12 +122,13 @@ def to_markdown(curves: list[dict[str, Any]]) -> str:
         of_start = [curve for curve in curves if curve["start"] == start]
         dense = {curve["seed"]: curve for curve in of_start if curve["method"] == "ddp"}
         mine = [curve for curve in of_start if curve["method"] == method and curve["seed"] in dense]
-        if STARTS[start].goes_on and method == "ddp" and dense:
-            began = {c["seed"]: c for c in curves if (c["start"], c["method"]) == ("scratch", "ddp")}
-            worse = [100.0 * (began[seed]["val_loss"] / dense[seed]["val_loss"] - 1.0) for seed in dense]
-            loss = statistics.mean(began[seed]["val_loss"] for seed in dense)
+        began = {c["seed"]: c for c in curves if (c["start"], c["method"]) == ("scratch", "ddp")}
+        if STARTS[start].goes_on and method == "ddp" and dense.keys() & began.keys():
+            seeds = dense.keys() & began.keys()
+            worse = [100.0 * (began[seed]["val_loss"] / dense[seed]["val_loss"] - 1.0) for seed in seeds]
+            loss = statistics.mean(began[seed]["val_loss"] for seed in seeds)
             lines.append(
-                f"| {start} | not at all | {len(dense)} | 0 | 0 | {loss:.4f} | {statistics.mean(worse):+.1f} % | | | |"
+                f"| {start} | not at all | {len(seeds)} | 0 | 0 | {loss:.4f} | {statistics.mean(worse):+.1f} % | | | |"
             )
         if not mine:
             continue

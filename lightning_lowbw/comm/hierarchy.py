@@ -175,6 +175,8 @@ class Hierarchy:
     def _gather_from_nodes(self, message: Tensor, node: Exchange) -> Tensor:
         assert self.peers is not None
         num_places, nbytes = len(self._ranks), message.numel()
+        if message.is_cuda:  # its maker lets go of it while this is queued on a side stream
+            message.record_stream(torch.cuda.current_stream(message.device))
         size = -(-nbytes // num_places)
         padded = torch.nn.functional.pad(message, (0, num_places * size - nbytes))
         mine = self.peers.begin_all_gather(padded[self.place * size : (self.place + 1) * size]).wait()

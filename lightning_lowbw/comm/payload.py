@@ -211,7 +211,7 @@ class SparseChanges:
         device = next(iter(changes.values())).device
         self.to(device)
         flats = {name: flat(change) for name, change in changes.items()}
-        tail = torch.empty(0, device=device) if tail is None else tail
+        tail = torch.empty(0, dtype=torch.float32, device=device) if tail is None else tail
         if self._exchange.levels is not None:
             flats, tail = self._reduce_in_node(flats, tail)
         for name, change in flats.items():
@@ -251,6 +251,7 @@ class _SparseArrival:
     shapes: dict[str, torch.Size]
     gathering: Any  # has a wait()
     tail_bytes: int
+    messages: Tensor | None = None  # once they have been waited for
 
     def wait(self) -> dict[str, Tensor]:
         messages = self._messages()
@@ -259,11 +260,13 @@ class _SparseArrival:
     def tails(self) -> Tensor:
         """Wait; return the tails of all senders: float32, shape (senders, numbers)."""
         messages = self._messages()
-        return messages[:, messages.shape[1] - self.tail_bytes :].contiguous().view(torch.float32)
+        return messages[:, messages.shape[1] - self.tail_bytes :].clone().view(torch.float32)  # aligned
 
     def _messages(self) -> Tensor:
-        with self.owner._exchange.ledger.waiting(next(iter(self.owner.residuals.values())).device):
-            return self.gathering.wait()
+        if self.messages is None:
+            with self.owner._exchange.ledger.waiting(next(iter(self.owner.residuals.values())).device):
+                self.messages = self.gathering.wait()
+        return self.messages
 
 
 @dataclass

@@ -10,9 +10,10 @@ algorithm 1. With D the pseudo-gradient of a rank (last consensus minus its weig
 
 Everything here is odd in D, so it works alike on the change of the weights, -D. The outer step is `core.outer`'s.
 
-Deviation: a chunk is so many consecutive elements of a tensor, row by row; the authors cut matrices into square tiles
-and vectors into divisors of their length. The paper divides by N, the authors' published code by the number of ranks
-that sent the element, which is better by far (docs/methods/sparse_local_sgd.md).
+Deviation: a chunk is so many consecutive elements of a tensor, row by row, and the rest; the authors cut matrices into
+square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a whole one.
+The paper divides by N, the authors' published code by the number of ranks that sent the element, which is better by far
+(docs/methods/sparse_local_sgd.md).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lightning_lowbw.core.values import VALUE_NAMES
 from lightning_lowbw.errors import ConfigurationError
 
 MeanOver = Literal["senders", "ranks"]
+LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, for a norm or a bias is not to wait for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,8 @@ class Compression:
     Args:
         density: the fraction of elements sent, in (0, 1).
         chunk: the largest are sought among so many neighbouring elements of a tensor; None: in the whole tensor. By
-            default 64 of 4096. As many are sent of the rest of a tensor, and of a small one, as far as they have them.
+            default 64 of 4096. Of the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096
+            elements of a larger one: all where there are not so many.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
             rounded away is kept.
         decay: of what has been kept, from one average to the next, in [0, 1]; 1 forgets nothing.
@@ -157,7 +160,8 @@ class Compression:
             return 0, 0, num_selected(numel, self.density)
         num_full, rest = divmod(numel, self.chunk)
         k = num_selected(self.chunk, self.density)
-        return num_full, k, min(rest, k)
+        least = num_selected(min(self.chunk, LEAST_OF), self.density)
+        return num_full, k, min(rest, max(num_selected(rest, self.density), least)) if rest else 0
 
     def _select(self, values: Tensor) -> Tensor:
         """Return the positions of the k largest |values| of each chunk: int64, ascending."""

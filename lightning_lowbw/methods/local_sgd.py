@@ -541,7 +541,8 @@ class LocalSGDWorker:
 
         Wire:
             The parameters trained since the last average and the floating buffers, in float32 (or wider), with 8
-            numbers and 2 per rank; integer buffers apart, and what the payload takes of the parameters.
+            numbers and 2 per rank; integer buffers apart, and what the payload takes of the parameters, with the
+            numbers where there is nothing else.
 
         Args:
             finished: this rank is out of data.
@@ -605,7 +606,9 @@ class LocalSGDWorker:
         weight = self.num_samples if self.weighs_samples else 1.0 / num_ranks
         # A rank that is out of data has moved nothing since the last average, and takes part all the same.
         parameters = [
-            p for p in fragment.parameters if p in fragment.moved or (self.weighs_samples and p.requires_grad)
+            p
+            for p in fragment.parameters
+            if p.numel() and (p in fragment.moved or (self.weighs_samples and p.requires_grad))
         ]
         tail = torch.zeros(NUM_SUMS + 2 * num_ranks, dtype=torch.float32, device=self._device())
         if self._loss is not None:
@@ -624,7 +627,7 @@ class LocalSGDWorker:
         whole = [p for p in parameters if not takes(p)]
         changes = {self._name(p): self._change(p) for p in parameters if takes(p)}
         rest, mean = [*whole, *moments, *buffer_changes], None
-        if rest or not changes or not fragment.payload.takes_tail:
+        if rest or not changes or not self._sends_changes_only:
             mean = MeanInFlight(rest, tail, weight, self._exchange)
         arrival = fragment.payload.begin(changes, tail if mean is None else None)
         is_hidden = self.delay_steps > 0
@@ -635,6 +638,18 @@ class LocalSGDWorker:
             moments,
             [wide(p) for p in parameters] if is_hidden else None,
             self._buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
+        )
+
+    @property
+    def _sends_changes_only(self) -> bool:
+        """Whether no fragment has anything that is averaged whole, so that the tail can ride with the changes of each.
+
+        Asked of all together: ranks out of turn shall meet in the same collectives, and be told.
+        """
+        return not (self.method.inner_momentum == "average" or self._buffers.floating) and all(
+            fragment.payload.takes_tail and (fragment.payload.takes(p) or not (p.requires_grad and p.numel()))
+            for fragment in self._fragments
+            for p in fragment.parameters
         )
 
     def _change(self, parameter: Parameter) -> Tensor:

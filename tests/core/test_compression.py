@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "per tensor": {**CHUNKED, "chunk": None},
     "one of each": {**CHUNKED, "density": 1e-6},
     "nearly all": {**CHUNKED, "density": 0.99},
+    "larger than all": {**CHUNKED, "density": 1 / 256, "chunk": 1 << 20},
 }
 
 
@@ -61,8 +62,9 @@ def test_the_largest_of_each_chunk_are_sent(layout: str) -> None:
         chunk = compression.chunk or change.numel()
         for first in range(0, change.numel(), chunk):
             of_chunk, of_sent = change[first : first + chunk], each[first : first + chunk]
-            whole = of_chunk.numel() if compression.chunk is None else compression.chunk
-            count = min(of_chunk.numel(), max(1, round(whole * compression.density)))
+            numel, density = of_chunk.numel(), compression.density
+            least = 1 if compression.chunk is None else max(1, round(min(compression.chunk, 4096) * density))
+            count = min(numel, max(round(numel * density), least))
             assert int((of_sent != 0).sum()) == count
             assert of_sent.abs().sort().values[-count:].equal(of_chunk.abs().sort().values[-count:])
 

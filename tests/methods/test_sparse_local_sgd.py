@@ -222,7 +222,7 @@ def test_bytes_are_those_of_the_formula(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["two bits", "delayed"])
-@pytest.mark.parametrize("nodes", [None, "blocks"])
+@pytest.mark.parametrize("nodes", [None, "three nodes"])
 def test_where_nothing_is_whole_a_round_is_one_all_gather(nodes: str | None, case: str) -> None:
     """The numbers beside an average ride in the messages; a small all-reduce costs more frames than they have bytes."""
     choices, oracle_choices = CASES[case]
@@ -325,14 +325,16 @@ def test_leaders_are_refused() -> None:
 # State -------------------------------------------------------------------------------------------------------------
 
 
-def stop_and_resume(choices: dict[str, Any], at: int) -> tuple[list[str], list[str]]:
-    worker, parameters = attach(LocalSGD(**choices), "adamw", exchange_of(NODES["blocks"], "sharded", "averages"))
+def stop_and_resume(choices: dict[str, Any], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    exchange = exchange_of(NODES["blocks"], "sharded", "averages")
+    worker, parameters = attach(LocalSGD(**choices), "adamw", exchange, names)
     train_on(worker, parameters, range(at))
     state = copy.deepcopy(worker.state_dict())
     weights = {name: p.detach().clone() for name, p in parameters.items()}
     straight = train_on(worker, parameters, range(at, STEPS))
     worker.finish()  # the next one has the same process groups, which must not hear of two averages at once
-    worker, parameters = attach(LocalSGD(**choices), "adamw", exchange_of(NODES["blocks"], "sharded", "averages"))
+    exchange = exchange_of(NODES["blocks"], "sharded", "averages")
+    worker, parameters = attach(LocalSGD(**choices), "adamw", exchange, names)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -343,7 +345,7 @@ def stop_and_resume(choices: dict[str, Any], at: int) -> tuple[list[str], list[s
 
 
 def stop_at_each(choices: dict[str, Any], steps: Sequence[int]) -> list[tuple[list[str], list[str]]]:
-    return [stop_and_resume(choices, at) for at in steps]
+    return [stop_and_resume(choices, at, names) for at in steps for names in (tuple(SHAPES), SPARSE)]
 
 
 def test_resume_on_two_levels_is_to_the_bit() -> None:
@@ -430,7 +432,12 @@ def test_an_average_on_its_way_lands_also_where_less_delay_goes_on(delay: int) -
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "whole": (with_base({"k_steps": 4}), {"k_steps": 4}, 6, "and without compression"),
     "narrow": (with_base({"k_steps": 4}), {"k_steps": 4, "value_dtype": "bfloat16"}, 6, "never would be"),
-    "other tensors": (with_base({"k_steps": 4}), with_base({"compression": {"min_numel": 700}}), 6, "and with min_numel=700"),
+    "other tensors": (
+        with_base({"k_steps": 4}),
+        with_base({"compression": {"min_numel": 700}}),
+        6,
+        "with min_numel=700",
+    ),
     "in mid-round": ({"k_steps": 4}, with_base({"k_steps": 4}), 6, "between two averages"),
     "outer in mid-round": ({"k_steps": 4}, {"k_steps": 4, "outer": "nesterov"}, 6, "last consensus"),
     "after a round": ({"k_steps": 4}, with_base({"k_steps": 4}), 8, ""),
