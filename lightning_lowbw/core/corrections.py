@@ -383,6 +383,7 @@ class FrozenAdamCorrection(AdamCorrection):
     """
 
     kind = "frozen_variance"
+    masks = True
     LARGEST_BETA1 = 1.0
     REFRESHES_PER_GAP = 16  # kappa
 

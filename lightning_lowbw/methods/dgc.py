@@ -72,7 +72,7 @@ class DGC:
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1).
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
-            in the paper, and not for Adam, which it costs accuracy.
+            in the paper, for Adam only with a frozen variance (docs/methods/dgc.md has what it costs and saves).
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.

@@ -36,7 +36,8 @@ class DGCStrategy(LowBandwidthStrategy):
         rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, to the bit.
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1).
-        momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
+        momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, and for Adam with a frozen
+            variance.
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
