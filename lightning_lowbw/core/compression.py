@@ -161,7 +161,7 @@ class Compression:
         num_full, rest = divmod(numel, self.chunk)
         k = num_selected(self.chunk, self.density)
         least = num_selected(min(self.chunk, LEAST_OF), self.density)
-        return num_full, k, min(rest, max(num_selected(rest, self.density), least)) if rest else 0
+        return num_full, k, min(rest, max(num_selected(rest, self.density), least))
 
     def _select(self, values: Tensor) -> Tensor:
         """Return the positions of the k largest |values| of each chunk: int64, ascending."""

@@ -35,7 +35,7 @@ from lightning_lowbw.comm.buffers import ReplicaBuffers, wide
 from lightning_lowbw.comm.collectives import Exchange
 from lightning_lowbw.comm.flight import Flight, Fragment
 from lightning_lowbw.comm.payload import NarrowChanges, Payload, SparseChanges, TailInFlight, WholeValues
-from lightning_lowbw.core.arguments import names_of
+from lightning_lowbw.core.arguments import is_number, names_of
 from lightning_lowbw.core.averaging import FIRST_LR_DECAY, RELATIVE_CHANGE, Period, PeriodSchedule, Rule
 from lightning_lowbw.core.compression import Compression, as_compression
 from lightning_lowbw.core.fragments import balance, hiding_steps, steps_before
@@ -151,7 +151,7 @@ class LocalSGD:
                 "delay_steps > 0 does not go together with value_dtype or inner_momentum: leave one of them out."
             )
         if mixing is not None:
-            if isinstance(mixing, bool) or not isinstance(mixing, (int, float)) or not 0 <= mixing <= 1:
+            if not is_number(mixing) or not 0 <= mixing <= 1:
                 raise ConfigurationError(f"mixing={mixing!r}: give a number in [0, 1], or None.")
             if not delay:
                 raise ConfigurationError(f"mixing={mixing!r} is for averages that land later: give delay_steps.")

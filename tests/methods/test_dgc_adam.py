@@ -81,9 +81,9 @@ def by_the_equations(
     """Return the weights, the optimizer, and which step is the first sparse one."""
     options = {key: value for key, value in options.items() if key in ("betas", "eps", "weight_decay", "amsgrad")}
     oracle = OracleAdam(len(nodes) or num_ranks, LR, is_decoupled=kind == "AdamW", min_numel=MIN_NUMEL, **options)
-    oracle.masking = changes.get("momentum_masking", "correction" in changes)
     choice = changes.get("correction", "auto")
     oracle.is_frozen = choice != "auto"
+    oracle.masking = changes.get("momentum_masking", oracle.is_frozen)
     choice = choice if isinstance(choice, FrozenVariance) else FrozenVariance()
     oracle.floor = choice.floor
     earliest = changes.get("rampup_begin_step", BEGIN)

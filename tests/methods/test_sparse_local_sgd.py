@@ -239,6 +239,24 @@ def test_where_nothing_is_whole_a_round_is_one_all_gather(nodes: str | None, cas
         assert sent == pytest.approx([number * per_average for number in averages], abs=8)
 
 
+def kinds_of_averages(names: Sequence[str]) -> list[set[str]]:
+    method = LocalSGD(begin_step=0, num_fragments=2, **with_base({"k_steps": 4, "delay_steps": 1}))
+    worker, parameters = attach(method, "sgd", None, names)
+    kinds: list[set[str]] = [set(), set()]
+    for step in range(8):
+        train_on(worker, parameters, [step])
+        for seen, fragment in zip(kinds, worker._fragments, strict=True):
+            seen |= {type(fragment.flight.mean).__name__} if fragment.flight is not None else set()
+    worker.finish()
+    return kinds
+
+
+def test_fragments_have_one_kind_of_average_among_them() -> None:
+    """Ranks that are out of turn, each at another fragment, would wait in different collectives for ever."""
+    for names, kind in ((SPARSE, "TailInFlight"), ([*SPARSE, "bias"], "MeanInFlight")):
+        assert run_ranks(kinds_of_averages, 2, names) == [[{kind}, {kind}]] * 2
+
+
 # Two levels --------------------------------------------------------------------------------------------------------
 
 

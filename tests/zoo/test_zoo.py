@@ -50,6 +50,23 @@ def test_knobs_reach_the_optimizer(model_class: Any, knobs: dict[str, Any], kind
     assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("model_class", "knobs", "lr"),
+    [
+        (DigitsClassifier, {}, 0.05),
+        (DigitsClassifier, {"optimizer": "adamw"}, 1e-3),
+        (ByteLanguageModel, {}, 0.3),
+        (ByteLanguageModel, {"optimizer": "adamw"}, 2e-3),
+        (ByteLanguageModel, {"optimizer": "adamw", "lr": 0.1}, 0.1),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_optimizer_unless_given(
+    model_class: Any, knobs: dict[str, Any], lr: float
+) -> None:
+    model = model_class(**knobs)
+    assert model.configure_optimizers()["optimizer"].param_groups[0]["lr"] == model.hparams["lr"] == lr
+
+
 @pytest.mark.parametrize("knob", ["optimizer", "schedule"])
 @pytest.mark.parametrize("model_class", [DigitsClassifier, ByteLanguageModel])
 def test_an_unknown_choice_names_the_known_ones(model_class: Any, knob: str) -> None:
