@@ -1,0 +1,339 @@
+"""The grid of golden trajectories: not the full product, but each value of each axis beside several others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+import lightning_lowbw as lowbw
+from tests.golden.models import ChannelsLast, Conv, Dropout, Golden, Groups, MakeOptimizer, Tied, TwoOptimizers, Wide
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": partial(SGD, lr=0.1),
+    "momentum": partial(SGD, lr=0.05, momentum=0.9),
+    "nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": partial(AdamW, lr=1e-2),
+    "adam": partial(Adam, lr=1e-2, weight_decay=0.01, amsgrad=True),
+    "rmsprop": partial(RMSprop, lr=1e-3),
+    "adagrad": partial(Adagrad, lr=1e-2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training.
+
+    Attributes:
+        strategy: makes it, or its name.
+        optimizer: a key of `OPTIMIZERS`.
+        model: a class of `models`.
+        ranks: number of ranks.
+        precision: of the Trainer; "scaler" is a GradScaler on the CPU.
+        init_scale: of the GradScaler; the larger one skips steps.
+        trainer: other arguments of the Trainer.
+        callbacks: makes them.
+        lr_milestones: steps after which the learning rate is halved.
+        steps: optimizer steps.
+        batches: of each rank in an epoch; None is enough for all steps. Then the epochs end the fit.
+        resume_at: the step after which another Trainer goes on; None for one fit.
+        bytes_by_step: whether the bytes sent up to a step are known then. They are not where an average travels on two
+            levels behind the steps: its later collectives begin as soon as its first ones happen to have ended.
+    """
+
+    strategy: Callable[[], Any]
+    optimizer: str = "momentum"
+    model: type[Golden] = Golden
+    ranks: int = 2
+    precision: str = "32-true"
+    init_scale: float = 2.0**10
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[pl.Callback]] = list
+    lr_milestones: tuple[int, ...] = ()
+    steps: int = 8
+    batches: tuple[int, ...] | None = None
+    resume_at: int | None = None
+    bytes_by_step: bool = True
+
+    def precision_arguments(self) -> dict[str, Any]:
+        if self.precision != "scaler":
+            return {"precision": self.precision}
+        scaler = torch.amp.GradScaler("cpu", init_scale=self.init_scale, growth_interval=3)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+CASES: dict[str, Case] = {}
+
+CLIP_NORM = {"gradient_clip_val": 0.3}
+CLIP_VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+ACCUMULATE = {"accumulate_grad_batches": 2}
+VALIDATE = {"val_check_interval": 3}
+INTERLEAVED = [[0, 2], [1, 3]]
+
+
+def add(name: str, strategy: Callable[..., Any], options: Mapping[str, Any], **fields: Any) -> None:
+    assert name not in CASES, name
+    CASES[name] = Case(strategy=partial(strategy, **options), **fields)
+
+
+def by_name(name: str) -> str:
+    return name
+
+
+# Deep gradient compression ----------------------------------------------------------------------------------------
+
+DGC = {"sparsity": (0.8,), "min_numel": 100, "exchange": "all_gather", "value_dtype": "float32"}
+
+
+def dgc(name: str, options: Mapping[str, Any] = {}, group: str = "dgc", **fields: Any) -> None:
+    add(f"{group}/{name}", lowbw.DGCStrategy, {**DGC, **options}, **fields)
+
+
+STAIRS = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.75, 0.9)}
+SHARED = {"find_unused_parameters": True}
+
+for _optimizer in OPTIMIZERS:
+    dgc(_optimizer, optimizer=_optimizer)
+for _optimizer in ("momentum", "adam", "rmsprop"):
+    dgc(f"{_optimizer}-stairs-int8", {**STAIRS, "value_dtype": "int8"}, optimizer=_optimizer)
+for _optimizer in ("sgd", "adam"):
+    dgc(f"{_optimizer}-two-levels", {"topology": 2, **STAIRS}, "dgc_two_levels", optimizer=_optimizer, ranks=4)
+
+dgc("bfloat16-conv", {"value_dtype": "bfloat16"}, optimizer="nesterov", model=Conv)
+dgc("bfloat16-exact-adamw", {"value_dtype": "bfloat16", "selection": "exact"}, optimizer="adamw")
+dgc("float16-four-ranks", {"value_dtype": "float16"}, ranks=4, model=Conv)
+dgc("int4-nesterov", {"value_dtype": "int4", "selection": "exact"}, optimizer="nesterov")
+dgc("int4-adamw-channels-last", {"value_dtype": "int4"}, optimizer="adamw", model=ChannelsLast)
+dgc("int2-sgd", {"value_dtype": "int2"}, optimizer="sgd")
+
+dgc("sampled-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16"}, model=Wide, optimizer="nesterov")
+dgc("sampled-wide-adamw-int8", {"sparsity": (0.9, 0.99), "rampup_step": 4, "value_dtype": "int8"}, model=Wide,
+    optimizer="adamw")  # fmt: skip
+dgc("exact-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16", "selection": "exact"}, model=Wide,
+    optimizer="nesterov")  # fmt: skip
+dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=Wide, steps=6)
+
+dgc("reduce-scatter", {"exchange": "reduce_scatter"})
+dgc("reduce-scatter-int8-adamw", {"exchange": "reduce_scatter", "value_dtype": "int8"}, optimizer="adamw")
+dgc("reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4,
+    optimizer="nesterov")  # fmt: skip
+dgc("reduce-scatter-four-ranks-int4-adam", {"exchange": "reduce_scatter", "value_dtype": "int4", **STAIRS}, ranks=4,
+    optimizer="adam")  # fmt: skip
+dgc("reduce-scatter-clip-rmsprop", {"exchange": "reduce_scatter"}, optimizer="rmsprop", trainer=CLIP_NORM)
+dgc("dense", {"exchange": "dense"}, optimizer="nesterov")
+dgc("dense-adamw-conv", {"exchange": "dense", **STAIRS}, optimizer="adamw", model=Conv)
+dgc("dense-four-ranks-bf16", {"exchange": "dense"}, ranks=4, precision="bf16-mixed")
+
+dgc("dense-dtype", {"dense_dtype": "bfloat16", **STAIRS}, optimizer="nesterov")
+dgc("dense-dtype-float16-clip-int8", {"dense_dtype": "float16", "value_dtype": "int8"}, trainer=CLIP_NORM)
+dgc("overlap", {"overlap": True}, optimizer="nesterov")
+dgc("overlap-adamw-int8-stairs", {"overlap": True, **STAIRS, "value_dtype": "int8"}, optimizer="adamw", model=Conv)
+dgc("overlap-accumulate-four-ranks", {"overlap": True}, ranks=4, trainer=ACCUMULATE)
+dgc("overlap-bf16-wide", {"overlap": True, "sparsity": (0.98,)}, model=Wide, precision="bf16-mixed", steps=6)
+dgc("no-masking", {"momentum_masking": False})
+dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
+dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
+dgc("exclude", {"exclude": ["body.3.*"], **STAIRS}, optimizer="nesterov")
+dgc("exclude-adamw", {"exclude": ["*.weight"], "value_dtype": "int8"}, optimizer="adamw", model=Conv)
+dgc("error-feedback-momentum", {"correction": "error_feedback"})
+dgc("error-feedback-adamw-int8", {"correction": "error_feedback", "value_dtype": "int8"}, optimizer="adamw")
+dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=Tied)
+dgc("tied-unused-adamw", SHARED, optimizer="adamw", model=Tied)
+dgc("groups", STAIRS, optimizer="nesterov", model=Groups, lr_milestones=(4,))
+dgc("two-optimizers", STAIRS, optimizer="momentum", model=TwoOptimizers, steps=12)
+dgc("broadcast-buffers", {"broadcast_buffers": True}, model=Conv)
+dgc("buckets", {"bucket_cap_mb": 0.005, "rampup_begin_step": 4}, ranks=4)
+
+dgc("clip-norm", STAIRS, trainer=CLIP_NORM, optimizer="nesterov")
+dgc("clip-value-adamw", {"value_dtype": "int8"}, trainer=CLIP_VALUE, optimizer="adamw")
+dgc("accumulate-adam", STAIRS, trainer=ACCUMULATE, optimizer="adam")
+dgc("bf16", STAIRS, precision="bf16-mixed", optimizer="nesterov")
+dgc("bf16-adamw-accumulate", {"value_dtype": "int4"}, precision="bf16-mixed", optimizer="adamw", trainer=ACCUMULATE)
+dgc("scaler", STAIRS, precision="scaler", optimizer="momentum")
+dgc("scaler-skips-adamw", {"value_dtype": "int8"}, precision="scaler", init_scale=2.0**20, optimizer="adamw", steps=10)
+dgc("scaler-clip-reduce-scatter", {"exchange": "reduce_scatter"}, precision="scaler", trainer=CLIP_NORM)
+dgc("validate", {}, model=Conv, trainer=VALIDATE)
+
+dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=Dropout)
+dgc("resume-dense-phase", STAIRS, resume_at=1, steps=6)
+dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4)
+dgc("resume-scaler", {"dense_dtype": "bfloat16"}, precision="scaler", resume_at=4, optimizer="adam")
+dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
+dgc("resume-wide", {"sparsity": (0.98,)}, model=Wide, resume_at=3, steps=6)
+dgc("resume-overlap", {"overlap": True, "value_dtype": "int4"}, resume_at=4, optimizer="nesterov")
+
+for _name, _options, _fields in (
+    ("interleaved", {"topology": INTERLEAVED}, {"optimizer": "nesterov"}),
+    ("interleaved-adamw-int8", {"topology": INTERLEAVED, "value_dtype": "int8", **STAIRS}, {"optimizer": "adamw"}),
+    ("bfloat16-conv", {"topology": 2, "value_dtype": "bfloat16"}, {"model": Conv, "optimizer": "nesterov"}),
+    ("int4-clip", {"topology": 2, "value_dtype": "int4"}, {"trainer": CLIP_NORM}),
+    ("clip-value-adamw", {"topology": 2}, {"trainer": CLIP_VALUE, "optimizer": "adamw"}),
+    ("accumulate-bf16", {"topology": 2, "dense_dtype": "bfloat16"}, {"trainer": ACCUMULATE, "precision": "bf16-mixed"}),
+    ("scaler-nesterov", {"topology": 2, **STAIRS}, {"precision": "scaler", "optimizer": "nesterov"}),
+    ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": Wide, "steps": 6}),
+    ("no-masking-exclude", {"topology": INTERLEAVED, "momentum_masking": False, "exclude": ["body.3.*"]}, {}),
+    ("tied-unused", {"topology": 2, **SHARED}, {"model": Tied, "optimizer": "adamw"}),
+    ("resume", {"topology": 2, **STAIRS}, {"resume_at": 4, "optimizer": "nesterov"}),
+    ("resume-adamw-bfloat16", {"topology": INTERLEAVED, "value_dtype": "bfloat16"},
+     {"resume_at": 4, "optimizer": "adamw"}),
+):  # fmt: skip
+    dgc(_name, _options, "dgc_two_levels", ranks=4, **_fields)
+
+add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model=Wide,
+    callbacks=lambda: [lowbw.SparsityWarmup(begin_step=2, steps=3, sparsity=[0.5, 0.9])])  # fmt: skip
+
+# Local SGD --------------------------------------------------------------------------------------------------------
+
+
+def local(name: str, options: Mapping[str, Any] = {}, group: str = "local_sgd", **fields: Any) -> None:
+    add(f"{group}/{name}", lowbw.LocalSGDStrategy, {"k_steps": 2, **options}, **fields)
+
+
+def named(name: str, preset: str, k_steps: int, **fields: Any) -> None:
+    add(name, by_name, {"name": preset}, callbacks=lambda: [lowbw.AveragingSchedule(k_steps=k_steps)], **fields)
+
+
+for _optimizer in ("sgd", "adam", "rmsprop", "adagrad"):
+    local(_optimizer, {"k_steps": 3}, optimizer=_optimizer)
+local("adagrad", {"topology": 2}, "local_two_levels", optimizer="adagrad", ranks=4)
+
+local("four-ranks-conv", {"k_steps": 3}, ranks=4, model=Conv, optimizer="nesterov")
+local("channels-last-adamw", {}, model=ChannelsLast, optimizer="adamw")
+local("tied-unused", {**SHARED, "begin_step": 2}, model=Tied, optimizer="adamw")
+local("every-step", {"k_steps": 1}, optimizer="nesterov")
+local("fraction", {"begin_step": 0.5}, optimizer="adamw")
+local("groups", {"begin_step": 0}, model=Groups, optimizer="nesterov", lr_milestones=(4,))
+local("two-optimizers", {}, model=TwoOptimizers, optimizer="adamw", steps=12)
+local("average-momentum", {"inner_momentum": "average"}, optimizer="nesterov")
+local("average-adamw", {"inner_momentum": "average"}, optimizer="adamw")
+local("average-adam-four-ranks", {"inner_momentum": "average"}, optimizer="adam", ranks=4)
+local("reset-momentum", {"inner_momentum": "reset"})
+local("reset-adamw-clip", {"inner_momentum": "reset"}, optimizer="adamw", trainer=CLIP_NORM)
+local("delayed", {"k_steps": 3, "delay_steps": 1}, optimizer="nesterov")
+local("delayed-mixing-adamw", {"k_steps": 3, "delay_steps": 2, "mixing": 0.5}, optimizer="adamw")
+local("bfloat16", {"value_dtype": "bfloat16"}, optimizer="nesterov")
+local("bfloat16-average-adamw", {"value_dtype": "bfloat16", "inner_momentum": "average"}, optimizer="adamw")
+local("clip-value", {}, trainer=CLIP_VALUE, optimizer="nesterov")
+local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adamw")
+local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=Conv)
+local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
+local("scaler-adamw", {"begin_step": 2}, precision="scaler", optimizer="adamw", trainer=CLIP_NORM)
+local("validate", {"k_steps": 2, "audit": True}, model=Conv, trainer=VALIDATE)
+local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
+local("uneven-stop", {"uneven": "stop"}, batches=(5, 3), trainer={"max_epochs": 2}, optimizer="adamw")
+local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=Dropout, optimizer="nesterov")
+local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
+local("resume-bfloat16", {"value_dtype": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
+
+add("post_local_sgd/momentum", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
+    lr_milestones=(3,))  # fmt: skip
+named("post_local_sgd/by-name-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=Conv)
+add("post_local_sgd/two-levels", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay", "topology": 2},
+    lr_milestones=(3,), ranks=4, optimizer="nesterov")  # fmt: skip
+add("post_local_sgd/resume-before", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
+    lr_milestones=(5,), resume_at=4, steps=10)  # fmt: skip
+
+for _name, _options, _fields in (
+    ("fleet", {"init_k_steps": 2}, {"optimizer": "nesterov", "lr_milestones": (4,)}),
+    ("adacomm", {"rule": "adacomm", "init_k_steps": 4}, {"optimizer": "adamw"}),
+    ("adacomm-slowmo", {"rule": "adacomm", "init_k_steps": 3, "outer": "slowmo"}, {"trainer": CLIP_NORM}),
+    ("qsr", {"rule": "qsr", "qsr_alpha": 0.1, "init_k_steps": 2}, {"lr_milestones": (5,)}),
+    ("qsr-delayed", {"rule": "qsr", "qsr_alpha": 0.08, "init_k_steps": 2, "delay_steps": 1}, {"lr_milestones": (5,)}),
+    ("fleet-two-levels", {"init_k_steps": 2, "topology": 2}, {"ranks": 4, "optimizer": "adamw"}),
+    ("fleet-compressed", {"init_k_steps": 2, "compression": {"density": 0.2, "min_numel": 100}}, {}),
+    ("resume-adacomm", {"rule": "adacomm", "init_k_steps": 3}, {"resume_at": 5, "optimizer": "nesterov"}),
+):
+    add(f"adaptive/{_name}", lowbw.AdaptiveLocalSGDStrategy, _options, **{"steps": 10, **_fields})
+
+for _name, _options, _fields in (
+    ("slowmo", {"outer": "slowmo"}, {"optimizer": "nesterov"}),
+    ("slowmo-reset-adamw", {"outer": "slowmo", "outer_lr": 0.8, "inner_momentum": "reset"}, {"optimizer": "adamw"}),
+    ("slowmo-two-levels", {"outer": "slowmo", "topology": INTERLEAVED}, {"ranks": 4}),
+    ("slowmo-resume", {"outer": "slowmo", "outer_momentum": 0.7}, {"resume_at": 5, "steps": 10}),
+    ("diloco-adamw", {"outer": "nesterov"}, {"optimizer": "adamw"}),
+    ("diloco-bfloat16", {"outer": "nesterov", "value_dtype": "bfloat16"}, {"optimizer": "adamw", "model": Conv}),
+    ("diloco-delayed", {"outer": "nesterov", "k_steps": 3, "delay_steps": 1}, {"trainer": CLIP_NORM}),
+    ("diloco-scaler", {"outer": "nesterov"}, {"precision": "scaler", "optimizer": "adam"}),
+    ("diloco-two-levels", {"outer": "nesterov", "topology": 2}, {"ranks": 4, "optimizer": "adamw"}),
+    ("diloco-resume", {"outer": "nesterov", "k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
+    ("streaming", {"num_fragments": 2}, {"optimizer": "nesterov"}),
+    ("streaming-diloco-adamw", {"num_fragments": 3, "k_steps": 3, "outer": "nesterov", "delay_steps": 2, "mixing": 0.5},
+     {"optimizer": "adamw", "steps": 10}),
+    ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
+    ("streaming-bfloat16", {"num_fragments": 2, "value_dtype": "bfloat16"}, {"model": Conv, "precision": "bf16-mixed"}),
+    ("streaming-average-tied", {"num_fragments": 2, "inner_momentum": "average", **SHARED},
+     {"model": Tied, "optimizer": "adamw"}),
+    ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
+     {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
+    ("streaming-resume", {"num_fragments": 3, "k_steps": 3, "delay_steps": 2, "mixing": 0.5, "outer": "nesterov"},
+     {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
+):  # fmt: skip
+    local(_name, {"begin_step": 0, **_options}, "outer", **_fields)
+named("outer/diloco-by-name", "diloco", 3, optimizer="adamw")
+
+for _name, _options, _fields in (
+    ("leader", {"topology": INTERLEAVED, "k_steps": 3}, {"optimizer": "nesterov", "model": Conv}),
+    ("nodes-of-two-sizes", {"topology": [[0, 1, 2], [3]]}, {"optimizer": "adamw"}),
+    ("node-k-steps", {"topology": 2, "node_k_steps": 2, "k_steps": 2}, {"optimizer": "nesterov", "steps": 10}),
+    ("node-k-steps-adamw-clip", {"topology": 2, "node_k_steps": 2, "k_steps": 4, "begin_step": 0},
+     {"optimizer": "adamw", "steps": 10, "trainer": CLIP_NORM}),
+    ("delayed", {"topology": 2, "k_steps": 3, "delay_steps": 1}, {"bytes_by_step": False}),
+    ("bfloat16-average", {"topology": 2, "value_dtype": "bfloat16", "inner_momentum": "average"},
+     {"optimizer": "adamw"}),
+    ("scaler", {"topology": 2}, {"precision": "scaler", "optimizer": "nesterov"}),
+    ("resume-bf16", {"topology": 2, "k_steps": 3}, {"resume_at": 5, "steps": 10, "precision": "bf16-mixed"}),
+):  # fmt: skip
+    local(_name, _options, "local_two_levels", ranks=4, **_fields)
+
+# SparseLoCo -------------------------------------------------------------------------------------------------------
+
+LOCO = {"density": 0.1, "chunk": 256, "min_numel": 100}
+for _name, _compression, _options, _fields in (
+    ("int2-adamw", {}, {}, {"optimizer": "adamw"}),
+    ("int4", {"value_dtype": "int4"}, {}, {"optimizer": "nesterov", "model": Conv}),
+    ("float32-sgd", {"value_dtype": "float32", "decay": 1.0}, {}, {"optimizer": "sgd"}),
+    ("bfloat16-whole", {"value_dtype": "bfloat16", "chunk": None}, {}, {"optimizer": "adamw"}),
+    ("whole-wide", {"chunk": None, "density": 0.02}, {}, {"optimizer": "adamw", "model": Wide, "steps": 6}),
+    ("int8-wide", {"chunk": 4096, "density": 1 / 64, "value_dtype": "int8"}, {}, {"model": Wide, "steps": 6}),
+    ("over-ranks", {"mean_over": "ranks"}, {}, {"optimizer": "adamw", "ranks": 4}),
+    ("over-ranks-diloco", {"mean_over": "ranks", "value_dtype": "float32"}, {"outer": "nesterov"}, {}),
+    ("clipped-to-median", {"clip_to_median": True}, {}, {"optimizer": "adamw", "ranks": 4}),
+    ("clipped-int4-slowmo", {"clip_to_median": True, "value_dtype": "int4"}, {"outer": "slowmo"}, {}),
+    ("delayed", {}, {"k_steps": 3, "delay_steps": 1}, {"optimizer": "adamw"}),
+    ("streaming", {"value_dtype": "int4"}, {"num_fragments": 2}, {"optimizer": "adamw", "trainer": CLIP_NORM}),
+    ("streaming-mixing", {}, {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.5},
+     {"optimizer": "nesterov"}),
+    ("average-accumulate", {}, {"inner_momentum": "average"}, {"optimizer": "adamw", "trainer": ACCUMULATE}),
+    ("scaler-reset", {"value_dtype": "float32"}, {"inner_momentum": "reset"}, {"precision": "scaler"}),
+    ("bf16-post", {}, {"begin_step": 2}, {"precision": "bf16-mixed", "optimizer": "adamw"}),
+    ("two-levels", {}, {"topology": 2}, {"optimizer": "adamw", "ranks": 4}),
+    ("two-levels-float32", {"value_dtype": "float32", "chunk": None}, {"topology": INTERLEAVED, "outer": "nesterov"},
+     {"ranks": 4, "optimizer": "nesterov"}),
+    ("resume-int2", {}, {"k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
+    ("resume-delayed-int4", {"value_dtype": "int4"}, {"k_steps": 3, "delay_steps": 2},
+     {"resume_at": 5, "steps": 10, "optimizer": "nesterov"}),
+):  # fmt: skip
+    local(_name, {"begin_step": 0, "compression": {**LOCO, **_compression}, **_options}, "sparse_loco", **_fields)
+named("sparse_loco/by-name-wide", "sparse_loco", 3, optimizer="adamw", model=Wide, steps=6)
+
+# Dense on two levels ----------------------------------------------------------------------------------------------
+
+for _name, _options, _fields in (
+    ("sharded", {}, {"optimizer": "nesterov"}),
+    ("leader-adamw", {"algorithm": "leader"}, {"optimizer": "adamw"}),
+    ("leader-nodes-of-two-sizes", {"algorithm": "leader", "ranks_per_node": None, "topology": [[0, 1, 2], [3]]},
+     {"model": Conv}),
+    ("interleaved-bfloat16", {"inter_dtype": "bfloat16", "ranks_per_node": None, "topology": INTERLEAVED},
+     {"optimizer": "adam"}),
+    ("accumulate-bf16", {}, {"trainer": ACCUMULATE, "precision": "bf16-mixed", "optimizer": "rmsprop"}),
+    ("clip-value-scaler", {"algorithm": "leader"}, {"trainer": CLIP_VALUE, "precision": "scaler"}),
+    ("tied-unused", SHARED, {"model": Tied, "optimizer": "adamw"}),
+    ("resume", {"inter_dtype": "bfloat16"}, {"resume_at": 4, "optimizer": "nesterov", "model": Dropout}),
+):  # fmt: skip
+    add(f"hierarchical/{_name}", lowbw.HierarchicalStrategy, {"ranks_per_node": 2, **_options}, ranks=4, **_fields)
