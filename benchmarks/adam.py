@@ -53,7 +53,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from benchmarks.slow_link import RESULTS, describe_environment, replace_block
-from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
+from lightning_lowbw.what.selection import num_selected
+from lightning_lowbw.when.every_step import SparsitySchedule
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_RANKS = 4

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from benchmarks.slow_link import RESULTS, describe_environment
 from lightning_lowbw import DGC
-from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.comm.sparse import SparseReduceScatter
-from lightning_lowbw.core.codec import SparseCodec
-from lightning_lowbw.core.schedule import num_selected
-from lightning_lowbw.core.sparse_sum import SparseSum, even_boundaries
-from lightning_lowbw.core.values import FLOAT_NAMES
-from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.what.codec import SparseCodec
+from lightning_lowbw.what.selection import num_selected
+from lightning_lowbw.what.sparse_sum import SparseSum, even_boundaries
+from lightning_lowbw.what.values import FLOAT_NAMES
+from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
 
 NUMELS, DENSITY, STEPS = (16_000_000, 8_000_000, 1_000_000), 1e-3, 4

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.slow_link import RESULTS, describe_environment
-from lightning_lowbw.core import selection
-from lightning_lowbw.core.schedule import num_selected
-from lightning_lowbw.core.selection import SampledSelector, exact_top_k
 from lightning_lowbw.ops import compiled, cpu
 from lightning_lowbw.ops.reference import Segment, correct_, scatter_mean_, take_
+from lightning_lowbw.what import selection
+from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3

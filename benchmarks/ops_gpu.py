@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from lightning_lowbw.core.schedule import num_selected
-from lightning_lowbw.core.selection import SampledSelector, exact_top_k
 from lightning_lowbw.ops import gpu, reference
 from lightning_lowbw.ops.reference import Segment, correct_, take_
+from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
 
 RESULTS = Path(__file__).parent / "results"
 MIN_NUMEL = 16384

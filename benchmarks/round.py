@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 from benchmarks.models import WORKLOADS
 from benchmarks.slow_link import RESULTS, describe_environment
-from lightning_lowbw.comm.agreement import checksum
-from lightning_lowbw.core.compression import Compression
-from lightning_lowbw.core.positions import pack, unpack
-from lightning_lowbw.core.values import make_value_format
-from lightning_lowbw.methods.local_sgd import NUM_SAMPLED
+from lightning_lowbw.engine.replicas import NUM_SAMPLED
+from lightning_lowbw.what.positions import pack, unpack
+from lightning_lowbw.what.top_k import Compression
+from lightning_lowbw.what.values import make_value_format
+from lightning_lowbw.where.agreement import checksum
 
 WORKLOAD = WORKLOADS["transformer-10M"]
 BATCHES = (4, 16)  # sequences of 64 bytes per local step; the first is the lab's

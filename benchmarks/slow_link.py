@@ -32,8 +32,8 @@ import torch
 import lightning_lowbw
 from benchmarks.contestants import ALL, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
 from benchmarks.models import WORKLOADS, Timed
-from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.lab import Network, launch, parse_rate
+from lightning_lowbw.where.volume import all_reduce_bytes
 
 matplotlib.use("Agg")  # draws without a display
 import matplotlib.pyplot as plt

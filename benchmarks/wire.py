@@ -28,11 +28,11 @@ from torch.utils.data import Dataset
 
 from benchmarks.models import mlp_25m
 from benchmarks.slow_link import RESULTS, describe_environment
-from lightning_lowbw.core.codec import SparseCodec
-from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
-from lightning_lowbw.core.selection import exact_top_k
-from lightning_lowbw.core.values import VALUE_NAMES
 from lightning_lowbw.ops.reference import correct_, remove_sent_, scatter_mean_
+from lightning_lowbw.what.codec import SparseCodec
+from lightning_lowbw.what.selection import exact_top_k, num_selected
+from lightning_lowbw.what.values import VALUE_NAMES
+from lightning_lowbw.when.every_step import SparsitySchedule
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 MIN_NUMEL = 16384  # smaller tensors go dense

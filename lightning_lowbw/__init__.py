@@ -6,17 +6,14 @@ Importing this package makes the strategies known to Lightning by name: `Trainer
 from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
-from lightning_lowbw.core.compression import Compression
-from lightning_lowbw.core.corrections import FrozenVariance
-from lightning_lowbw.core.topology import Topology
+from lightning_lowbw.engine.gradients import DGC
+from lightning_lowbw.engine.replicas import LocalSGD
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
     NonFiniteGradientError,
     UnexpectedCollectiveError,
 )
-from lightning_lowbw.methods.dgc import DGC
-from lightning_lowbw.methods.local_sgd import LocalSGD
 from lightning_lowbw.strategies import (
     AdaptiveLocalSGDStrategy,
     DGCStrategy,
@@ -24,6 +21,9 @@ from lightning_lowbw.strategies import (
     LocalSGDStrategy,
     register,
 )
+from lightning_lowbw.what.corrections import FrozenVariance
+from lightning_lowbw.what.top_k import Compression
+from lightning_lowbw.where.topology import Topology
 
 __version__ = "0.1.0"
 

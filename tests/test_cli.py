@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_lowbw import Compression, FrozenVariance, cli
-from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
 from tests.programs import ROOT, run_python
 

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.callbacks.epochs import steps_per_epoch
+from lightning_lowbw.engine.replicas import LocalSGD
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.local_sgd import LocalSGD
 from lightning_lowbw.strategies.local_sgd import LocalSGDStrategy
 
 

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.callbacks.epochs import steps_per_epoch
-from lightning_lowbw.core.schedule import SparsitySchedule
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.dgc import DGCStrategy
+from lightning_lowbw.when.every_step import SparsitySchedule
 
 
 class SparsityWarmup(Callback):

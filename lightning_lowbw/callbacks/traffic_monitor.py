@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_lowbw.core.volume import all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.where.volume import all_reduce_bytes
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887. The numbers of equations below are those of the
 PaddlePaddle Fleet document, which follows the paper. Nothing here communicates; selection under a threshold lives in
-`core/selection.py`.
+`what/selection.py`.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def remove_sent_(
 
     ``v = v * not Mask; u = u * not Mask`` (eq. 9). What the wire rounds away stays in v: sent + residual is the
     corrected gradient, to the bit where a value was rounded by less than a factor of two (so float32 subtracts it
-    exactly), as all formats of `core/values.py` do in their range.
+    exactly), as all formats of `what/values.py` do in their range.
 
     In place:
         `residual` and, when `masking`, `momentum_buffer`.

@@ -167,7 +167,7 @@ def take_kernel(
     V: tl.constexpr, MASKING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take the k largest of a tensor's candidates (`reference.take_`) and steer its threshold by their number: along
-    the power law through the threshold and the k-th magnitude, as `core.selection.SampledSelector` does.
+    the power law through the threshold and the k-th magnitude, as `what.selection.SampledSelector` does.
 
     The k-th magnitude is found by its bits, four at a time: floats that are not negative are in the order of
     their bits. A tensor that has too few or too many candidates is left as it is.

@@ -34,14 +34,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_lowbw.comm.agreement import agree, failing_together
-from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.comm.hierarchy import Algorithm, Hierarchy, TopologyChoice, check_choice, resolve
-from lightning_lowbw.comm.ledger import TrafficLedger
-from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.engine.protocol import Method, Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.protocol import Method, Worker
 from lightning_lowbw.strategies import shards
+from lightning_lowbw.where.agreement import agree, failing_together
+from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.hierarchy import Algorithm, Hierarchy, TopologyChoice, check_choice, resolve
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.volume import all_reduce_bytes
 
 # The hook is this package's; and what DDP would do beside the hook, unseen by it.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})

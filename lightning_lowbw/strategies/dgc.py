@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.comm.hierarchy import TopologyChoice
-from lightning_lowbw.core.corrections import FrozenVariance, as_correction
+from lightning_lowbw.engine.gradients import DGC, DGCWorker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.dgc import DGC, DGCWorker
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.what.corrections import FrozenVariance, as_correction
+from lightning_lowbw.where.hierarchy import TopologyChoice
 
 
 class DGCStrategy(LowBandwidthStrategy):
@@ -30,7 +30,7 @@ class DGCStrategy(LowBandwidthStrategy):
     `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping, weight decay), `Adam` and
     `AdamW` one of their own; other optimizers train by error feedback, with a warning.
     `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
-    exchange. See `lightning_lowbw.methods.dgc` for the equations.
+    exchange. See `lightning_lowbw.engine.gradients` for the equations.
 
     Args:
         rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, to the bit.

@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 import torch
 
-from lightning_lowbw.comm.hierarchy import Algorithm, TopologyChoice
-from lightning_lowbw.core.values import FLOAT_NAMES
+from lightning_lowbw.engine.replicas import LocalSGD
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.local_sgd import LocalSGD
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.what.values import FLOAT_NAMES
+from lightning_lowbw.where.hierarchy import Algorithm, TopologyChoice
 
 
 class HierarchicalStrategy(LowBandwidthStrategy):

@@ -30,19 +30,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.comm.agreement import checksum
-from lightning_lowbw.comm.audit import CollectiveAudit
-from lightning_lowbw.comm.averaging import MeanInFlight
-from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.comm.hierarchy import Hierarchy, TopologyChoice
-from lightning_lowbw.core.averaging import FIRST_LR_DECAY, Rule
-from lightning_lowbw.core.compression import Compression, as_compression
-from lightning_lowbw.core.outer import OuterName
+from lightning_lowbw.engine.protocol import Worker
+from lightning_lowbw.engine.replicas import AUTO, InnerMomentum, LocalSGD, LocalSGDWorker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.methods.local_sgd import AUTO, InnerMomentum, LocalSGD, LocalSGDWorker
-from lightning_lowbw.methods.protocol import Worker
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.what.outer import OuterName
+from lightning_lowbw.what.top_k import Compression, as_compression
+from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, Rule
+from lightning_lowbw.where.agreement import checksum
+from lightning_lowbw.where.audit import CollectiveAudit
+from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.hierarchy import Hierarchy, TopologyChoice
+from lightning_lowbw.where.mean import MeanInFlight
 
 Uneven = Literal["finish", "stop"]
 
@@ -83,7 +83,7 @@ class LocalSGDStrategy(LowBandwidthStrategy):
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.
 
-    Source: as `lightning_lowbw.methods.local_sgd`.
+    Source: as `lightning_lowbw.engine.replicas`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -672,7 +672,7 @@ class AdaptiveLocalSGDStrategy(LocalSGDStrategy):
         init_k_steps: the first k.
         max_k_steps: the largest k.
         begin_step: as in `LocalSGDStrategy`.
-        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.core.averaging.PeriodSchedule`.
+        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.when.adaptive.PeriodSchedule`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
         **kwargs: keyword arguments of `LocalSGDStrategy`, Lightning's `DDPStrategy` and `DistributedDataParallel`.
 

@@ -21,26 +21,30 @@ PACKAGE = "lightning_lowbw"
 ROOT = Path(lightning_lowbw.__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
-# The layers of the package that each folder may import beside itself; errors <- ops <- core <- comm <- methods <- ...
+# The layers of the package that each folder may import beside itself: errors <- ops <- what, when <- where <- engine <- ...
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": {"errors"},
     "ops": {"errors"},
-    "core": {"errors", "ops"},
-    "comm": {"errors", "ops", "core"},
-    "methods": {"errors", "ops", "core", "comm"},
-    "strategies": {"errors", "ops", "core", "comm", "methods"},
-    "callbacks": {"errors", "ops", "core", "comm", "methods", "strategies"},
+    "when": {"errors", "arguments"},
+    "what": {"errors", "arguments", "ops"},
+    "where": {"errors", "arguments", "ops", "what"},
+    "engine": {"errors", "arguments", "ops", "when", "what", "where"},
+    "strategies": {"errors", "arguments", "ops", "when", "what", "where", "engine"},
+    "callbacks": {"errors", "arguments", "when", "what", "where", "engine", "strategies"},
     "zoo": set(),
-    "planner": {"errors", "core"},
-    "lab": {"errors", "core"},
+    "planner": {"errors", "when", "what", "where"},
+    "lab": {"errors", "where"},
 }
 # What each folder may not import, of others' packages.
 FOREIGN: dict[str, set[str]] = {
     "errors": {"torch", "lightning"},
+    "arguments": {"lightning", "torch.distributed"},
     "ops": {"lightning", "torch.distributed"},
-    "core": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
-    "comm": {"lightning"},
-    "methods": {"lightning"},
+    "when": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
+    "what": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
+    "where": {"lightning"},
+    "engine": {"lightning"},
     "planner": {"lightning", "torch.distributed"},
 }
 
@@ -99,14 +103,12 @@ def test_a_layer_imports_only_what_lies_below(module: Path) -> None:
         assert not forbidden, f"{module} uses {name}"
 
 
-@pytest.mark.parametrize("folder", ["methods", "callbacks"])
-def test_siblings_do_not_import_each_other(folder: str) -> None:
-    """Methods meet in the strategies only; what siblings share is in one module, which is free to all."""
-    shared = f"{PACKAGE}.{folder}.{'protocol' if folder == 'methods' else 'epochs'}"
+def test_callbacks_do_not_import_each_other() -> None:
+    """What they share is in one module, which is free to all."""
     for module in MODULES:
-        if layer_of(module) == folder:
-            siblings = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.{folder}")]
-            assert [name for name in siblings if not is_under(name, shared)] == [], module
+        if layer_of(module) == "callbacks":
+            siblings = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.callbacks")]
+            assert [name for name in siblings if not is_under(name, f"{PACKAGE}.callbacks.epochs")] == [], module
 
 
 def test_only_the_command_line_imports_hydra() -> None:

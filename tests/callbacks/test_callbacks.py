@@ -14,9 +14,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim import AdamW
 
 from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
-from lightning_lowbw.core.codec import SparseCodec
-from lightning_lowbw.core.schedule import SparsitySchedule, num_selected
-from lightning_lowbw.core.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.what.codec import SparseCodec
+from lightning_lowbw.what.selection import num_selected
+from lightning_lowbw.when.every_step import SparsitySchedule
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_lowbw import DGC, DGCStrategy, LocalSGD
-from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.methods.local_sgd import LocalSGDWorker
-from tests.methods.problem import Nodes, exchange_of
+from lightning_lowbw.engine.replicas import LocalSGDWorker
+from lightning_lowbw.where.agreement import digest
+from tests.engine.problem import Nodes, exchange_of
 from tests.ranks import run_ranks
 from tests.tiny import sgd
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw import DGC
-from lightning_lowbw.comm.collectives import Exchange
-from lightning_lowbw.core.selection import SampledSelector
-from lightning_lowbw.methods.dgc import DGCWorker
+from lightning_lowbw.engine.gradients import DGCWorker
 from lightning_lowbw.ops import gpu, reference
 from lightning_lowbw.ops.gpu import BLOCK, SAMPLE, SELECT_BLOCK, Workspace
 from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.what.selection import SampledSelector
+from lightning_lowbw.where.collectives import Exchange
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16

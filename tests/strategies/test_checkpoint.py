@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError
-from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
 

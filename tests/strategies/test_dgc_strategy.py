@@ -16,7 +16,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import (
     BATCH,

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_lowbw import ConfigurationError, DisagreementError, HierarchicalStrategy, Topology, TrafficMonitor
-from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer
 

@@ -31,8 +31,8 @@ from lightning_lowbw import (
     TrafficMonitor,
     UnexpectedCollectiveError,
 )
-from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.core.volume import all_reduce_bytes
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.tiny import BATCH, Tiny, amp_with_scaler, make_data, make_trainer, sgd
 

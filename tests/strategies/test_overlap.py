@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import ManualOptimBoringModel
 
 from lightning_lowbw import ConfigurationError
-from tests.methods.test_dgc_failures import message_of
+from tests.engine.test_dgc_failures import message_of
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, weights_of
 

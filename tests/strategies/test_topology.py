@@ -28,8 +28,8 @@ from lightning_lowbw import (
     Topology,
     TrafficMonitor,
 )
-from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.where.agreement import digest
 from tests.programs import ROOT
 from tests.ranks import run_ranks
 from tests.strategies.test_checkpoint import Watcher
@@ -346,7 +346,7 @@ import sys
 import torch, lightning.pytorch as pl
 import lightning_lowbw
 from tests.tiny import Tiny
-from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.where.agreement import digest
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""Methods: when, what and where put together, with and without Lightning."""

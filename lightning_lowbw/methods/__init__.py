@@ -1,1 +1,0 @@
-"""One file per method: the mathematics of core connected to the collectives of comm. They work without Lightning."""

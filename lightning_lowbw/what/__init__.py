@@ -1,0 +1,1 @@
+"""What is sent: payloads, corrections and the wire formats; nothing here communicates."""

@@ -1,0 +1,1 @@
+"""When the ranks talk: schedules as values."""

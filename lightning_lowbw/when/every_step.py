@@ -1,0 +1,81 @@
+"""How sparse the exchange is at each optimizer step: the stair warm-up of deep gradient compression.
+
+Source: arXiv 1712.01887, section 3.3 ("warm-up training"), with the knobs of PaddlePaddle Fleet's `dgc_configs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_lowbw.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class SparsitySchedule:
+    """The sparsity as a function of the optimizer step: dense first, then stairs, then the last value for good.
+
+    ``i = min(int((t - rampup_begin_step) * len(sparsity) / rampup_step), len(sparsity) - 1)``
+
+    Args:
+        rampup_begin_step: optimizer steps that are dense (plain DDP), >= 0.
+        rampup_step: optimizer steps over which the stairs are spread, >= 1.
+        sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a dense stair follows a sparse one.
+
+    Example:
+        >>> schedule = SparsitySchedule(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
+        >>> [round(schedule.density(step), 4) for step in (9, 10, 43, 44, 1000)]
+        [1.0, 0.25, 0.25, 0.0625, 0.001]
+    """
+
+    rampup_begin_step: int = 0
+    rampup_step: int = 1
+    sparsity: tuple[float, ...] = (0.999,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sparsity", _as_stairs(self.sparsity))
+        for name, least in (("rampup_begin_step", 0), ("rampup_step", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
+
+    def density(self, step: int, begin_step: float = 0) -> float:
+        """Return the fraction of elements sent at optimizer step `step` (0-based); 1.0 while the exchange is dense.
+
+        Where `begin_step` is later than `rampup_begin_step` it takes its place.
+        """
+        begin_step = max(self.rampup_begin_step, begin_step)
+        if step < begin_step:
+            return 1.0
+        stair = int(step - begin_step) * len(self.sparsity) // self.rampup_step
+        return 1.0 - self.sparsity[min(stair, len(self.sparsity) - 1)]
+
+
+def _as_stairs(sparsity: Sequence[float] | float) -> tuple[float, ...]:
+    if isinstance(sparsity, (int, float)):
+        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of stairs, for one stair [{sparsity!r}].")
+    try:
+        stairs = tuple(float(value) for value in sparsity)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).") from error
+    if isinstance(sparsity, str):  # "0" is a list of digits to Python
+        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).")
+    if not stairs:
+        raise ConfigurationError("sparsity=[]: give at least one value in [0, 1), for instance [0.999].")
+    for value in stairs:
+        if not 0.0 <= value < 1.0:  # also catches NaN
+            raise ConfigurationError(
+                f"sparsity={list(stairs)}: {value!r} is outside [0, 1). "
+                "It is the fraction kept back: 0.999 sends 0.1 %."
+            )
+    for before, after in pairwise(stairs):
+        if 1.0 - before < 1.0 and 1.0 - after == 1.0:  # in the precision of `density`
+            raise ConfigurationError(
+                f"sparsity={list(stairs)}: a dense stair (0) may only come before the sparse ones, "
+                "because the dense phase keeps no residual. Use a small value such as 0.5, or end the list earlier."
+            )
+    return stairs

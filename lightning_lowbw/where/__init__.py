@@ -1,0 +1,1 @@
+"""Who talks to whom: topology, collectives and what they cost."""

@@ -1,0 +1,123 @@
+"""A training problem whose gradients are known in closed form, for loops in plain PyTorch on real ranks.
+
+The loss of a rank in a step is ``sum_i <c_i, w_i> + |w_i|^2 / 2`` with random c of the rank, the step and the tensor;
+its gradient is c + w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw import Topology
+from lightning_lowbw.engine.gradients import DGC, DGCWorker
+from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.hierarchy import Algorithm, Hierarchy
+from lightning_lowbw.where.ledger import TrafficLedger
+from tests.oracle import OracleDGC
+
+Shape = tuple[int, ...]
+Parameters = dict[str, Parameter]
+Nodes = tuple[tuple[int, ...], ...]  # the ranks of each
+
+AWKWARD: dict[str, Shape] = {
+    "scalar": (),
+    "single": (1,),
+    "empty": (0,),
+    "empty_matrix": (3, 0),
+    "vector": (17,),
+    "cube": (5, 6, 7),
+    "conv": (8, 4, 3, 3),  # channels_last
+    "pointwise": (12, 10, 1, 1),  # channels_last and contiguous at once
+    "matrix": (30, 20),
+    "transposed": (20, 30),  # strides of its transpose
+}
+
+
+EXACT: dict[str, Any] = {"selection": "exact", "value_dtype": "float32"}  # as the equations have it
+DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, **EXACT)
+DENSITIES = {step: DENSE_THEN_SPARSE.schedule.density(step) for step in range(8)}
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
+
+
+def exchange_of(nodes: Nodes, algorithm: Algorithm = "sharded", purpose: str = "gradients") -> Exchange:
+    """Return an exchange of the world: on two levels, but for nodes of one rank."""
+    ledger = TrafficLedger()
+    if all(len(node) == 1 for node in nodes):
+        return Exchange(None, ledger)
+    return Exchange(None, ledger, hierarchy=Hierarchy(Topology(nodes), algorithm, None, ledger, purpose))
+
+
+def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    weight = torch.randn(shape, generator=_generator(name, 0, 0)).to(dtype)
+    if name == "transposed":
+        return weight.t().contiguous().t()
+    return weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight
+
+
+def make_parameters(shapes: Mapping[str, Shape], dtype: torch.dtype = torch.float32) -> Parameters:
+    return {name: Parameter(make_weight(name, shape, dtype)) for name, shape in shapes.items()}
+
+
+def coefficients(name: str, like: Tensor, rank: int, step: int) -> Tensor:
+    return torch.randn(like.shape, generator=_generator(name, rank + 1, step)).to(like.dtype)
+
+
+def _generator(name: str, rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(map(ord, name)) * 1_000_003 + rank * 1009 + step)
+
+
+def weights_of(parameters: Parameters) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0) -> None:
+    """Compute this rank's own gradients; those of `unused` stay None."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    loss = torch.zeros(())
+    for name, parameter in parameters.items():
+        if name not in unused and parameter.requires_grad:
+            c = coefficients(name, parameter, rank, step)
+            loss = loss + ((parameter * c).sum() + 0.5 * (parameter * parameter).sum()).float()
+    if loss.requires_grad:
+        (sign * loss).backward()
+
+
+def take_step(
+    worker: DGCWorker, parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0
+) -> None:
+    """The loop that the documentation shows."""
+    worker.optimizer.zero_grad()
+    backward(parameters, step, unused, sign)
+    with worker.stepping():
+        worker.exchange()
+        worker.optimizer.step()
+
+
+def by_the_paper(
+    name: str,
+    shape: Shape,
+    oracle: OracleDGC,
+    densities: Mapping[int, float],
+    *,
+    before_step: Callable[[OracleDGC, int], None] | None = None,
+    users: Iterable[int] | None = None,
+) -> Tensor:
+    """Train one tensor by the oracle: at each step of `densities`; on ranks that are no `users` its gradient is 0."""
+    weight = make_weight(name, shape)
+    for step, density in densities.items():
+        if before_step is not None:
+            before_step(oracle, step)
+        gradients = [[coefficients(name, weight, rank, step) + weight] for rank in range(oracle.num_ranks)]
+        if users is not None:
+            gradients = [g if rank in users else [torch.zeros_like(weight)] for rank, g in enumerate(gradients)]
+        if density == 1.0:
+            oracle.dense_step([weight], gradients)
+        else:
+            oracle.sparse_step([weight], gradients, density)
+    return weight

@@ -1,0 +1,396 @@
+"""What cannot run is refused and what goes wrong is told, on all ranks; nothing is half done."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, SGD
+
+from lightning_lowbw import DGC, ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.engine import gradients as dgc
+from lightning_lowbw.engine.gradients import DGCWorker
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.collectives import Exchange
+from tests.engine.problem import Parameters, backward, make_parameters, take_step
+from tests.ranks import run_ranks
+
+SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
+METHOD = DGC(sparsity=[0.9], min_numel=100)
+CULPRIT = 1
+
+
+def make_worker(method: DGC = METHOD, **options: Any) -> tuple[DGCWorker, Parameters]:
+    parameters = make_parameters(SHAPES)
+    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, **options}
+    return method.attach(SGD(parameters.values(), **settings), parameters.items()), parameters
+
+
+def everything(worker: DGCWorker, parameters: Parameters) -> str:
+    """A digest of all that a step commits."""
+    buffers = [state["momentum_buffer"] for state in worker.optimizer.state.values()]
+    return digest([*parameters.values(), *buffers, *worker.residuals.values()])
+
+
+def message_of(function: Callable[[], object], kind: type[Exception]) -> str | None:
+    """What `function` says when it raises `kind`; None where it does not."""
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return None
+
+
+# Gradients that are not finite ----------------------------------------------------------------------------------------
+
+
+def poison(method: DGC, value: float, name: str, skips: bool) -> dict[str, Any]:
+    """Two good steps, one with a bad element on one rank, two good ones."""
+    worker, parameters = make_worker(method)
+    for step in range(2):
+        take_step(worker, parameters, step)
+    before, counted = everything(worker, parameters), worker.step
+    groups = [dict(group) for group in worker.optimizer.param_groups]
+    worker.optimizer.zero_grad()
+    backward(parameters, 2)
+    if dist.get_rank() == CULPRIT:
+        gradient = parameters[name].grad
+        assert gradient is not None
+        gradient[(1,) * gradient.dim()] = value
+    facts: dict[str, Any] = {"message": None, "taken": None}
+
+    def clip() -> None:  # spreads a NaN to all tensors; whose fault it was must be known before
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+
+    def exchange() -> None:
+        with worker.stepping():
+            facts["taken"] = worker.exchange(clip=clip, skip_nonfinite=skips)
+
+    facts["message"] = message_of(exchange, NonFiniteGradientError)
+    facts["steps"] = worker.step - counted
+    assert everything(worker, parameters) == before
+    assert [dict(group) for group in worker.optimizer.param_groups] == groups
+    for step in (3, 4):
+        take_step(worker, parameters, step)
+    assert everything(worker, parameters) != before
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    facts["digest"] = digest(parameters.values())
+    return facts
+
+
+CASES = [(math.nan, "conv"), (math.inf, "matrix"), (-math.inf, "bias"), (math.nan, "bias")]
+
+
+def poison_all_cases(method: DGC, skips: bool) -> list[dict[str, Any]]:
+    return [poison(method, value, name, skips) for value, name in CASES]
+
+
+@pytest.mark.parametrize("method", [METHOD, DGC(rampup_begin_step=100)], ids=["sparse", "dense"])
+def test_a_bad_gradient_on_one_rank_is_told_on_all(method: DGC) -> None:
+    results = run_ranks(poison_all_cases, 3, method, False)
+    for (_, name), *by_rank in zip(CASES, *results, strict=True):
+        assert len({facts["digest"] for facts in by_rank}) == 1
+        for facts in by_rank:
+            assert f"Step 2: the gradient of '{name}' on rank {CULPRIT} is not finite" in facts["message"]
+            assert facts["steps"] == 0
+
+
+def test_a_bad_step_is_skipped_on_all_ranks_where_asked() -> None:
+    results = run_ranks(poison_all_cases, 2, METHOD, True)
+    for by_rank in zip(*results, strict=True):
+        assert len({facts["digest"] for facts in by_rank}) == 1
+        for facts in by_rank:
+            assert facts["message"] is None
+            assert facts["taken"] is False
+            assert facts["steps"] == 1  # as `trainer.global_step` counts
+
+
+def meet_large_gradients() -> str:
+    """Finite, though their squares and their sum are not: no cause for alarm."""
+    worker, parameters = make_worker(lr=1e-38, momentum=0.0, weight_decay=0.0)
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 3e38)
+    with worker.stepping():
+        assert worker.exchange()
+        worker.optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    return digest(parameters.values())
+
+
+def test_large_gradients_are_finite() -> None:
+    first, second = run_ranks(meet_large_gradients, 2)
+    assert first == second
+
+
+# A step that fails ----------------------------------------------------------------------------------------------------
+
+
+def fail_inside_a_step() -> list[dict[str, Any]]:
+    worker, parameters = make_worker()
+    take_step(worker, parameters, 0)
+    backward(parameters, 1)
+    seen = []
+
+    def step() -> None:
+        with worker.stepping():
+            worker.exchange()
+            seen.append({key: worker.optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")})
+            raise KeyError("in the middle")
+
+    assert message_of(step, KeyError) == "'in the middle'"
+    seen.append({key: worker.optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")})
+    assert worker.step == 1
+    return seen
+
+
+def test_the_users_values_come_back_though_the_step_raised() -> None:
+    for inside, after in run_ranks(fail_inside_a_step, 2):
+        assert inside == {"momentum": 0.0, "weight_decay": 0.0}
+        assert after == {"momentum": 0.9, "weight_decay": 0.1}
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
+        ({"min_numel": 0}, r"min_numel=0: "),
+        ({"min_numel": True}, r"min_numel=True: "),
+        ({"min_numel": None}, r"min_numel=None: "),
+        ({"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
+        ({"exclude": [1]}, r"exclude=\[1\]: "),
+        ({"exclude": None}, r"exclude=None: "),
+        ({"exclude": 5}, r"exclude=5: "),
+        ({"selection": "fast"}, r"selection='fast': choose one of sampled, exact"),
+        ({"selection": None}, r"selection=None: "),
+        ({"value_dtype": "int3"}, r"value_dtype='int3': choose one of float32, bfloat16, float16"),
+        ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of"),
+        ({"momentum_masking": "no"}, r"momentum_masking='no': give True, False or None"),
+        ({"overlap": None}, r"overlap=None: give True or False"),
+        ({"dense_dtype": "int8"}, r"dense_dtype='int8': choose one of float32, bfloat16, float16"),
+        ({"correction": "adam"}, r"correction='adam': choose one of auto, frozen_variance, error_feedback"),
+        ({"correction": None}, r"correction=None: choose one of .*, or give a FrozenVariance"),
+        ({"correction": {"flor": 0.2}}, r"has no flor: choose among floor, stable, refresh"),
+        ({"correction": {"floor": 1.5}}, r"floor=1\.5: give a number in \[0, 1\]"),
+        ({"correction": {"floor": "0.1"}}, r"floor='0\.1': "),
+        ({"correction": {"stable": 1}}, r"stable=1: give a number between 0 and 1, for instance 0\.96"),
+        ({"correction": {"stable": True}}, r"stable=True: "),
+        ({"correction": {"refresh": 1}}, r"refresh=1: give True or False"),
+        ({"momentum_masking": 1}, r"momentum_masking=1: "),
+        ({"sparsity": [1.0]}, r"outside \[0, 1\)"),
+        ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of stairs"),
+        ({"rampup_step": 0}, r"rampup_step=0: "),
+        ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: "),
+    ],
+)
+def test_a_method_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DGC(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"sparsty": [0.9]}, {"schedule": None}, {"method": "dgc"}])
+def test_an_unknown_keyword_raises(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        DGC(**arguments)
+
+
+def attach_what_cannot_be_corrected() -> dict[str, str | None]:
+    parameters = make_parameters(SHAPES)
+    worker, others = make_worker()
+
+    def dampen_later() -> None:
+        worker.optimizer.param_groups[0]["dampening"] = 0.5
+        take_step(worker, others, 0)
+
+    def sparse_layout() -> None:
+        embedding = torch.nn.Embedding(50, 10, sparse=True)
+        worker = METHOD.attach(SGD(embedding.parameters(), lr=0.1), embedding.named_parameters())
+        embedding(torch.tensor([1, 2])).sum().backward()
+        with worker.stepping():
+            worker.exchange()
+
+    def attach(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        return lambda: METHOD.attach(optimizer, parameters.items())
+
+    attach(SGD(parameters.values(), lr=0.1, dampening=0.5))()  # without momentum it has no meaning
+    attempts = {
+        "LBFGS": attach(LBFGS(parameters.values())),
+        "dampening": attach(SGD(parameters.values(), lr=0.1, momentum=0.9, dampening=0.1)),
+        "dampening later": dampen_later,
+        "sparse layout": sparse_layout,
+    }
+    return {name: message_of(attempt, ConfigurationError) for name, attempt in attempts.items()}
+
+
+def test_what_cannot_be_corrected_is_refused_on_all_ranks() -> None:
+    for messages in run_ranks(attach_what_cannot_be_corrected, 2):
+        assert "strategy='ddp'" in (messages["LBFGS"] or "")
+        assert "dampening=0.1" in (messages["dampening"] or "")
+        assert "dampening=0.5" in (messages["dampening later"] or "")
+        assert "sparse=False" in (messages["sparse layout"] or "")
+        assert "'weight'" in (messages["sparse layout"] or "")
+
+
+def meet_a_sparse_layout_on_one_rank(clips: bool) -> str | None:
+    group = dist.new_group(timeout=timedelta(seconds=1))  # so that a rank left behind says so soon
+    embedding = torch.nn.Embedding(50, 10, sparse=True)
+    worker = METHOD.attach(SGD(embedding.parameters(), lr=0.1), embedding.named_parameters(), Exchange(group))
+    if dist.get_rank() == CULPRIT:  # the other rank's batch does not need this layer
+        embedding(torch.tensor([1, 2])).sum().backward()
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(embedding.parameters(), 1.0)
+
+    def step() -> None:
+        with worker.stepping():
+            worker.exchange(clip=clip if clips else None)
+
+    return message_of(step, ConfigurationError)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_sparse_layout_on_one_rank_is_refused_on_all(clips: bool) -> None:
+    for message in run_ranks(meet_a_sparse_layout_on_one_rank, 2, clips):
+        assert message is not None
+        assert f"'weight' on rank {CULPRIT} is sparse" in message
+
+
+TURN_DENSE: list[dict[str, Any]] = [{"rampup_begin_step": 100}, {"min_numel": 500}, {"exclude": ["mat*"]}]
+
+
+def turn_dense(changes: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
+    worker, parameters = make_worker()
+    for step in range(2):
+        take_step(worker, parameters, step)
+    before = everything(worker, parameters)
+    results = []
+    for change in changes:
+        worker.method = replace(METHOD, **change)
+        message = message_of(lambda: take_step(worker, parameters, 2), ConfigurationError)
+        results.append((message, everything(worker, parameters) == before))
+    worker.method = replace(METHOD, sparsity=[0.5])  # other densities are fine
+    take_step(worker, parameters, 2)
+    return results
+
+
+def test_a_sparse_tensor_cannot_turn_dense() -> None:
+    """Its residual would never be sent, and its velocity differs from rank to rank: replicas would drift."""
+    for results in run_ranks(turn_dense, 2, TURN_DENSE):
+        for change, (message, is_unchanged) in zip(TURN_DENSE, results, strict=True):
+            assert message is not None, change
+            name = "conv" if "min_numel" in change else "matrix"
+            expected = "Step 2 would be dense" if "rampup_begin_step" in change else f"Step 2 would send '{name}' dense"
+            assert expected in message
+            assert is_unchanged
+
+
+# Smaller promises -----------------------------------------------------------------------------------------------------
+
+
+def give_reduced_as_a_list() -> str:
+    worker, parameters = make_worker(DGC(rampup_begin_step=5))
+    backward(parameters, 0)
+    before = digest([p.grad for p in parameters.values() if p.grad is not None])
+    with worker.stepping():
+        worker.exchange(reduced=list(parameters.values()))  # a list compares tensors by value
+    assert digest([p.grad for p in parameters.values() if p.grad is not None]) == before
+    return before
+
+
+def test_reduced_parameters_may_be_a_list() -> None:
+    assert len(run_ranks(give_reduced_as_a_list, 2)) == 2
+
+
+def select_exactly_later() -> float:
+    shape = {"large": (300, 300)}
+    parameters = make_parameters(shape)
+    worker = DGC(sparsity=[0.999]).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    take_step(worker, parameters, 0)
+    assert worker.state_dict()["tensors"]["large"]["threshold"] > 0
+    worker.method = replace(worker.method, selection="exact")
+    take_step(worker, parameters, 1)
+    threshold: float = worker.state_dict()["tensors"]["large"]["threshold"]
+    return threshold
+
+
+def test_a_replaced_method_selects_as_it_says() -> None:
+    assert run_ranks(select_exactly_later, 2) == [0.0, 0.0]
+
+
+def keep_the_graph() -> list[bool]:
+    worker, parameters = make_worker()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about reference cycles
+        loss = sum((parameter**3).sum() for parameter in parameters.values())
+        loss.backward(create_graph=True)  # type: ignore[union-attr]
+    with worker.stepping():
+        worker.exchange()
+        worker.optimizer.step()
+    buffers = [state["momentum_buffer"] for state in worker.optimizer.state.values()]
+    return [tensor.requires_grad for tensor in (*worker.residuals.values(), *buffers)]
+
+
+def test_gradients_of_gradients_leave_no_graph_behind() -> None:
+    for requires_grad in run_ranks(keep_the_graph, 2):
+        assert not any(requires_grad)
+
+
+def freeze_after_backward() -> str:
+    worker, parameters = make_worker()
+    backward(parameters, 0)
+    parameters["conv"].requires_grad_(False)
+    with worker.stepping():
+        worker.exchange()
+        worker.optimizer.step()
+    return digest(parameters.values())
+
+
+def test_replicas_stay_equal_when_a_parameter_is_frozen_after_backward() -> None:
+    first, second = run_ranks(freeze_after_backward, 2)
+    assert first == second
+
+
+def clip_large(value: float) -> tuple[bool, list[Tensor]]:
+    worker, parameters = make_worker(momentum=0.0, weight_decay=0.0)
+    worker.optimizer.zero_grad()
+    backward(parameters, 0)
+    called = []
+
+    def clip() -> None:
+        called.append(worker.clip_factor)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), value * worker.clip_factor)
+
+    with worker.stepping():
+        worker.exchange(clip=clip)
+    own = torch.cat([residual.flatten() for residual in worker.residuals.values()])
+    return called == [math.sqrt(2)], [own, *(p.grad for p in parameters.values() if p.grad is not None)]
+
+
+def test_clipping_comes_before_the_residual() -> None:
+    for called_once, (residual, *gradients) in run_ranks(clip_large, 2, 1e-3):
+        assert called_once
+        assert 0 < residual.norm() <= 1e-3 * math.sqrt(2)
+        assert sum(float(gradient.norm()) ** 2 for gradient in gradients) <= 2e-6
+
+
+def exclude_a_giant(exclude: list[str]) -> str | None:
+    dgc.MAX_NUMEL = 500  # the matrix has more
+    worker, parameters = make_worker(replace(METHOD, exclude=exclude))
+    return message_of(lambda: take_step(worker, parameters, 0), ConfigurationError)
+
+
+def test_a_tensor_of_too_many_elements_may_be_excluded_as_the_message_says() -> None:
+    for message in run_ranks(exclude_a_giant, 2, []):
+        assert message is not None
+        assert "exclude=['matrix']" in message
+    assert run_ranks(exclude_a_giant, 2, ["matrix"]) == [None, None]

@@ -1,0 +1,372 @@
+"""SGD in all its forms, other optimizers, several of them, and the limits where nothing is compressed."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_lowbw import DGC, FrozenVariance
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.ledger import TrafficLedger
+from tests.engine.problem import (
+    AWKWARD,
+    CLOSE,
+    DENSE_THEN_SPARSE,
+    DENSITIES,
+    backward,
+    by_the_paper,
+    make_parameters,
+    make_weight,
+    take_step,
+    weights_of,
+)
+from tests.oracle import OracleDGC
+from tests.ranks import run_ranks
+
+# SGD ------------------------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "matrix": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    "cube": {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.0, "nesterov": True},
+    "vector": {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.2},
+    "conv": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+}
+
+
+def train_groups() -> tuple[dict[str, Tensor], str]:
+    parameters = make_parameters({name: AWKWARD[name] for name in GROUPS})
+    groups = [{"params": [parameters[name]], **settings} for name, settings in GROUPS.items()]
+    worker = DENSE_THEN_SPARSE.attach(SGD(groups), parameters.items())
+    for step in DENSITIES:
+        take_step(worker, parameters, step)
+        seen = [{key: group[key] for key in settings} for group, settings in zip(groups, GROUPS.values(), strict=True)]
+        assert seen == list(GROUPS.values())
+    return weights_of(parameters), digest(parameters.values())
+
+
+def test_each_param_group_has_its_own_settings() -> None:
+    (weights, first), (_, second) = run_ranks(train_groups, 2)
+    assert first == second
+    for name, settings in GROUPS.items():
+        expected = by_the_paper(name, AWKWARD[name], OracleDGC(2, **settings), DENSITIES)
+        torch.testing.assert_close(weights[name].contiguous(), expected.contiguous(), **CLOSE)
+
+
+BASE_OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.05},
+    {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+]
+SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar")}
+
+
+def train_variants(base: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    variants: dict[str, tuple[dict[str, Any], float]] = {
+        "default": ({}, 1.0),
+        "foreach": ({"foreach": True}, 1.0),
+        "single": ({"foreach": False}, 1.0),
+        "fused": ({"fused": True}, 1.0),
+        "maximize": ({"maximize": True}, -1.0),
+        "maximize_foreach": ({"maximize": True, "foreach": True}, -1.0),
+        "maximize_fused": ({"maximize": True, "fused": True}, -1.0),
+    }
+    trained = {}
+    for name, (options, sign) in variants.items():
+        parameters = make_parameters(SHAPES)
+        method = replace(DENSE_THEN_SPARSE, min_numel=18)  # the vector and the scalar are sent dense
+        worker = method.attach(SGD(parameters.values(), **base, **options), parameters.items())
+        for step in DENSITIES:
+            take_step(worker, parameters, step, sign=sign)
+        trained[name] = weights_of(parameters)
+    return trained
+
+
+@pytest.mark.parametrize("base", BASE_OPTIONS, ids=str)
+def test_implementations_of_sgd_and_its_direction_make_no_difference(base: dict[str, Any]) -> None:
+    trained = run_ranks(train_variants, 2, base)[0]
+    for variant, weights in trained.items():
+        for name, shape in SHAPES.items():
+            assert not weights[name].equal(make_weight(name, shape))
+            if "fused" in variant:  # rounds a step in another way
+                torch.testing.assert_close(weights[name], trained["default"][name], **CLOSE)
+            else:
+                assert weights[name].equal(trained["default"][name]), (variant, name)
+
+
+def make_one_cycle(optimizer: SGD) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=12, cycle_momentum=True, base_momentum=0.5, max_momentum=0.95)
+
+
+def train_one_cycle() -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    parameters = make_parameters(SHAPES)
+    optimizer = SGD(parameters.values(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    scheduler = make_one_cycle(optimizer)
+    worker = DENSE_THEN_SPARSE.attach(optimizer, parameters.items())
+    seen = []
+    for step in DENSITIES:
+        group = optimizer.param_groups[0]
+        before = dict(group)
+        optimizer.zero_grad()
+        backward(parameters, step)
+        with worker.stepping():
+            worker.exchange()
+            inside = (group["momentum"], group["weight_decay"], group["lr"])
+            assert inside == ((0.0, 0.0, before["lr"]) if worker.is_sparse else (before["momentum"], 0.1, before["lr"]))
+            optimizer.step()
+        assert dict(group) == before
+        assert optimizer.state_dict()["param_groups"][0]["momentum"] == before["momentum"]
+        seen.append((group["lr"], group["momentum"]))
+        scheduler.step()
+    return weights_of(parameters), seen
+
+
+def test_a_scheduler_that_changes_momentum_every_step() -> None:
+    (weights, seen), (others, _) = run_ranks(train_one_cycle, 2)
+    assert len({momentum for _, momentum in seen}) == len(seen)  # it did change
+
+    def before_step(oracle: OracleDGC, step: int) -> None:
+        oracle.lr, oracle.momentum = seen[step]
+
+    for name, shape in SHAPES.items():
+        oracle = OracleDGC(2, lr=0.0, momentum=0.0, weight_decay=0.1)
+        expected = by_the_paper(name, shape, oracle, DENSITIES, before_step=before_step)
+        torch.testing.assert_close(weights[name].contiguous(), expected.contiguous(), **CLOSE)
+        assert weights[name].equal(others[name])
+
+
+MASS_STEPS = 7
+FEEDBACK = DGC(sparsity=[0.9], min_numel=30, rampup_begin_step=1)
+MASS_SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
+
+
+def account_for_mass(optimizer_name: str, method: DGC) -> dict[str, Any]:
+    """All gradients are small multiples of 1/64, so that every sum is exact, in whatever order."""
+    parameters = make_parameters(MASS_SHAPES)
+    kind = getattr(torch.optim, optimizer_name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        worker = method.attach(kind(parameters.values(), lr=0.01), parameters.items())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    own = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in MASS_SHAPES.items()}
+    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in MASS_SHAPES.items()}
+    for _ in range(MASS_STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.randint(-64, 65, parameter.shape, generator=generator) / 64
+            own[name] += parameter.grad
+        with worker.stepping():
+            worker.exchange()
+            for name, parameter in parameters.items():
+                assert parameter.grad is not None
+                applied[name] += parameter.grad
+            worker.optimizer.step()
+    residuals = {name: worker.residuals[p].double() for name, p in parameters.items() if p in worker.residuals}
+    messages = [str(warning.message) for warning in caught]
+    return {
+        "own": own,
+        "applied": applied,
+        "residuals": residuals,
+        "warnings": messages,
+        "digest": digest(parameters.values()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer_name", "value_dtype"),
+    [("AdamW", "float32"), ("AdamW", "bfloat16"), ("SGD", "float32"), ("SGD", "float16"), ("RMSprop", "float32")],
+)
+def test_error_feedback_loses_no_mass(optimizer_name: str, value_dtype: str) -> None:
+    """2 x (applied mean gradients) + residuals of both ranks == all gradients of both ranks, exactly."""
+    correction = "error_feedback" if optimizer_name == "AdamW" else "auto"
+    method = replace(FEEDBACK, value_dtype=value_dtype, correction=correction)
+    first, second = run_ranks(account_for_mass, 2, optimizer_name, method)
+    assert first["digest"] == second["digest"]
+    assert set(first["residuals"]) == {"matrix", "conv"}
+    for name in MASS_SHAPES:
+        assert first["applied"][name].equal(second["applied"][name])
+        total = 2 * first["applied"][name]
+        for facts in (first, second):
+            if name in facts["residuals"]:
+                assert facts["residuals"][name].count_nonzero() > 0
+                total = total + facts["residuals"][name]
+        assert total.equal(first["own"][name] + second["own"][name])
+    assert second["warnings"] == []
+    if optimizer_name in ("SGD", "AdamW"):  # complete, or what was asked for
+        assert first["warnings"] == []
+    else:
+        (message,) = first["warnings"]
+        assert optimizer_name in message
+        assert "error feedback" in message
+
+
+def train_two_optimizers() -> tuple[str, list[int], list[int]]:
+    """As of a GAN: the second steps every other time; each exchanges its own parameters alone."""
+    parameters = make_parameters({"critic": (20, 10), "generator": (30, 10), "bias": (7,)})
+    ours = {"critic": parameters["critic"]}
+    theirs = {"generator": parameters["generator"], "bias": parameters["bias"]}
+    method = replace(DENSE_THEN_SPARSE, min_numel=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        workers = [
+            method.attach(SGD(ours.values(), lr=0.05, momentum=0.9), parameters.items()),
+            method.attach(AdamW(theirs.values(), lr=0.01), parameters.items()),
+        ]
+    for step in range(8):
+        for worker, own in zip(workers, (ours, theirs), strict=True):
+            if worker is workers[1] and step % 2:
+                continue
+            for parameter in parameters.values():
+                parameter.grad = None
+            backward(parameters, step)
+            others = [parameter for parameter in parameters.values() if parameter not in set(own.values())]
+            before = digest([p.grad for p in others if p.grad is not None])
+            with worker.stepping():
+                worker.exchange()
+                assert digest([p.grad for p in others if p.grad is not None]) == before
+                worker.optimizer.step()
+    assert set(workers[0].residuals) == {parameters["critic"]}
+    assert set(workers[1].residuals) == {parameters["generator"]}
+    steps = [worker.step for worker in workers]
+    return digest(parameters.values()), steps, [worker._exchange.ledger.steps for worker in workers]
+
+
+def test_two_optimizers_count_their_own_steps() -> None:
+    results = run_ranks(train_two_optimizers, 2)
+    assert results[0][0] == results[1][0]
+    assert all(steps == ledger_steps == [8, 4] for _, steps, ledger_steps in results)
+
+
+# Limits: no compression, one rank -------------------------------------------------------------------------------------
+
+
+class Perceptron(torch.nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+
+
+def train_perceptron(kind: str, options: dict[str, Any], method: DGC | None) -> list[Tensor]:
+    """With DDP, or with a method of density 1."""
+    model = Perceptron()
+    wrapped = DistributedDataParallel(model) if method is None else model
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        worker = None if method is None else method.attach(optimizer, model.named_parameters())
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        x = torch.randn(8, 6, generator=generator)
+        torch.nn.functional.cross_entropy(wrapped(x), torch.randint(0, 3, (8,), generator=generator)).backward()
+        if worker is None:
+            optimizer.step()
+        else:
+            with worker.stepping():
+                worker.exchange()
+                optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train_with_and_without(cases: list[tuple[str, dict[str, Any]]], methods: list[DGC]) -> list[bool]:
+    equal = []
+    for kind, options in cases:
+        reference = train_perceptron(kind, options, None)
+        for method in methods:
+            trained = train_perceptron(kind, options, method)
+            equal.append(all(a.equal(b) for a, b in zip(trained, reference, strict=True)))
+    return equal
+
+
+def test_density_1_is_ddp() -> None:
+    """Before the first sparse step and on a dense stair; to the bit on two ranks, where a sum has one order."""
+    cases = [("SGD", options) for options in BASE_OPTIONS] + [("AdamW", {"lr": 0.01})]
+    dense = [DGC(rampup_begin_step=100, min_numel=1), DGC(sparsity=[0.0], min_numel=1)]
+    assert run_ranks(train_with_and_without, 2, cases, dense) == [[True] * 8] * 2
+    sparse = [DGC(sparsity=[0.9], min_numel=1, rampup_begin_step=1)]
+    assert run_ranks(train_with_and_without, 2, cases, sparse)[0] == [False] * 4
+
+
+def train_alone() -> dict[str, Any]:
+    facts = {}
+    for kind in ("SGD", "AdamW"):
+        for base in BASE_OPTIONS if kind == "SGD" else [{"lr": 0.01}]:
+            trained = []
+            for compresses in (True, False):
+                parameters = make_parameters(AWKWARD)
+                optimizer = getattr(torch.optim, kind)(parameters.values(), **base)
+                worker = replace(DENSE_THEN_SPARSE, rampup_begin_step=0).attach(optimizer, parameters.items())
+                for step in range(4):
+                    if compresses:
+                        take_step(worker, parameters, step)
+                        assert worker.density == worker.last_density == worker.clip_factor == 1.0
+                        assert not worker.is_sparse
+                    else:
+                        optimizer.zero_grad()
+                        backward(parameters, step)
+                        optimizer.step()
+                if compresses:
+                    assert worker._exchange.ledger == TrafficLedger(steps=4)
+                    assert worker.residuals == {}
+                trained.append(digest(parameters.values()))
+            facts[f"{kind} {base}"] = trained
+    return facts
+
+
+def test_one_rank_is_plain_training_without_communication() -> None:
+    """Without a process group and with one of a single rank; warnings are errors here, so there was none."""
+    for facts in (train_alone(), run_ranks(train_alone, 1)[0]):
+        assert len(facts) == 4
+        for compressed, plain in facts.values():
+            assert compressed == plain
+
+
+# The method as a value ------------------------------------------------------------------------------------------------
+
+
+def test_a_method_is_a_value() -> None:
+    method = DGC(sparsity=[0.75, 0.999], rampup_step=10, exclude=["*.bias"])
+    assert method == DGC(sparsity=(0.75, 0.999), rampup_step=10, exclude=("*.bias",))
+    assert method != DGC()
+    assert hash(method) == hash(replace(method))
+    assert pickle.loads(pickle.dumps(method)) == method
+    assert eval(repr(method)) == method
+    assert replace(method, rampup_begin_step=5).schedule.density(4) == 1.0
+    description = method.describe()
+    assert description == {
+        "method": "dgc",
+        "rampup_begin_step": 0,
+        "rampup_step": 10,
+        "sparsity": (0.75, 0.999),
+        "momentum_masking": None,
+        "min_numel": 16384,
+        "exclude": ("*.bias",),
+        "selection": "sampled",
+        "value_dtype": "bfloat16",
+        "exchange": "auto",
+        "dense_dtype": "float32",
+        "overlap": False,
+        "correction": "auto",
+    }
+    assert from_description(method) == method
+
+
+def from_description(method: DGC) -> DGC:
+    return DGC(**{name: value for name, value in method.describe().items() if name != "method"})  # type: ignore[arg-type]
+
+
+def test_a_frozen_variance_is_a_value() -> None:
+    assert DGC(correction="frozen_variance") == DGC(correction=FrozenVariance())
+    method = DGC(correction=FrozenVariance(floor=0.2, stable=0.96, refresh=True))
+    assert method.describe()["correction"] == {"floor": 0.2, "stable": 0.96, "refresh": True}
+    assert from_description(method) == method != DGC(correction=FrozenVariance(floor=0.2, stable=0.96))
+    assert hash(method) == hash(replace(method))
+    assert eval(repr(method)) == method

@@ -1,0 +1,310 @@
+"""Stop and go on: to the bit with the same ranks, with the same unsent gradient with others."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD
+
+from lightning_lowbw import DGC, ConfigurationError
+from lightning_lowbw.engine.gradients import DGCWorker
+from lightning_lowbw.what.corrections import as_correction
+from lightning_lowbw.where.agreement import digest
+from tests.engine.problem import Nodes, Parameters, backward, exchange_of, make_parameters, make_weight, take_step
+from tests.engine.test_dgc_failures import message_of
+from tests.engine.test_two_levels import NODES
+from tests.ranks import run_ranks
+
+SHAPES = {"large": (300, 240), "conv": (8, 4, 3, 3), "scalar": (), "bias": (7,)}  # the first is sampled
+METHOD = DGC(rampup_begin_step=2, rampup_step=8, sparsity=[0.5, 0.9, 0.99, 0.999], min_numel=100, value_dtype="float32")
+STEPS = 12
+
+
+def make_worker(method: DGC, **options: Any) -> tuple[DGCWorker, Parameters]:
+    parameters = make_parameters(SHAPES)
+    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, **options}
+    return method.attach(SGD(parameters.values(), **settings), parameters.items()), parameters
+
+
+def digests_of(worker: DGCWorker, parameters: Parameters) -> list[str]:
+    residuals = [worker.residuals[p] for p in parameters.values() if p in worker.residuals]
+    buffers = [worker.optimizer.state[p]["momentum_buffer"] for p in parameters.values()]
+    return [digest(parameters.values()), digest(buffers), digest(residuals)]
+
+
+def save(worker: DGCWorker, parameters: Parameters, buffers_of_rank_zero: bool) -> bytes:
+    """Save as a checkpoint does: weights and optimizer from rank zero, the worker's state from each rank."""
+    optimizer_state = [worker.optimizer.state_dict()]
+    if buffers_of_rank_zero:
+        dist.broadcast_object_list(optimizer_state, src=0)
+    buffer = io.BytesIO()
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    torch.save({"weights": weights, "optimizer": optimizer_state[0], "worker": worker.state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def load(saved: bytes, worker: DGCWorker, parameters: Parameters) -> None:
+    checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(checkpoint["weights"][name])
+    worker.optimizer.load_state_dict(checkpoint["optimizer"])
+    worker.load_state_dict(checkpoint["worker"])
+
+
+def train_and_resume(stops: list[int]) -> dict[int | None, list[str]]:
+    """Train through, then for each stop: train up to it, save, go on with everything made anew."""
+    results: dict[int | None, list[str]] = {}
+    worker, parameters = make_worker(METHOD)
+    for step in range(STEPS):
+        take_step(worker, parameters, step)
+    results[None] = digests_of(worker, parameters)
+    for stop in stops:
+        worker, parameters = make_worker(METHOD)
+        for step in range(stop):
+            take_step(worker, parameters, step)
+        saved = save(worker, parameters, buffers_of_rank_zero=True)
+        old, (worker, parameters) = worker, make_worker(METHOD)
+        load(saved, worker, parameters)
+        assert worker.step == stop
+        assert worker.state_dict().keys() == old.state_dict().keys()
+        thresholds = [{k: v["threshold"] for k, v in w.state_dict()["tensors"].items()} for w in (old, worker)]
+        assert thresholds[0] == thresholds[1]
+        assert stop < STEPS - 4 or thresholds[0]["large"] > 0
+        for step in range(stop, STEPS):
+            take_step(worker, parameters, step)
+        results[stop] = digests_of(worker, parameters)
+    return results
+
+
+def test_resuming_continues_to_the_bit() -> None:
+    """In the dense phase, at the hand-over, in the middle of a stair, after the warm-up."""
+    stops = [1, 2, 3, 5, 11]
+    for results in run_ranks(train_and_resume, 2, stops):
+        for stop in stops:
+            assert results[stop] == results[None], stop
+
+
+def look_more_often() -> tuple[list[str], list[str]]:
+    """Saving is looking: it changes nothing, and what was saved is a copy."""
+    results = []
+    for looks in (False, True):
+        worker, parameters = make_worker(METHOD)
+        for step in range(6):
+            take_step(worker, parameters, step)
+            if looks:
+                state = worker.state_dict()
+                for entry in state["tensors"].values():
+                    entry["residual"].fill_(1e9)
+                    entry["momentum_buffer"].fill_(1e9)
+                worker.residual_norm()
+        results.append(digests_of(worker, parameters))
+    return results[0], results[1]
+
+
+def test_looking_changes_nothing() -> None:
+    for without, with_looks in run_ranks(look_more_often, 2):
+        assert without == with_looks
+
+
+# Another number of ranks ----------------------------------------------------------------------------------------------
+
+
+def train_to_a_state(momentum: float) -> dict[str, Any]:
+    worker, parameters = make_worker(METHOD, momentum=momentum, nesterov=False)
+    for step in range(6):
+        take_step(worker, parameters, step)
+    return {"worker": worker.state_dict(), "weights": {name: p.detach() for name, p in parameters.items()}}
+
+
+def send_everything(state: dict[str, Any], weights: dict[str, Tensor], momentum: float) -> dict[str, Any]:
+    """Resume at another world size; then one step without gradients, decay or anything kept back."""
+    # Not exactly dense, though all is sent.
+    method = DGC(sparsity=[1e-9], min_numel=METHOD.min_numel, value_dtype="float32")
+    worker, parameters = make_worker(method, lr=1.0, momentum=momentum, weight_decay=0.0, nesterov=False)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    worker.load_state_dict(state)
+    kept = {name: worker.residuals[parameters[name]].clone() for name in state["tensors"]}
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    with worker.stepping():
+        worker.exchange()
+        worker.optimizer.step()
+    return {
+        "kept": kept,
+        "applied": {name: weights[name].double() - parameters[name].double() for name in kept},
+        "left": worker.residual_norm(),
+        "step": worker.step,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_other_ranks_hold_the_same_unsent_gradient(num_ranks: int, momentum: float) -> None:
+    """Two ranks stop, three or one go on: (1/N) sum_k v_k is what it was, and so is the mean velocity."""
+    old = run_ranks(train_to_a_state, 2, momentum)
+    merged = METHOD.merge_states([facts["worker"] for facts in old])
+    assert merged["step"] == 6
+    assert set(merged["tensors"]) == {"large", "conv"}
+    for facts in run_ranks(send_everything, num_ranks, merged, old[0]["weights"], momentum):
+        assert facts["step"] == 7
+        assert facts["left"] == 0.0
+        for name in ("large", "conv"):
+            entries = [each["worker"]["tensors"][name] for each in old]
+            mean = sum(entry["residual"].double() for entry in entries) / 2
+            assert mean.norm() > 1
+            torch.testing.assert_close(facts["kept"][name].double(), mean, rtol=1e-6, atol=1e-7)
+            if momentum:
+                mean = mean + momentum * sum(entry["momentum_buffer"].double() for entry in entries) / 2
+            torch.testing.assert_close(facts["applied"][name], mean, rtol=0, atol=2e-6)
+
+
+def test_merging_keeps_dtypes_and_copies() -> None:
+    buffers = [torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0, 4.0]).bfloat16()]
+    states = [
+        {
+            "step": 4,
+            "tensors": {"w": {"residual": torch.tensor([1.0, -2.0 * i]), "threshold": 0.1, "momentum_buffer": b}},
+        }
+        for i, b in enumerate(buffers)
+    ]
+    merged = METHOD.merge_states(states)
+    assert merged["step"] == 4
+    assert merged["tensors"]["w"]["residual"].tolist() == [1.0, -1.0]
+    assert merged["tensors"]["w"]["momentum_buffer"].dtype == torch.bfloat16
+    assert merged["tensors"]["w"]["momentum_buffer"].tolist() == [2.0, 3.0]
+    merged["tensors"]["w"]["residual"].zero_()
+    assert states[0]["tensors"]["w"]["residual"].tolist() == [1.0, 0.0]  # type: ignore[index]
+
+
+def go_on_alone(sign: float, bad_step: bool, **options: Any) -> list[Tensor]:
+    """Three steps of one rank that got a residual, a velocity and a dense tensor's velocity from others."""
+    worker, parameters = make_worker(METHOD, momentum=0.9, nesterov=False, maximize=sign < 0, **options)
+    for name in ("large", "bias"):
+        worker.optimizer.state[parameters[name]]["momentum_buffer"] = make_weight("velocity", SHAPES[name])
+    residual = make_weight("residual", SHAPES["large"])
+    worker.load_state_dict({"step": 6, "tensors": {"large": {"residual": residual, "threshold": 0.0}}})
+    if bad_step:
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        with worker.stepping():
+            worker.exchange(skip_nonfinite=True)  # as a GradScaler does, which then takes no step
+    for step in range(3):
+        take_step(worker, parameters, step, sign=sign)
+        assert worker.residuals == {}
+        assert worker.optimizer.param_groups[0]["momentum"] == 0.9
+    return [parameter.detach() for parameter in parameters.values()]
+
+
+def test_one_rank_goes_on_with_plain_momentum() -> None:
+    """Its first step is that of SGD plus the residual, the others are those of SGD."""
+    trained = go_on_alone(1.0, False)
+    parameters = make_parameters(SHAPES)
+    sgd = SGD(parameters.values(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    for name in ("large", "bias"):
+        sgd.state[parameters[name]]["momentum_buffer"] = make_weight("velocity", SHAPES[name])
+    for step in range(3):
+        sgd.zero_grad()
+        backward(parameters, step)
+        sgd.step()
+        if step == 0:
+            with torch.no_grad():
+                parameters["large"].sub_(make_weight("residual", SHAPES["large"]), alpha=0.05)
+    for weight, expected in zip(trained, parameters.values(), strict=True):
+        torch.testing.assert_close(weight, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_one_rank_may_climb() -> None:
+    for down, up in zip(go_on_alone(1.0, False), go_on_alone(-1.0, False), strict=True):
+        assert down.equal(up)
+
+
+def test_one_rank_keeps_its_residual_through_a_skipped_step() -> None:
+    for good, after_bad in zip(go_on_alone(1.0, False), go_on_alone(1.0, True), strict=True):
+        assert after_bad.equal(good)
+
+
+# A state of another model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("renamed", (300, 240), r"residual of shape \(300, 240\) for 'renamed'; the optimizer has no such parameter"),
+        ("large", (240, 300), r"shape \(240, 300\) for 'large'; the optimizer has shape \(300, 240\)"),
+        ("conv", (8, 4, 9), r"shape \(8, 4, 9\) for 'conv'; the optimizer has shape \(8, 4, 3, 3\)"),
+    ],
+)
+def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    worker, _ = make_worker(METHOD)
+    state = {"step": 3, "tensors": {name: {"residual": make_weight(name, shape), "threshold": 0.0}}}
+    with pytest.raises(ConfigurationError, match=message):
+        worker.load_state_dict(state)
+
+
+def resume_with(kinds: list[tuple[str, str]], nodes: Nodes, merges: bool) -> list[str | None]:
+    """Train under the first correction, go on under the second; what each resume but the first says."""
+    messages, states = [], []
+    for optimizer_name, correction in kinds:
+        parameters = make_parameters({"large": (40, 30)})
+        optimizer = getattr(torch.optim, optimizer_name)(parameters.values(), lr=0.01)
+        method = replace(METHOD, correction=correction)
+        worker = method.attach(optimizer, parameters.items(), exchange_of(nodes))
+        if states:
+            messages.append(message_of(lambda: worker.load_state_dict(states[0]), ConfigurationError))  # noqa: B023
+            continue
+        for step in range(METHOD.rampup_begin_step + 1):
+            if step == METHOD.rampup_begin_step:
+                in_the_dense_phase = worker.state_dict()
+            take_step(worker, parameters, step)
+        states.append(method.merge_states([worker.state_dict()] * 2) if merges else worker.state_dict())
+    worker.load_state_dict(in_the_dense_phase)  # in which they do not differ
+    return messages
+
+
+KINDS = [
+    ("SGD", "auto"),
+    ("SGD", "error_feedback"),
+    ("AdamW", "auto"),
+    ("AdamW", "frozen_variance"),
+    ("AdamW", "error_feedback"),
+]
+NAMES_OF_KINDS = ["momentum", "error_feedback", "own_variance", "frozen_variance", "error_feedback"]
+
+
+@pytest.mark.parametrize(("nodes", "merges"), [(((0,), (1,)), False), (((0,), (1,)), True), (NODES["blocks"], False)])
+@pytest.mark.parametrize("saved", range(len(KINDS)))
+def test_residuals_of_another_correction_are_refused(saved: int, nodes: Nodes, merges: bool) -> None:
+    results = run_ranks(resume_with, sum(map(len, nodes)), [KINDS[saved], *KINDS], nodes, merges)
+    for messages in results:
+        for (optimizer_name, correction), name, message in zip(KINDS, NAMES_OF_KINDS, messages, strict=True):
+            if name == NAMES_OF_KINDS[saved]:
+                assert message is None
+                continue
+            assert message is not None
+            assert f"those of {NAMES_OF_KINDS[saved]!r}; correction={as_correction(correction)!r}" in message
+            assert f"with {optimizer_name} is {name!r}" in message
+
+
+def test_a_state_lands_in_the_layout_of_the_parameter() -> None:
+    """Optimizer memory is channels_last where the parameter is; a saved contiguous buffer goes there by value."""
+    worker, parameters = make_worker(METHOD)
+    residual, momentum_buffer = make_weight("conv", (8, 4, 3, 3)).contiguous(), torch.randn(8, 4, 3, 3)
+    entry = {"residual": residual, "threshold": 0.25, "momentum_buffer": momentum_buffer}
+    worker.load_state_dict({"step": 7, "tensors": {"conv": entry}})
+    conv = parameters["conv"]
+    assert worker.step == 7
+    assert worker.residuals[conv].equal(residual)
+    assert worker.residuals[conv].is_contiguous()
+    loaded = worker.optimizer.state[conv]["momentum_buffer"]
+    assert loaded.equal(momentum_buffer)
+    assert loaded.is_contiguous(memory_format=torch.channels_last)
+    assert worker.state_dict()["tensors"]["conv"]["threshold"] == 0.25

@@ -1,0 +1,147 @@
+"""How the selected elements are summed: the same sums whichever way, and the cheapest way by itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import DGC
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.link import EXCHANGES
+from tests.engine.problem import AWKWARD, backward, make_parameters, take_step
+from tests.ranks import run_ranks
+
+SHAPES = {**AWKWARD, "large": (331, 257)}
+STEPS = 6
+
+
+def train(
+    exchange: str, sparsity: list[float], value_dtype: str, steps: int = STEPS, shapes: Any = SHAPES
+) -> dict[str, Any]:
+    parameters = make_parameters(shapes)
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
+    method = DGC(
+        sparsity=sparsity,
+        rampup_step=steps,
+        min_numel=1,
+        exchange=exchange,
+        value_dtype=value_dtype,
+    )
+    worker = method.attach(sgd, parameters.items())
+    produced = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items()}
+    applied = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items()}
+    chosen, sent = [], []
+    for step in range(steps):
+        sgd.zero_grad()
+        backward(parameters, step)
+        before = {name: (p.grad.clone(), u_of(sgd, p), p.grad) for name, p in parameters.items()}  # type: ignore[union-attr]
+        sent_before = worker._exchange.ledger.sent_bytes
+        with worker.stepping():
+            worker.exchange()
+            for name, parameter in parameters.items():
+                gradient, velocity, _ = before[name]
+                produced[name] += 0.9 * velocity.double() + gradient.double()
+                applied[name] += parameter.grad.double()  # type: ignore[union-attr]
+            sgd.step()
+        sent.append(worker._exchange.ledger.sent_bytes - sent_before)
+        chosen.append(worker._last_exchange)
+    return {
+        "digest": digest(parameters.values()),
+        "weights": {name: p.detach().clone() for name, p in parameters.items()},
+        "produced": produced,
+        "applied": applied,
+        "residuals": {worker._name(p): v.clone() for p, v in worker.residuals.items()},
+        "chosen": chosen,
+        "sent": sent,
+    }
+
+
+def u_of(sgd: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    velocity = sgd.state[parameter].get("momentum_buffer")
+    return torch.zeros_like(parameter) if velocity is None else velocity.clone()
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "int4"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_nothing_is_lost_and_replicas_are_equal(exchange: str, value_dtype: str, num_ranks: int) -> None:
+    """What was applied, and 1/N of what is kept, is the mean of all that the ranks have made."""
+    results = run_ranks(train, num_ranks, exchange, [0.9], value_dtype)
+    assert len({result["digest"] for result in results}) == 1
+    for name, residual in results[0]["residuals"].items():
+        kept = sum(result["residuals"][name].double() for result in results) / num_ranks
+        made = sum(result["produced"][name] for result in results) / num_ranks
+        torch.testing.assert_close(results[0]["applied"][name] + kept, made, rtol=1e-5, atol=1e-5)
+        assert residual.abs().sum() > 0 or residual.numel() < 20
+
+
+def test_dense_sums_the_same_elements() -> None:
+    gathered = run_ranks(train, 3, "all_gather", [0.9], "float32")
+    dense = run_ranks(train, 3, "dense", [0.9], "float32")
+    for name, weight in gathered[0]["weights"].items():
+        torch.testing.assert_close(dense[0]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reduce_scatter_of_two_ranks_hands_out_all_sums() -> None:
+    gathered = run_ranks(train, 2, "all_gather", [0.9], "float32", 1)
+    scattered = run_ranks(train, 2, "reduce_scatter", [0.9], "float32", 1)
+    for name in ("large", "matrix"):
+        weight = gathered[0]["weights"][name]
+        same = torch.isclose(scattered[0]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+        assert float((~same).float().mean()) < 0.02  # but for what did not fit an owner's row
+
+
+def test_auto_takes_the_all_gather_without_measuring_where_it_moves_the_least() -> None:
+    for result in run_ranks(train, 2, "auto", [0.9], "bfloat16"):
+        assert result["chosen"] == ["all_gather"] * STEPS
+
+
+def train_and_listen() -> tuple[list[str], list[str]]:
+    lines: list[str] = []
+    logger = logging.getLogger("lightning.pytorch.lightning_lowbw")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    # So large that what counts is the bytes, and not the rounds.
+    return train("auto", [0.0625, 0.99], "float32", 4, {"large": (1200, 1000)})["chosen"], lines
+
+
+def test_auto_measures_the_link_and_says_what_it_takes() -> None:
+    """At a sparsity of 1/16 the elements of the other ranks, with positions, are more than a dense all-reduce."""
+    results = run_ranks(train_and_listen, 4)
+    assert len({tuple(chosen) for chosen, _ in results}) == 1
+    chosen, lines = results[0]
+    assert chosen[-1] == "all_gather"
+    assert chosen[0] != "all_gather"
+    assert any("dense" in line and "all-gather" in line and line.endswith(f": {chosen[0]}.") for line in lines)
+    assert all(not said for _, said in results[1:])
+
+
+def resume(states: list[Any], first: int, last: int) -> Any:
+    parameters = make_parameters({"a": (60, 50)})
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
+    worker = DGC(sparsity=[0.95], min_numel=1, exchange="reduce_scatter").attach(sgd, parameters.items())
+    if states:
+        state, weight = states[dist.get_rank()]
+        with torch.no_grad():
+            parameters["a"].copy_(weight)
+        worker.load_state_dict(state)
+    for step in range(first, last):
+        take_step(worker, parameters, step)
+    return worker.state_dict(), parameters["a"].detach().clone()
+
+
+def test_a_reduce_scatter_resumes_to_the_bit() -> None:
+    whole = run_ranks(resume, 3, [], 0, 8)
+    half = run_ranks(resume, 3, [], 0, 4)
+    again = run_ranks(resume, 3, half, 4, 8)
+    for (state, weight), (other, expected) in zip(again, whole, strict=True):
+        assert torch.equal(weight, expected)
+        assert torch.equal(state["tensors"]["a"]["residual"], other["tensors"]["a"]["residual"])
+        assert state["exchange"] == other["exchange"]

@@ -1,0 +1,132 @@
+"""One message per step: positions and values come out, in the size that every rank knows beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.what.codec import ALIGNMENT_BYTES, SparseCodec
+from lightning_lowbw.what.selection import exact_top_k
+from lightning_lowbw.what.values import VALUE_NAMES, make_value_format
+
+Part = tuple[Tensor, Tensor]
+# (k, n) of each tensor of a step
+STEPS = [
+    [(1, 1)],
+    [(3, 10)],
+    [(16, 16384), (1, 5), (7, 7), (129, 100_000)],
+    [(0, 4)],
+    [(2, 9), (0, 3), (5, 31)],
+    [(1001, 4004)],
+]
+
+
+def make_parts(sizes: list[tuple[int, int]]) -> list[Part]:
+    parts = []
+    for count, numel in sizes:
+        values = torch.randn(numel)
+        indices = exact_top_k(values, count)
+        parts.append((indices, values[indices]))
+    return parts
+
+
+def split(sizes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [count for count, _ in sizes], [numel for _, numel in sizes]
+
+
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+@pytest.mark.parametrize("sizes", STEPS, ids=str)
+def test_what_comes_out_is_what_the_values_became(value_dtype: str, sizes: list[tuple[int, int]]) -> None:
+    codec, (counts, numels), parts = SparseCodec(value_dtype), split(sizes), make_parts(sizes)
+    message = codec.encode(parts, numels)
+    assert message.dtype == torch.uint8  # gloo takes no 16-bit integers
+    assert message.shape == (codec.nbytes(counts, numels),)
+    assert message.numel() % ALIGNMENT_BYTES == 0
+    sent = codec.decode_values(message, counts, numels)
+    values = torch.cat([values for _, values in parts])
+    value_format = make_value_format(value_dtype)
+    assert torch.cat(sent).equal(value_format.decode(value_format.encode(values, counts), counts))
+    decoded = codec.decode(message, counts, numels)
+    assert len(decoded) == len(parts)
+    for (indices, _), mine, (decoded_indices, decoded_values) in zip(parts, sent, decoded, strict=True):
+        assert decoded_indices.equal(indices)
+        assert decoded_values.equal(mine)
+
+
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+def test_messages_lie_behind_one_another(value_dtype: str) -> None:
+    """As after an all-gather: each is a row, so its length must keep the next one aligned."""
+    codec, sizes = SparseCodec(value_dtype), [(3, 40), (2, 9), (2, 2)]
+    counts, numels = split(sizes)
+    ranks = [make_parts(sizes) for _ in range(3)]
+    gathered = torch.stack([codec.encode(parts, numels) for parts in ranks])
+    for parts, row in zip(ranks, gathered, strict=True):
+        for (indices, values), decoded in zip(parts, codec.decode(row, counts, numels), strict=True):
+            assert decoded[0].equal(indices)
+            torch.testing.assert_close(decoded[1], values, rtol=0.1, atol=0.0)
+
+
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+def test_the_size_depends_on_no_value(value_dtype: str) -> None:
+    codec, sizes = SparseCodec(value_dtype), [(50, 9000)]
+    bunched = (torch.arange(50), torch.zeros(50))
+    spread = (torch.arange(50) * 180, torch.randn(50))
+    messages = [codec.encode([part], [9000]) for part in (bunched, spread, *make_parts(sizes))]
+    assert {message.numel() for message in messages} == {codec.nbytes([50], [9000])}
+
+
+@pytest.mark.parametrize(
+    ("value_dtype", "limit"),
+    [("float32", 45.0), ("bfloat16", 28.5), ("float16", 28.5), ("int8", 21.0), ("int4", 17.0), ("int2", 15.0)],
+)
+@pytest.mark.parametrize("numel", [100_000, 4_194_304, 16_777_216])
+def test_bits_per_element_at_one_in_a_thousand(value_dtype: str, limit: float, numel: int) -> None:
+    count = round(numel * 0.001)
+    assert SparseCodec(value_dtype).nbytes([count] * 4, [numel] * 4) * 8 / (4 * count) < limit
+    # What was promised: the default takes at most 32 bits, the tightest at most 20.
+    assert SparseCodec().nbytes([count], [numel]) * 8 / count <= 32
+    assert min(SparseCodec(name).nbytes([count], [numel]) for name in VALUE_NAMES) * 8 / count <= 20
+
+
+def test_equal_content_makes_equal_bytes() -> None:
+    """No byte is left unwritten, not even the padding: a digest of a message means something."""
+    codec, parts = SparseCodec("int4"), [(torch.tensor([1, 5, 9]), torch.tensor([1.0, 2.0, 3.0]))]
+    message = codec.encode(parts, [10])
+    assert all(codec.encode(parts, [10]).equal(message) for _ in range(20))
+    assert message[-2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("change", [-4, -1, 1, 4])
+def test_a_message_of_the_wrong_size_is_refused(change: int) -> None:
+    codec, counts, numels = SparseCodec("int8"), [4, 2], [100, 50]
+    size = codec.nbytes(counts, numels)
+    message = torch.zeros(size + change, dtype=torch.uint8)
+    for decode in (codec.decode, codec.decode_values):
+        with pytest.raises(ValueError, match=f"A message of {size + change} bytes; {size} were expected"):
+            decode(message, counts, numels)
+
+
+def test_a_message_of_zeros_is_refused() -> None:
+    codec = SparseCodec("int8")
+    message = torch.zeros(codec.nbytes([4], [100]), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="0 positions; 4 were expected"):
+        codec.decode(message, [4], [100])
+
+
+def test_codecs_are_values() -> None:
+    assert SparseCodec() == SparseCodec()
+    assert SparseCodec("int8") != SparseCodec("int4")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+def test_what_a_gpu_sends_is_the_same_on_a_cpu(value_dtype: str) -> None:
+    codec, sizes = SparseCodec(value_dtype), STEPS[2]
+    counts, numels = split(sizes)
+    parts = [(indices.cuda(), values.cuda()) for indices, values in make_parts(sizes)]
+    message = codec.encode(parts, numels)
+    pairs = zip(codec.decode(message, counts, numels), codec.decode(message.cpu(), counts, numels), strict=True)
+    for on_gpu, on_cpu in pairs:
+        assert on_gpu[0].cpu().equal(on_cpu[0])
+        assert on_gpu[1].cpu().equal(on_cpu[1])

@@ -1,0 +1,175 @@
+"""Sparse pseudo-gradients: the largest of each chunk are sent, all else is kept, and the size is known beforehand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.top_k import Compression, as_compression
+from lightning_lowbw.what.values import VALUE_NAMES
+
+NUMELS = [1, 7, 64, 65, 127, 128, 1000]
+CHUNKED = {"density": 1 / 16, "chunk": 64, "min_numel": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "chunked": CHUNKED,
+    "per tensor": {**CHUNKED, "chunk": None},
+    "one of each": {**CHUNKED, "density": 1e-6},
+    "nearly all": {**CHUNKED, "density": 0.99},
+    "larger than all": {**CHUNKED, "density": 1 / 256, "chunk": 1 << 20},
+}
+
+
+def make_changes(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for numel in NUMELS]
+
+
+def zeros() -> list[Tensor]:
+    return [torch.zeros(numel) for numel in NUMELS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+def test_what_is_sent_and_what_is_kept_are_what_was_there(layout: str, value_dtype: str) -> None:
+    """To the bit, but for two levels, which may be far from a value: then to a rounding of the difference."""
+    compression = Compression(**{**LAYOUTS[layout], "value_dtype": value_dtype})
+    residuals = zeros()
+    for step in range(3):
+        changes = make_changes(step)
+        expected = [residual * 0.95 + change for residual, change in zip(residuals, changes, strict=True)]
+        message = compression.prepare_(residuals, changes)
+        assert message.numel() == compression.nbytes(NUMELS)
+        sent = compression.combine([message], NUMELS)
+        for kept, each, before in zip(residuals, sent, expected, strict=True):
+            if value_dtype == "int2":
+                torch.testing.assert_close(kept + each, before, rtol=1e-6, atol=1e-6)
+            else:
+                assert (kept.double() + each.double()).float().equal(before)
+            assert int((each != 0).sum()) == compression.num_sent(each.numel())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_largest_of_each_chunk_are_sent(layout: str) -> None:
+    compression = Compression(**{**LAYOUTS[layout], "value_dtype": "float32"})
+    changes = make_changes(1)
+    sent = compression.combine([compression.prepare_(zeros(), changes)], NUMELS)
+    for change, each in zip(changes, sent, strict=True):
+        chunk = compression.chunk or change.numel()
+        for first in range(0, change.numel(), chunk):
+            of_chunk, of_sent = change[first : first + chunk], each[first : first + chunk]
+            numel, density = of_chunk.numel(), compression.density
+            least = 1 if compression.chunk is None else max(1, round(min(compression.chunk, 4096) * density))
+            count = min(numel, max(round(numel * density), least))
+            assert int((of_sent != 0).sum()) == count
+            assert of_sent.abs().sort().values[-count:].equal(of_chunk.abs().sort().values[-count:])
+
+
+def test_selection_commutes_with_a_permutation_inside_a_chunk() -> None:
+    compression = Compression(**{**CHUNKED, "value_dtype": "float32"})
+    (change,), order = [make_changes(2)[-1]], torch.cat([torch.randperm(64) + first for first in range(0, 960, 64)])
+    order = torch.cat([order, torch.arange(960, 1000)])
+    sent = [
+        compression.combine([compression.prepare_([torch.zeros(1000)], [each])], [1000])[0]
+        for each in (change, change[order])
+    ]
+    assert sent[0][order].equal(sent[1])
+
+
+def test_the_mean_is_over_the_senders_of_an_element_in_their_order() -> None:
+    compression = Compression(**{**LAYOUTS["nearly all"], "density": 0.5, "value_dtype": "float32"})
+    messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]
+    alone, seen = [compression.combine([message], NUMELS) for message in messages], set()
+    for number, mean in enumerate(compression.combine(messages, NUMELS)):
+        senders = sum((sent[number] != 0).float() for sent in alone)
+        seen |= set(senders.tolist())
+        parts = [sent[number] / senders.clamp(min=1) for sent in alone]
+        assert mean.equal(torch.zeros_like(mean) + parts[0] + parts[1] + parts[2])
+    assert seen == {0.0, 1.0, 2.0, 3.0}
+
+
+def test_a_dead_chunk_is_no_sender() -> None:
+    compression = Compression(**{**CHUNKED, "value_dtype": "float32"})
+    dead, alive = torch.zeros(1000), torch.zeros(1000)
+    alive[0] = 1.0
+    messages = [compression.prepare_([torch.zeros(1000)], [each]) for each in (dead, alive)]
+    (mean,) = compression.combine(messages, [1000])
+    assert mean[0] == 1.0
+
+
+def test_the_mean_may_be_over_all_ranks_in_their_order() -> None:
+    compression = Compression(**{**LAYOUTS["nearly all"], "value_dtype": "float32", "mean_over": "ranks"})
+    messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]
+    alone = [compression.combine([message], NUMELS) for message in messages]
+    for number, mean in enumerate(compression.combine(messages, NUMELS)):
+        parts = [sent[number] / 3 for sent in alone]
+        assert mean.equal(torch.zeros_like(mean) + parts[0] + parts[1] + parts[2])
+    assert not compression.combine(messages[::-1], NUMELS)[-1].equal(mean), "the order matters to the last bit"
+
+
+def test_dead_tensors_send_zeros_and_stay_dead() -> None:
+    residuals = zeros()
+    compression = Compression(**CHUNKED)
+    for each in compression.combine([compression.prepare_(residuals, zeros())] * 2, NUMELS):
+        assert not each.any()
+    assert not any(residual.any() for residual in residuals)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_no_rank_is_louder_than_the_median(num_ranks: int) -> None:
+    quiet = Compression(**{**CHUNKED, "value_dtype": "bfloat16", "clip_to_median": True})
+    loud = Compression(**{**CHUNKED, "value_dtype": "bfloat16"})
+    scales = [1000.0, 1.0, 1.5, 0.1][:num_ranks]
+    messages = [
+        quiet.prepare_(zeros(), [scale * change for change in make_changes(7)]) for rank, scale in enumerate(scales)
+    ]
+    weights = sorted(scales)
+    median = (weights[(num_ranks - 1) // 2] + weights[num_ranks // 2]) / 2
+    expected = sum(min(scale, median) for scale in scales) / sum(scales)
+    for clipped, whole in zip(quiet.combine(messages, NUMELS), loud.combine(messages, NUMELS), strict=True):
+        torch.testing.assert_close(clipped, whole * expected, rtol=0.02, atol=1e-3)
+    one = quiet.combine(messages[:1], NUMELS)
+    assert all(a.equal(b) for a, b in zip(one, loud.combine(messages[:1], NUMELS), strict=True))
+
+
+def test_bits_per_parameter_and_step_of_the_preset() -> None:
+    """A transformer's matrices in 15 local steps: at most 0.02 bits; the positions take under a bit above entropy."""
+    numels = [256 * 256] * 16 + [256 * 1024] * 8 + [50_000 * 256]
+    bits = 8 * Compression().nbytes(numels)
+    assert bits / sum(numels) / 15 < 0.02
+    entropy = (math.lgamma(4097) - math.lgamma(65) - math.lgamma(4033)) / math.log(2) / 64
+    assert bits / sum(map(Compression().num_sent, numels)) == pytest.approx(10.25, abs=0.01)  # as the card says
+    assert entropy + 1 + 2.25 > 10.25
+
+
+@pytest.mark.parametrize(
+    ("choice", "word"),
+    [
+        ({"density": 1.0}, "density=1.0"),
+        ({"density": 0}, "density=0"),
+        ({"density": math.nan}, "density=nan"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"chunk": 64.0}, "chunk=64.0"),
+        ({"min_numel": None}, "min_numel=None"),
+        ({"min_numel": True}, "min_numel=True"),
+        ({"decay": 1.1}, "decay=1.1"),
+        ({"value_dtype": "int3"}, "int2"),
+        ({"clip_to_median": "yes"}, "clip_to_median='yes'"),
+        ({"top_k": 64}, "no top_k: choose among density"),
+        ("int2", "compression='int2'"),
+        (True, "compression=True"),
+    ],
+)
+def test_what_cannot_be_is_refused(choice: Any, word: str) -> None:
+    with pytest.raises(ConfigurationError, match=word):
+        as_compression(choice)
+
+
+def test_a_mapping_says_the_same_as_a_value() -> None:
+    assert as_compression({"value_dtype": "int4"}) == as_compression(Compression(value_dtype="int4"))
+    assert as_compression({}) == Compression()
+    assert as_compression(None) is None

@@ -1,0 +1,99 @@
+"""The link is measured in time, alike on all ranks, and as fast as it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_lowbw.lab import Network, launch
+from lightning_lowbw.where.link import Link
+from lightning_lowbw.where.probe import measure_link
+from tests.lab.test_lab import needs_root
+from tests.ranks import run_ranks
+
+MAX_S = 1.0
+
+PROBE = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from lightning_lowbw.where.probe import measure_link
+dist.init_process_group("gloo")
+for _ in range(3):
+    dist.barrier()
+    started = time.monotonic()
+    link = measure_link()
+    took = time.monotonic() - started
+    long = torch.zeros(int(sys.argv[1]) // 4)
+    dist.barrier()
+    started = time.monotonic()
+    dist.all_reduce(long)
+    achieved = 2 * (1 - 1 / dist.get_world_size()) * long.nbytes / (time.monotonic() - started)
+    if dist.get_rank() == 0:
+        print(took, link.latency_s, link.bandwidth_bytes_per_s, achieved, flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def measure() -> tuple[Link, float]:
+    dist.barrier()
+    started = time.perf_counter()
+    link = measure_link()
+    return link, time.perf_counter() - started
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_ranks_have_the_same_link(num_ranks: int) -> None:
+    links, seconds = zip(*run_ranks(measure, num_ranks), strict=True)
+    assert len(set(links)) == 1
+    assert 1e-6 < links[0].latency_s < 0.1
+    assert 1e7 < links[0].bandwidth_bytes_per_s < 1e12
+    assert max(seconds) < 3 * MAX_S  # on a busy machine
+
+
+def test_one_rank_has_no_link() -> None:
+    assert measure_link() == Link(0.0, float("inf"))
+    assert measure_link().time_s(rounds=0, nbytes=0) == 0.0
+
+
+def measure_in_a_subgroup() -> Link | None:
+    group = dist.new_group([1, 2])
+    return measure_link(group) if dist.get_rank() in (1, 2) else None
+
+
+def test_a_subgroup_measures_its_own() -> None:
+    outsider, first, second = run_ranks(measure_in_a_subgroup, 3)
+    assert outsider is None
+    assert first == second
+
+
+class TestInTheLab:
+    pytestmark = needs_root
+
+    @pytest.mark.parametrize(("rate", "num_nodes"), [(5e7, 2), (1e8, 2), (1e8, 4), (1e9, 2)])
+    def test_the_bandwidth_of_a_shaped_link(self, rate: float, num_nodes: int) -> None:
+        with Network([rate] * num_nodes) as network, tempfile.TemporaryFile() as output:
+            report = launch(
+                network,
+                [sys.executable, "-c", PROBE, str(int(rate / 25))],  # a third of a second
+                environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+                timeout_s=60.0,
+                output=output,
+            )
+            output.seek(0)
+            text = output.read().decode()
+        assert report.status == 0, text
+        measured = [tuple(map(float, line.split())) for line in text.splitlines()[-3:]]
+        seconds, latencies, bandwidths, achieved = zip(*measured, strict=True)
+        assert min(seconds) < MAX_S
+        assert min(latencies) < 0.01
+        assert 8 * max(bandwidths) < 1.15 * rate
+        # On a fast link the cores decide as well, which may have other work; the probe has short moments to itself.
+        assert 8 * max(bandwidths) > (0.85 if rate <= 1e8 else 0.55) * rate
+        assert max(bandwidths) > 0.8 * max(achieved)

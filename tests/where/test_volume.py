@@ -1,0 +1,64 @@
+"""The volume formulas, against a walk through the algorithms they stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_lowbw.where.volume import (
+    all_gather_bytes,
+    all_gather_rounds,
+    all_reduce_bytes,
+    all_reduce_rounds,
+    gather_capacity,
+    scatter_capacity,
+    sparse_reduce_scatter_elements,
+    sparse_reduce_scatter_rounds,
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 32])
+def test_the_ring_sends_so_many_bytes(num_ranks: int) -> None:
+    nbytes = 96 * 1000  # divisible by every number of ranks here
+    chunk = nbytes // num_ranks
+    reduce_scatter = sum(chunk for _ in range(num_ranks - 1))  # each step one chunk goes to the neighbour
+    all_gather_of_chunks = sum(chunk for _ in range(num_ranks - 1))
+    assert all_reduce_bytes(nbytes, num_ranks) == reduce_scatter + all_gather_of_chunks
+    assert all_gather_bytes(nbytes, num_ranks) == sum(nbytes for _ in range(num_ranks - 1))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 10**12])
+def test_one_rank_sends_nothing(nbytes: int) -> None:
+    assert all_reduce_bytes(nbytes, 1) == 0
+    assert all_gather_bytes(nbytes, 1) == 0
+
+
+def test_whole_bytes_rounded_down_without_floating_point() -> None:
+    assert all_reduce_bytes(10, 3) == 13  # 13.33
+    assert all_reduce_bytes(3 * 10**17 + 3, 3) == 4 * 10**17 + 4  # a double has no such number
+    assert isinstance(all_reduce_bytes(7, 2), int)
+
+
+@pytest.mark.parametrize(("sparsity", "num_ranks"), [(0.75, 4), (0.984375, 64)])
+def test_sparse_equals_dense_at_one_over_density_ranks(sparsity: float, num_ranks: int) -> None:
+    """methods.md, with 64 bits per sent element: 4 ranks at 0.75, 64 at 0.984375."""
+    numel = 2**20
+    sent = round(numel * (1 - sparsity)) * 8
+    assert all_gather_bytes(sent, num_ranks) == all_reduce_bytes(4 * numel, num_ranks)
+    assert all_gather_bytes(sent, num_ranks // 2) < all_reduce_bytes(4 * numel, num_ranks // 2)
+    assert all_gather_bytes(sent, num_ranks * 2) > all_reduce_bytes(4 * numel, num_ranks * 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_rounds_of_a_message_around_the_ring(num_ranks: int) -> None:
+    assert all_gather_rounds(num_ranks) == num_ranks - 1
+    assert all_reduce_rounds(num_ranks) == 2 * all_gather_rounds(num_ranks)
+    assert sparse_reduce_scatter_rounds(num_ranks) == (num_ranks if num_ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
+@pytest.mark.parametrize("num_selected", [0, 1, 5, 64, 25_000])
+def test_room_for_a_fair_share_at_least(num_selected: int, num_ranks: int) -> None:
+    room = scatter_capacity(num_selected, num_ranks)
+    assert num_selected / num_ranks <= room <= num_selected
+    assert gather_capacity(num_selected, num_ranks) * num_ranks >= 4 * num_selected
+    assert sparse_reduce_scatter_elements(0, num_ranks) == 0
