@@ -54,7 +54,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.slow_link import RESULTS, describe_environment, replace_block
 from lightning_lowbw.what.selection import num_selected
-from lightning_lowbw.when.every_step import SparsitySchedule
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_RANKS = 4
@@ -303,7 +303,7 @@ def train(task: Task, variant: Variant, seed: int) -> dict[str, float]:
     examples: Dataset[Any] = data.splits["train"]
     ranks = VirtualRanks(list(model.parameters()), task, variant)
     stairs = variant.stairs if variant.kind != "dense" else (0.0,)
-    schedule = SparsitySchedule(task.num_dense_steps if variant.has_dense_phase else 0, task.num_ramp_steps, stairs)
+    schedule = EveryStep(task.num_dense_steps if variant.has_dense_phase else 0, task.num_ramp_steps, stairs)
     generator, started_s = torch.Generator().manual_seed(seed), time.perf_counter()
     for step in range(task.num_steps):
         drawn = torch.randint(len(examples), (NUM_RANKS, task.batch), generator=generator)  # type: ignore[arg-type]

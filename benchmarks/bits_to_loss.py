@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.time_to_loss import RESULTS, smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
+from lightning_lowbw.strategies.names import NAMES
 from lightning_lowbw.zoo import StdlibText
 
 NUM_RANKS = 4
@@ -56,7 +57,7 @@ STARTS = {
 
 def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
     """Return what makes the strategy of a name with another period."""
-    return lambda: LocalSGDStrategy(**{**LocalSGDStrategy.presets[name], "k_steps": k, **knobs})
+    return lambda: LocalSGDStrategy(**{**NAMES[name][1], "k_steps": k, **knobs})
 
 
 METHODS: dict[str, Callable[[], Any]] = {

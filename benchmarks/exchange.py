@@ -26,7 +26,8 @@ from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.what.sparse_sum import SparseSum, even_boundaries
 from lightning_lowbw.what.values import FLOAT_NAMES
-from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
@@ -71,7 +72,7 @@ def formulas(codec: SparseCodec, num_ranks: int, boundaries: tuple[int, ...] = (
 
 def measure(codec: SparseCodec) -> list[dict[str, Any]]:
     """Return received bytes of each exchange and step, what the formula says, and the share that was kept back."""
-    exchange, rows = Exchange(), []
+    exchange, rows = Collectives(None, TrafficLedger()), []
     reducer, dense = SparseReduceScatter(exchange, codec), torch.zeros(sum(NUMELS))
     for step in range(STEPS):
         parts = select(exchange.rank, step)
@@ -119,7 +120,7 @@ def main() -> None:
     """Measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=MEASURED)
-    parser.add_argument("--value-dtype", choices=FLOAT_NAMES, default=DGC().value_dtype)
+    parser.add_argument("--value-dtype", choices=FLOAT_NAMES, default=DGC().what.value_dtype)
     options = parser.parse_args()
     codec, rows = SparseCodec(options.value_dtype), list[dict[str, Any]]()
     for num_ranks in options.ranks:

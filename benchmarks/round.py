@@ -25,8 +25,10 @@ from torch.nn import functional as F
 
 from benchmarks.models import WORKLOADS
 from benchmarks.slow_link import RESULTS, describe_environment
-from lightning_lowbw.engine.replicas import NUM_SAMPLED
+from lightning_lowbw.engine.averaging import NUM_SAMPLED
+from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.positions import pack, unpack
+from lightning_lowbw.what.selection import Selection, exact_top_k_of
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.what.values import make_value_format
 from lightning_lowbw.where.agreement import checksum
@@ -65,7 +67,7 @@ class Round:
         self.consensus = [INIT_STD * torch.randn(numel) for numel in self.numels]
         of_ranks = [[torch.zeros(numel) for numel in self.numels] for _ in range(NUM_RANKS)]
         for _ in range(SETTLING_ROUNDS):
-            self.messages = [self.compression.prepare_(residuals, self.draw()) for residuals in of_ranks]
+            self.messages = [self.prepare_(residuals, self.draw()) for residuals in of_ranks]
         self.kept = of_ranks[0]
         self.weights = [x0 + change for x0, change in zip(self.consensus, self.draw(), strict=True)]
         self.changes = self.change()
@@ -75,16 +77,41 @@ class Round:
         self.values = self.take()
         self.counts = [values.numel() for values in self.values]
         self.value_format = make_value_format(self.compression.value_dtype)
-        self.rounded = self.compression._codec.decode_values(self.messages[0], self.counts, self.numels)
+        self.rounded = self.compression.codec.decode_values(self.messages[0], self.counts, self.numels)
         num_words = self.code_positions().numel()
         self.words = [message[: 4 * num_words].view(torch.int32) for message in self.messages]
         data_bytes = self.value_format.nbytes(self.counts)
         self.data = [message[4 * num_words :][:data_bytes] for message in self.messages]
-        self.decoded = [self.compression._codec.decode(each, self.counts, self.numels) for each in self.messages]
+        self.decoded = [self.compression.codec.decode(each, self.counts, self.numels) for each in self.messages]
         self.means = self.combine()
 
     def draw(self) -> list[Tensor]:
         return [CHANGE_STD * torch.randn(numel) for numel in self.numels]
+
+    def segments(self, residuals: list[Tensor], changes: list[Tensor]) -> dict[str, Segment]:
+        layouts = [self.compression.layout(numel) for numel in self.numels]
+        return {
+            str(number): Segment(
+                residual=residual,
+                momentum_buffer=None,
+                gradient=change,
+                weight=None,
+                k=layout.k,
+                k_last=layout.k_last,
+                chunk=self.compression.chunk,
+            )
+            for number, (residual, change, layout) in enumerate(zip(residuals, changes, layouts, strict=True))
+        }
+
+    def prepare_(self, residuals: list[Tensor], changes: list[Tensor]) -> Tensor:
+        """Do what the engine does with a rank's changes: accumulate, choose, encode, keep the rest."""
+        for residual in residuals:
+            residual.mul_(self.compression.decay)
+        parts = Selection().compress_(self.segments(residuals, changes), masking=False)
+        message, rounded = self.compression.encode(parts, self.numels)
+        for residual, (positions, _), error in zip(residuals, parts, rounded, strict=True):
+            residual.index_add_(0, positions, error)
+        return message
 
     def look(self) -> list[Tensor]:
         return [torch.isfinite(torch.stack(weight.aminmax())).all() for weight in self.weights]
@@ -100,7 +127,7 @@ class Round:
             residual.mul_(self.compression.decay).add_(change)
 
     def select(self) -> list[Tensor]:
-        return [self.compression._select(residual) for residual in self.residuals]
+        return [exact_top_k_of(each) for each in self.segments(self.residuals, self.changes).values()]
 
     def take(self) -> list[Tensor]:
         return [residual[where] for residual, where in zip(self.residuals, self.positions, strict=True)]
@@ -124,7 +151,7 @@ class Round:
 
     def average(self) -> None:
         for number, numel in enumerate(self.numels):
-            self.compression._mean([of_rank[number] for of_rank in self.decoded], numel, torch.device("cpu"))
+            self.compression.average_(torch.empty(numel), [of_rank[number] for of_rank in self.decoded])
 
     def apply(self) -> None:
         for x, x0, change in zip(self.weights, self.consensus, self.means, strict=True):
@@ -136,12 +163,15 @@ class Round:
             x.copy_(mean)
 
     def combine(self) -> list[Tensor]:
-        return self.compression.combine(self.messages, self.numels)
+        means = [torch.empty(numel) for numel in self.numels]
+        for mean, parts in zip(means, self.compression.decode(self.messages, self.numels, None), strict=True):
+            self.compression.average_(mean, parts)
+        return means
 
     def whole(self) -> None:
         self.look()
         self.check()
-        self.compression.prepare_(self.residuals, self.change())
+        self.prepare_(self.residuals, self.change())
         self.combine()
         self.apply()
 

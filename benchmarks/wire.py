@@ -32,7 +32,7 @@ from lightning_lowbw.ops.reference import correct_, remove_sent_, scatter_mean_
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import exact_top_k, num_selected
 from lightning_lowbw.what.values import VALUE_NAMES
-from lightning_lowbw.when.every_step import SparsitySchedule
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 MIN_NUMEL = 16384  # smaller tensors go dense
@@ -189,7 +189,7 @@ def train(task: Task, value_dtype: str | None, seed: int) -> dict[str, float]:
     data.setup("fit")
     examples: Dataset[Any] = data.splits["train"]
     ranks = VirtualRanks(model, model.hparams, value_dtype)
-    schedule = SparsitySchedule(task.rampup_begin_step, task.rampup_step, (0.984375, 0.996, 0.999))
+    schedule = EveryStep(task.rampup_begin_step, task.rampup_step, (0.984375, 0.996, 0.999))
     generator, losses = torch.Generator().manual_seed(seed), []
     for step in range(task.num_steps):
         gradients = []

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
 from lightning_lowbw.ops import compiled
-from lightning_lowbw.strategies.base import SETTLE_S, LowBandwidthStrategy
+from lightning_lowbw.strategies.strategy import SETTLE_S, Strategy
 
 INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -55,7 +55,7 @@ class Window(pl.Callback):
 def _ledger_bytes(trainer: pl.Trainer) -> float:
     """Return what this rank sent; of a strategy on two levels, what it sent to other nodes."""
     strategy = trainer.strategy
-    if not isinstance(strategy, LowBandwidthStrategy):
+    if not isinstance(strategy, Strategy):
         return float("nan")
     ledger = strategy.ledger
     return float(ledger.inter_bytes if ledger.intra_bytes else ledger.sent_bytes)
@@ -86,7 +86,7 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
     # Of the node. On one level in rings: what its last rank sends.
     by_rank: list[float] = [0.0] * int(os.environ["WORLD_SIZE"])
     dist.all_gather_object(by_rank, window.ledger_bytes)
-    has_levels = isinstance(trainer.strategy, LowBandwidthStrategy) and trainer.strategy.ledger.intra_bytes > 0
+    has_levels = isinstance(trainer.strategy, Strategy) and trainer.strategy.ledger.intra_bytes > 0
     of_node = sum(by_rank[: int(os.environ["LOCAL_WORLD_SIZE"])]) if has_levels else by_rank[0]
     ledger_bytes = None if math.isnan(of_node) else of_node
     return {"step_s": window.step_s, "interface_bytes": window.sent_bytes, "ledger_bytes": ledger_bytes}

@@ -2,8 +2,8 @@
 
 Run it:  python examples/demo.py          on every GPU if there are two or more, else on two CPU processes
 
-Ends with a table and writes demo_results/demo.json, demo.md and demo.png (loss against bytes sent). With --readme FILE
-the table also replaces what stands between the markers of that file, so that no number in it is typed by hand.
+Prints a table and writes demo_results/demo.json, demo.md and demo.png (loss against bytes sent). With --readme FILE the
+table also replaces the text between the markers of that file, so that no number in it is typed by hand.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Task:
 
 
 # An element waits about 1 / density steps until it is sent: 99.9 % is for runs of many thousand steps. The digits are
-# easy enough to forgive it; the text, a few hundred steps long, stops at 99 %.
+# easy enough for it; the text, a few hundred steps long, stops at 99 %.
 TASKS = [
     Task("digits", DigitsClassifier, DigitsData(), {"max_epochs": 15}, lowbw.SparsityWarmup(begin_epoch=2, epochs=3)),
     Task(
@@ -108,7 +108,7 @@ class Recorder(Callback):
         trainer.logger.log_metrics({"loopback_bytes": used}, trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # gloo sometimes aborts at exit where a reduction came last; the strategies of this package do this themselves
+        # gloo sometimes aborts at exit if a reduction came last; the strategies of this package do this themselves
         trainer.strategy.barrier()
 
 

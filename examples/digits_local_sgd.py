@@ -1,11 +1,11 @@
-"""Average the weights now and then instead of the gradients in every step.
+"""Average the weights after every k steps, instead of the gradients in every step.
 
 Run it:  python examples/digits_local_sgd.py
          python examples/digits_local_sgd.py --strategy adaptive_local_sgd     k follows the learning rate and the loss
-         python examples/digits_local_sgd.py --strategy post_local_sgd         local from the first drop of the rate on
+         python examples/digits_local_sgd.py --strategy post_local_sgd         local after the first drop of the rate
          python examples/digits_local_sgd.py --strategy diloco --k-steps 20    with an outer optimizer
          python examples/digits_local_sgd.py --strategy streaming_diloco       parts of the model take turns
-         python examples/digits_local_sgd.py --strategy sparse_loco            1 in 64 of what has changed, in two bits
+         python examples/digits_local_sgd.py --strategy sparse_loco            1 in 64 of the changes, in two bits
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_lowbw.zoo import DigitsClassifier, DigitsData
 
 
 class Averages(Callback):
-    """Say what the averages were like."""
+    """Print how many averages there were, and how far this rank was from the last one."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (worker,) = trainer.strategy.workers
@@ -49,7 +49,7 @@ def main() -> None:
         enable_checkpointing=False,
     )
     model, data = DigitsClassifier(), DigitsData()
-    trainer.fit(model, datamodule=data)  # validation sees the consensus, and so does what comes after
+    trainer.fit(model, datamodule=data)  # validation and the test use the consensus
     trainer.test(model, datamodule=data)
 
 

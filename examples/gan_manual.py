@@ -2,7 +2,7 @@
 
 Run it:  python examples/gan_manual.py
 
-A tiny GAN draws 8x8 digits. Nothing in the module knows of the strategy. In manual optimization the warm-up is
+A tiny GAN draws 8x8 digits. The module does not depend on the strategy. In manual optimization the warm-up is
 counted in optimizer steps, because only the module knows how many of them an epoch has.
 """
 

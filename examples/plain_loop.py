@@ -1,4 +1,4 @@
-"""Deep gradient compression without Lightning: the exchange around any optimizer, in a plain PyTorch loop.
+"""Deep gradient compression without Lightning: after `attach`, `optimizer.step()` exchanges the gradients.
 
 Run it with two processes:  torchrun --nproc-per-node=2 examples/plain_loop.py
 """
@@ -17,7 +17,7 @@ STEPS = 200
 def main() -> None:
     """Fit a teacher network; each rank sees its own data."""
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same model on all ranks: without DDP nobody broadcasts it
+    torch.manual_seed(0)  # the same model on all ranks: there is no DDP to broadcast it
     teacher = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
@@ -31,9 +31,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()
         loss.backward()
-        with worker.stepping():
-            worker.exchange()
-            optimizer.step()
+        optimizer.step()  # a hook of the optimizer exchanges the gradients first
         if dist.get_rank() == 0 and step % 40 == 39:
             print(f"step {step + 1}: loss {loss.item():.4f}, density {worker.last_density:.4f}")
     dist.barrier()

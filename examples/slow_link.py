@@ -1,4 +1,4 @@
-"""Feel a slow link: an ordinary Lightning script, to be run on the throttled nodes of the lab.
+"""See what a slow link costs: an ordinary Lightning script, to be run on the throttled nodes of the lab.
 
 sudo .venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy ddp
 sudo .venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy dgc

@@ -1,4 +1,4 @@
-"""Train a transformer with AdamW on the same text twice, with ddp and with sparse_loco, and compare what was sent.
+"""Train a transformer with AdamW on the same text twice, with ddp and with sparse_loco, and compare the bytes sent.
 
 Run it:  python examples/text_sparse_loco.py
          python examples/text_sparse_loco.py --devices 4 --k-steps 30
@@ -38,7 +38,7 @@ def train(strategy: Any, options: argparse.Namespace, has_gpus: bool) -> None:
         strategy=strategy,
         max_steps=options.max_steps,
         callbacks=[lowbw.TrafficMonitor(), sent],
-        val_check_interval=options.max_steps,  # once, after the last average: looking at equal replicas sends nothing
+        val_check_interval=options.max_steps,  # once, after the last average: showing equal replicas sends nothing
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         logger=False,

@@ -1,8 +1,8 @@
-"""Compress between nodes only: ranks of a node sum their gradients densely, and the node is what a rank is to DGC.
+"""Compress between nodes only: ranks of a node sum their gradients densely, and DGC treats each node as one worker.
 
 On one machine, four ranks as two nodes of two:
          python examples/two_nodes.py
-On two machines, on the second with --node-rank 1; the launcher tells which ranks share a node:
+On two machines (--node-rank 1 on the second); the launcher knows which ranks share a node:
          torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr HOST examples/two_nodes.py
 And other methods on two levels:
          python examples/two_nodes.py --method local_sgd          average nodes every 8 steps

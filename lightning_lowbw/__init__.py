@@ -6,8 +6,8 @@ Importing this package makes the strategies known to Lightning by name: `Trainer
 from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
-from lightning_lowbw.engine.gradients import DGC
-from lightning_lowbw.engine.replicas import LocalSGD
+from lightning_lowbw.engine.method import Method, Where
+from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
@@ -19,31 +19,43 @@ from lightning_lowbw.strategies import (
     DGCStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
+    Strategy,
     register,
 )
-from lightning_lowbw.what.corrections import FrozenVariance
-from lightning_lowbw.what.top_k import Compression
+from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.top_k import Compression, TopK
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.topology import Topology
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DGC",
+    "AdaptiveLocalSGD",
     "AdaptiveLocalSGDStrategy",
     "AveragingSchedule",
     "Compression",
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",
-    "FrozenVariance",
+    "EveryK",
+    "EveryStep",
+    "Hierarchical",
     "HierarchicalStrategy",
     "LocalSGD",
     "LocalSGDStrategy",
+    "Method",
+    "Narrow",
     "NonFiniteGradientError",
     "SparsityWarmup",
+    "Strategy",
+    "TopK",
     "Topology",
     "TrafficMonitor",
     "UnexpectedCollectiveError",
+    "Where",
+    "Whole",
 ]
 
 register()

@@ -5,10 +5,8 @@ a sparse step each rank does, with its own m and v (those of the dense phase to 
 
     m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N;  r = r + m_hat / (sqrt(v_hat) + eps)
 
-with a b1 of at most LARGEST_BETA1, or, with a frozen variance, ``r = r + m / D`` where D = sqrt(v_hat) + eps is that of
-the last dense step, at least a floor times its mean over the tensor, and m has lost its bias there; a step that
-refreshes it is one of Adam's for v, with the mean gradient, before that. The k largest |r| are averaged, and cleared in
-r (with masking, in m); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
+with a b1 of at most LARGEST_BETA1. The k largest |r| are averaged, and cleared in r (with masking, in m);
+``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ class OracleAdam:
     amsgrad: bool = False
     min_numel: int = 1
     masking: bool = False
-    is_frozen: bool = False
-    floor: float = 0.1
-    last_sum: float = 0.0
     step: dict[int, int] = field(default_factory=dict)
     m: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
@@ -45,64 +40,35 @@ class OracleAdam:
     own_v: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     own_largest: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     r: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    d: dict[int, Tensor] = field(default_factory=dict)
 
     def dense_step(self, weights: list[Tensor], gradients: list[list[Tensor]]) -> None:
         """Adam on the mean gradient."""
         for i, weight in enumerate(weights):
             self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
 
-    def stability(self, weights: list[Tensor], num_steps: int) -> float:
-        """By how much the sum of v_hat of the large tensors has changed since 1 / (1 - b2) steps ago, smaller / larger.
-
-        Zero at steps that are no multiple of these.
-        """
-        if num_steps % round(1 / (1 - self.betas[1])):
-            return 0.0
-        last, self.last_sum = self.last_sum, 0.0
-        for i, weight in enumerate(weights):
-            if weight.numel() >= self.min_numel:
-                self.last_sum += float(self._v_hat(i).sum())
-        return min(last, self.last_sum) / max(last, self.last_sum)
-
     def _v_hat(self, i: int) -> Tensor:
         return (self.largest_v[i] if self.amsgrad else self.v[i]) / (1 - self.betas[1] ** self.step[i])
 
-    def sparse_step(
-        self, weights: list[Tensor], gradients: list[list[Tensor]], density: float, refreshes: bool = False
-    ) -> None:
+    def sparse_step(self, weights: list[Tensor], gradients: list[list[Tensor]], density: float) -> None:
         """One compressed step; small tensors take one of Adam's own."""
-        b1, b2 = self.betas
-        b1 = b1 if self.is_frozen else min(b1, LARGEST_BETA1)
+        b1, b2 = min(self.betas[0], LARGEST_BETA1), self.betas[1]
         for i, weight in enumerate(weights):
             if weight.numel() < self.min_numel:
                 self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)
                 continue
-            if self.is_frozen and i not in self.d:
-                for rank in range(self.num_ranks):
-                    self.own_m[rank, i] = self.m[i] / (1 - self.betas[0] ** self.step[i])
-            if refreshes:
-                g = sum(rank[i] for rank in gradients) / self.num_ranks
-                self._square(i, g if self.is_decoupled else g + self.weight_decay * weight)
-            if self.is_frozen and (refreshes or i not in self.d):
-                d = self._v_hat(i).sqrt() + self.eps
-                self.d[i] = d.clamp(min=self.floor * float(d.mean()))
             total, k, zeros = torch.zeros(weight.numel()), max(1, round(weight.numel() * density)), weight * 0
-            if not self.is_frozen:
-                self.step[i] = self.step.get(i, 0) + 1
+            self.step[i] = self.step.get(i, 0) + 1
             for rank in range(self.num_ranks):
                 g = gradients[rank][i] if self.is_decoupled else gradients[rank][i] + self.weight_decay * weight
                 m = self.own_m.get((rank, i), self.m.get(i, zeros))
                 m = self.own_m[rank, i] = b1 * m + (1 - b1) * g
-                if not self.is_frozen:
-                    v = self.own_v.get((rank, i), self.v.get(i, zeros))
-                    v = self.own_v[rank, i] = b2 * v + (1 - b2) * g * g / self.num_ranks
-                    largest = self.own_largest.get((rank, i), self.largest_v.get(i, zeros))
-                    self.own_largest[rank, i] = torch.maximum(largest, v)
-                    v = self.own_largest[rank, i] if self.amsgrad else v
-                    m = m / (1 - b1 ** self.step[i])
-                d = self.d[i] if self.is_frozen else (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
-                self.r[rank, i] = self.r.get((rank, i), zeros) + m / d
+                v = self.own_v.get((rank, i), self.v.get(i, zeros))
+                v = self.own_v[rank, i] = b2 * v + (1 - b2) * g * g / self.num_ranks
+                largest = self.own_largest.get((rank, i), self.largest_v.get(i, zeros))
+                self.own_largest[rank, i] = torch.maximum(largest, v)
+                v = self.own_largest[rank, i] if self.amsgrad else v
+                d = (v / (1 - b2 ** self.step[i])).sqrt() + self.eps
+                self.r[rank, i] = self.r.get((rank, i), zeros) + m / (1 - b1 ** self.step[i]) / d
                 r = self.r[rank, i].view(-1)
                 sent = r.abs().topk(k).indices
                 total[sent] += r[sent]

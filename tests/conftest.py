@@ -12,9 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ranks import end_ranks, idle_processes
+
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
 GRACE_S = 2.0  # for a thread or process that is about to end
+
+torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +28,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_of_the_module() -> Iterator[None]:
+    """The processes of `run_ranks` serve all tests of a module."""
+    yield
+    end_ranks()
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let tests that are marked so run while no other worker of pytest-xdist runs any."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    import fcntl
+
+    is_alone = request.node.get_closest_marker("alone") is not None
+    folder = tmp_path_factory.getbasetemp().parent  # of all workers
+    with (folder / "turn").open("w") as turn, (folder / "running").open("w") as running:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits to be alone is overtaken by no one
+        fcntl.flock(running, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +86,7 @@ def _no_leaked_threads_or_processes() -> Iterator[None]:
     for thread in new:
         thread.join(GRACE_S)
     names = [thread.name for thread in new if thread.is_alive()]
-    for process in multiprocessing.active_children():
+    for process in set(multiprocessing.active_children()) - set(idle_processes()):
         process.join(GRACE_S)
         if process.is_alive():
             names.append(process.name)

@@ -49,7 +49,7 @@ class OracleLocalSGD:
         self.losses: list[list[float]] = []
         self.reference: tuple[float, float] | None = None
         self.last_lr: float | None = None
-        self.landing: Any = None
+        self.pending: Any = None
 
     def take_step(self, gradients: list[Tensor], losses: list[float]) -> None:
         if self.step < self.begin:
@@ -63,8 +63,8 @@ class OracleLocalSGD:
             return
         self.since += 1
         self.losses.append(losses)
-        if self.landing is not None and self.since == self.delay:
-            self.land()
+        if self.pending is not None and self.since == self.delay:
+            self.apply()
         if self.since >= max(self.k, self.delay + 1):
             self.averaged_at.append(self.step)
             lr = self.optimizers[0].param_groups[0]["lr"]
@@ -76,14 +76,14 @@ class OracleLocalSGD:
                 self.u = self.outer_momentum * self.u + (self.x0 - mean)
                 mean = self.x0 - self.outer_lr * (self.x0 - mean + self.outer_momentum * self.u)
             self.x0 = mean
-            self.landing = (mean, [replica.detach().clone() for replica in self.replicas], self.losses, lr)
+            self.pending = (mean, [replica.detach().clone() for replica in self.replicas], self.losses, lr)
             self.since, self.losses = 0, []
             if self.delay == 0:
-                self.land()
+                self.apply()
 
-    def land(self) -> None:
-        mean, snapshots, losses, lr = self.landing
-        self.landing = None
+    def apply(self) -> None:
+        mean, snapshots, losses, lr = self.pending
+        self.pending = None
         with torch.no_grad():
             for replica, snapshot in zip(self.replicas, snapshots, strict=True):
                 if self.mixing is None or not self.delay:
@@ -134,6 +134,8 @@ class OracleSparseLoCo:
     """Algorithm 1 of arXiv 2508.15706 for one tensor, chunk by chunk, in float32 so that bits can be compared.
 
     Args:
+        num_ranks: participants: ranks, or nodes.
+        num_parts: of the tensor, each with chunks and a message of its own: the ranks of a node.
         top: how many of `numel` elements are sent.
         quantise: what the wire makes of the values sent of a tensor.
     """
@@ -144,6 +146,7 @@ class OracleSparseLoCo:
     top: Callable[[int], int]
     k: int = 4
     chunk: int = 4096
+    num_parts: int = 1
     decay: float = 0.95
     quantise: Callable[[Tensor], Tensor] = torch.Tensor.clone
     clips: bool = False
@@ -160,55 +163,66 @@ class OracleSparseLoCo:
         self.e = [torch.zeros(self.start.numel()) for _ in range(self.num_ranks)]
         self.u = torch.zeros_like(self.start)
         self.since = self.phase
-        self.landing: Any = None
+        self.pending: Any = None
 
     def take_step(self, gradients: list[Tensor]) -> None:
         for replica, optimizer, gradient in zip(self.replicas, self.optimizers, gradients, strict=True):
             replica.grad = gradient.clone()
             optimizer.step()
         self.since += 1
-        if self.landing is not None and self.since == self.delay:
-            self.land()
+        if self.pending is not None and self.since == self.delay:
+            self.apply()
         if self.since == self.k:
-            self.landing = (self.average(), [replica.detach().clone() for replica in self.replicas])
+            self.pending = (self.average(), [replica.detach().clone() for replica in self.replicas])
             self.since = 0
             if not self.delay:
-                self.land()
+                self.apply()
 
     def average(self) -> Tensor:
         sent = self.clipped([self.send(rank) for rank in range(self.num_ranks)])
-        divisors = sum((each != 0).float() for each in sent).clamp(min=1) if self.over_senders else self.num_ranks
         total = torch.zeros(self.start.numel())
+        divisors = sum((each != 0).float() for each in sent).clamp(min=1)
         for each in sent:
-            total = total + each / divisors
+            total = total + (each / divisors if self.over_senders else each * (1.0 / self.num_ranks))
         return total.view(self.start.shape)
+
+    def part(self, number: int) -> slice:
+        size = -(-self.start.numel() // self.num_parts)
+        return slice(number * size, min((number + 1) * size, self.start.numel()))
+
+    def chunks(self, number: int) -> list[slice]:
+        part = self.part(number)
+        firsts = range(part.start, part.stop, self.chunk)
+        return [slice(first, min(first + self.chunk, part.stop)) for first in firsts]
 
     def send(self, rank: int) -> Tensor:
         e = self.e[rank]
         e.copy_(self.decay * e + (self.x0 - self.replicas[rank].detach()).reshape(-1))
-        chosen = []
-        for first in range(0, e.numel(), self.chunk):
-            chunk = e[first : first + self.chunk].abs().tolist()
-            largest = sorted(range(len(chunk)), key=lambda i: -chunk[i])[: self.top(len(chunk))]
-            chosen += [first + i for i in sorted(largest)]
         sent = torch.zeros_like(e)
-        sent[chosen] = self.quantise(e[chosen])
+        for number in range(self.num_parts):
+            chosen: list[int] = []
+            for each in self.chunks(number):
+                chunk = e[each].abs().tolist()
+                largest = sorted(range(len(chunk)), key=lambda i: -chunk[i])[: self.top(len(chunk))]
+                chosen += [each.start + i for i in sorted(largest)]
+            if chosen:
+                sent[chosen] = self.quantise(e[chosen])
         e.sub_(sent)
         return sent
 
     def clipped(self, sent: list[Tensor]) -> list[Tensor]:
-        if self.clips:
-            for first in range(0, sent[0].numel(), self.chunk):
-                chunks = [each[first : first + self.chunk] for each in sent]
-                norms = [math.sqrt(math.fsum(value * value for value in chunk.tolist())) for chunk in chunks]
-                for chunk, norm in zip(chunks, norms, strict=True):
-                    if norm > statistics.median(norms):
-                        chunk.mul_(torch.tensor(statistics.median(norms) / norm).float())
+        every = [each for number in range(self.num_parts) for each in self.chunks(number)]
+        for each in every if self.clips else ():
+            chunks = [of_rank[each] for of_rank in sent]
+            norms = [math.sqrt(math.fsum(value * value for value in chunk.tolist())) for chunk in chunks]
+            for chunk, norm in zip(chunks, norms, strict=True):
+                if norm > statistics.median(norms):
+                    chunk.mul_(torch.tensor(statistics.median(norms) / norm).float())
         return sent
 
-    def land(self) -> None:
-        pseudo_gradient, snapshots = self.landing
-        self.landing = None
+    def apply(self) -> None:
+        pseudo_gradient, snapshots = self.pending
+        self.pending = None
         self.rounds += 1
         step = pseudo_gradient
         if self.momentum is not None:

@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# For `python -c`: parts of the package without the rest, which is Lightning for the most part and loads for seconds.
+WITHOUT_LIGHTNING = f"""
+import sys, types
+package = sys.modules["lightning_lowbw"] = types.ModuleType("lightning_lowbw")
+package.__path__ = [{str(ROOT / "lightning_lowbw")!r}]
+"""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 
 

@@ -1,50 +1,118 @@
-"""Run a function on several real gloo ranks, from a server with torch and Lightning loaded: 0.1 s instead of 4 s."""
+"""Run a function on several real gloo ranks.
+
+Starting ranks is what costs, so they stay: a pool of processes serves all tests of a module, and each call makes a
+process group of its own in them. Between calls a rank forgets what the function left behind (`_Left`). They are forked
+from a server that has everything loaded (`tests/preloaded.py`).
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import io
+import logging
 import multiprocessing
 import os
+import random
+import signal
+import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "lightning.pytorch", "torchmetrics", "lightning_lowbw"]
+# The functions of these modules are put back if a test replaces one in a rank.
+PATCHED = ("lightning_lowbw", "torch.distributed", "torch.optim", "lightning.pytorch.strategies")
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+class _Rank:
+    """A process that runs one function after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+_idle: list[_Rank] = []
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, fresh: bool = False
+) -> list[Any]:
     """Return what `function(*args)` returns on each rank.
 
     The ranks look to Lightning as if torchrun had started them; the process group is there already.
 
+    Args:
+        timeout_s: after which the ranks are killed.
+        fresh: whether the ranks are processes that have run nothing before and end with this call, for a function that
+            changes its process for good (signals, memory, threads).
+
     Raises:
         AssertionError: a rank failed, with its traceback, or the time is over; all ranks have ended then.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory() as folder:
-        processes, connections = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(sender, f"{folder}/store", rank, num_ranks, function, args))
-            process.start()
-            sender.close()
-            processes.append(process)
-            connections.append(receiver)
-        try:
-            return _collect(connections, time.monotonic() + timeout_s)
-        finally:
-            for process in processes:
-                process.join(5.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+    ranks = [_Rank() for _ in range(num_ranks)] if fresh else _take(num_ranks)
+    is_done = False
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            # Within one deadline, whatever it is that takes long.
+            deadline = time.monotonic() + timeout_s
+            for number, rank in enumerate(ranks):
+                _send(rank, (number, num_ranks, f"{folder}/store", os.getcwd(), function, args))
+            results = _collect([rank.connection for rank in ranks], deadline)
+            is_done = True
+            return results
+    finally:
+        if is_done and not fresh:
+            _idle[:0] = ranks
+        else:
+            for rank in ranks:
+                rank.end()
+
+
+def end_ranks() -> None:
+    """End the ranks that wait for a function."""
+    while _idle:
+        _idle.pop().end()
+
+
+def idle_processes() -> list[Any]:
+    return [rank.process for rank in _idle]
+
+
+atexit.register(end_ranks)  # before multiprocessing waits for them
+
+
+def _take(num_ranks: int) -> list[_Rank]:
+    ranks = [_idle.pop(0) for _ in range(min(num_ranks, len(_idle)))]
+    for rank in [rank for rank in ranks if not rank.process.is_alive()]:
+        ranks.remove(rank)
+        rank.end()
+    return ranks + [_Rank() for _ in range(num_ranks - len(ranks))]
+
+
+def _send(rank: _Rank, job: tuple[Any, ...]) -> None:
+    buffer = io.BytesIO()
+    torch.save(job, buffer)
+    with contextlib.suppress(OSError):  # it died: its end is read as such
+        rank.connection.send_bytes(buffer.getvalue())
 
 
 def _collect(connections: list[Connection], deadline: float) -> list[Any]:
@@ -58,7 +126,7 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
             rank = waiting[connection]
             try:
                 succeeded, payload = connection.recv()
-            except EOFError as error:
+            except (EOFError, ConnectionResetError) as error:
                 raise AssertionError(f"Rank {rank} died without a word.") from error
             if not succeeded:
                 raise AssertionError(f"Rank {rank} failed:\n{payload}")
@@ -66,9 +134,37 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(connections))]
 
 
+# In a rank.
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    left = _Left()
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except EOFError:  # whoever ran the tests is gone
+            break
+        try:
+            left.forget()
+            with warnings.catch_warnings():
+                result = _run(*torch.load(io.BytesIO(job), weights_only=False))
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
+            with contextlib.suppress(OSError):
+                connection.send((False, traceback.format_exc()))
+            break
+        with contextlib.suppress(OSError):
+            connection.send((True, result))
+        del job, result
+    connection.close()
+    # Without a word of goodbye: a peer that failed would be waited for.
+    os._exit(0)
+
+
 def _run(
-    sender: Connection, store: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+    rank: int, num_ranks: int, store: str, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> bytes:
+    os.chdir(folder)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -80,16 +176,74 @@ def _run(
         TORCHELASTIC_RUN_ID="tests",
         GLOO_SOCKET_IFNAME="lo",
     )
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    try:
-        buffer = io.BytesIO()
-        torch.save(function(*args), buffer)
+    buffer = io.BytesIO()
+    torch.save(function(*args), buffer)
+    if dist.is_initialized():  # the function may have ended it
         dist.barrier()
-        sender.send((True, buffer.getvalue()))
-    except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
-        sender.send((False, traceback.format_exc()))
-    finally:
-        sender.close()
-    # Without a word of goodbye: a peer that failed would be waited for.
-    os._exit(0)
+    return buffer.getvalue()
+
+
+class _Left:
+    """What a function may leave behind in its process, and what was there before the first one."""
+
+    def __init__(self) -> None:
+        import numpy as np
+        from lightning_utilities.core.rank_zero import WarningCache, rank_zero_only
+
+        self.np, self.rank_zero_only = np, rank_zero_only
+        self.environment = dict(os.environ)
+        self.generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self.handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self.dtype = torch.get_default_dtype()
+        self.threads = torch.get_num_threads()
+        self.rank = getattr(rank_zero_only, "rank", 0)
+        self.loggers = {logger: _settings(logger) for logger in _loggers()}
+        self.names = {module: dict(vars(module)) for module in _modules(PATCHED)}
+        values = [value for module in _modules(("lightning",)) for value in vars(module).values()]
+        self.warned = [value for value in values if type(value) is WarningCache]
+
+    def forget(self) -> None:
+        """Put everything back. After the first function all its ranks have ended it, and no peer is left waiting."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for module, names in self.names.items():
+            current = vars(module)
+            current.update({name: value for name, value in names.items() if current.get(name) is not value})
+        if (groups := sys.modules.get("lightning_lowbw.where.groups")) is not None:
+            getattr(groups, "_groups", {}).clear()  # groups of worlds that are gone
+        os.environ.clear()
+        os.environ.update(self.environment)
+        torch_state, python_state, numpy_state = self.generators
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        self.np.random.set_state(numpy_state)
+        for number, handler in self.handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(self.threads)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        self.rank_zero_only.rank = self.rank
+        for logger in _loggers():
+            settings = self.loggers.get(logger, (logging.NOTSET, [], True, [], False))
+            logger.level, logger.handlers, logger.propagate, logger.filters, logger.disabled = settings
+            logger.handlers, logger.filters = [*logger.handlers], [*logger.filters]
+            logger.manager._clear_cache()
+        for cache in self.warned:
+            cache.clear()
+        gc.collect()
+
+
+def _loggers() -> list[logging.Logger]:
+    known = [each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    return [logging.getLogger(), *known]
+
+
+def _settings(logger: logging.Logger) -> tuple[int, list[logging.Handler], bool, list[Any], bool]:
+    return logger.level, [*logger.handlers], logger.propagate, [*logger.filters], logger.disabled
+
+
+def _modules(names: tuple[str, ...]) -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith(names) if type(module) is ModuleType]

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_lowbw import Compression, FrozenVariance, cli
+from lightning_lowbw import Compression, Topology, cli
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
 from tests.programs import ROOT, run_python
@@ -109,12 +109,6 @@ def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
         ]
 
 
-@pytest.mark.parametrize("choice", ["{stable: 0.9}", "{_target_: lightning_lowbw.FrozenVariance, stable: 0.9}"])
-def test_a_frozen_variance_can_be_given_with_its_options(choice: str, composing: None) -> None:
-    built = instantiate(compose_train(f"strategy.correction={choice}").strategy, _convert_="all")
-    assert built.method.correction == FrozenVariance(stable=0.9)
-
-
 def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:
     for name in ("post_local_sgd", "sparse_loco", "streaming_diloco"):
         built = instantiate(compose_train(f"strategy={name}").strategy)
@@ -124,18 +118,18 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
 def test_parts_of_a_compression_are_overridden_one_by_one(composing: None) -> None:
     overrides = ("strategy.compression.chunk=null", "strategy.compression.decay=0.9", "strategy.num_fragments=3")
     method = instantiate(compose_train("experiment=text_sparse_loco", *overrides).strategy).method
-    assert method.compression == Compression(chunk=None, decay=0.9)
-    assert (method.k_steps, method.begin_step, method.num_fragments) == (25, 0, 3)
+    assert method.what == Compression(chunk=None, decay=0.9)
+    assert (method.when.k_steps, method.when.begin_step, method.when.num_fragments) == (25, 0, 3)
 
 
-@pytest.mark.parametrize("strategy", ["dgc", "local_sgd", "adaptive_local_sgd", "hierarchical"])
-@pytest.mark.parametrize(
-    ("topology", "expected"),
-    [("default", None), ("flat", "flat"), ("auto", "auto"), ("ranks_per_node", 2), ("nodes", [[0, 1], [2, 3]])],
-)
-def test_each_topology_goes_with_each_strategy(strategy: str, topology: str, expected: object, composing: None) -> None:
-    built = instantiate(compose_train(f"strategy={strategy}", f"topology={topology}").strategy)
-    assert built._topology == (("auto" if strategy == "hierarchical" else "flat") if expected is None else expected)
+@pytest.mark.parametrize("strategy", ["dgc", "local_sgd", "adaptive_local_sgd", "hierarchical", "method"])
+@pytest.mark.parametrize("topology", [None, "flat", "auto", 2, [[0, 1], [2, 3]]])
+def test_each_topology_goes_with_each_strategy(strategy: str, topology: object, composing: None) -> None:
+    override = () if topology is None else (f"strategy.topology={topology}".replace(" ", ""),)
+    built = instantiate(compose_train(f"strategy={strategy}", *override).strategy, _convert_="all")
+    default = "auto" if strategy == "hierarchical" else "flat"
+    expected = Topology(tuple(map(tuple, topology))) if isinstance(topology, list) else topology or default
+    assert built.method.where.topology == expected
 
 
 @pytest.mark.parametrize(

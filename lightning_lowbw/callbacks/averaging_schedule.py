@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_lowbw.callbacks.epochs import steps_per_epoch
-from lightning_lowbw.engine.replicas import LocalSGD
+from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.presets import LocalSGD
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.local_sgd import LocalSGDStrategy
+from lightning_lowbw.strategies import Strategy
+from lightning_lowbw.when.every_k import EveryK
 
 
 class AveragingSchedule(Callback):
     """Set when local SGD begins, and after how many steps replicas are averaged.
 
-    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit. What is left
-    out stays as the strategy has it.
+    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit. Arguments that
+    are left out stay as the strategy has them.
 
     Args:
         k_steps: local steps between two averages; the first k of "adaptive_local_sgd".
@@ -28,12 +29,12 @@ class AveragingSchedule(Callback):
         max_k_steps: the largest k of "adaptive_local_sgd".
 
     Raises:
-        ConfigurationError: `begin_epoch` and `begin_step` are both given, a value is out of range, the strategy does
-            not average, or the number of steps in an epoch cannot be known.
+        ConfigurationError: `begin_epoch` and `begin_step` are both given, a value is out of range, the method does not
+            average weights, or the number of steps in an epoch cannot be known.
 
     Example:
         >>> callback = AveragingSchedule(k_steps=4, begin_epoch=1.5)
-        >>> callback.method(LocalSGD(), steps_per_epoch=100).begin_step
+        >>> callback.method(LocalSGD(), steps_per_epoch=100).when.begin_step
         150
     """
 
@@ -54,25 +55,26 @@ class AveragingSchedule(Callback):
         changes = {"k_steps": k_steps, "begin_step": begin_step, "max_k_steps": max_k_steps}
         self._changes: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         self._begin_epoch = begin_epoch
-        dataclasses.replace(LocalSGD(), **self._changes)  # checked now, not after the data have been loaded
+        LocalSGD().replace(**self._changes)  # checked now, not after the data have been loaded
 
-    def method(self, method: LocalSGD, steps_per_epoch: int = 1) -> LocalSGD:
+    def method(self, method: Method, steps_per_epoch: int = 1) -> Method:
         """Return a configuration with the changes of this callback."""
         changes = dict(self._changes)
         if self._begin_epoch is not None:
             changes["begin_step"] = round(self._begin_epoch * steps_per_epoch)
-        return dataclasses.replace(method, **changes)
+        return method.replace(**changes)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, LocalSGDStrategy):
+        if not isinstance(strategy, Strategy) or not strategy.method.averages_weights:
             raise ConfigurationError(
-                "AveragingSchedule is for strategy='local_sgd', 'post_local_sgd', 'adaptive_local_sgd', 'diloco', "
-                "'streaming_diloco' or 'sparse_loco'; "
-                f"the strategy is {type(strategy).__name__}."
+                "AveragingSchedule is for methods that average weights, such as strategy='local_sgd' or 'diloco'; the "
+                f"strategy is {named(strategy)}. Use another strategy, or leave out the callback."
             )
         num_steps = 1
         if self._begin_epoch is not None:
             num_steps = steps_per_epoch(trainer, pl_module, "AveragingSchedule(begin_step=...)")
         strategy.reconfigure(self.method(strategy.method, num_steps))
-        rank_zero_info(f"Local SGD: k_steps={strategy.method.k_steps}, begin_step={strategy.method.begin_step!r}.")
+        when = strategy.method.when
+        assert isinstance(when, EveryK)
+        rank_zero_info(f"{type(strategy).__name__}: k_steps={when.k_steps}, begin_step={when.begin_step!r}.")

@@ -1,4 +1,4 @@
-"""Epochs in optimizer steps, which only the Trainer knows."""
+"""What the schedules in epochs have in common: epochs in optimizer steps, which only the Trainer knows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies import Strategy
 
 
 def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
@@ -30,3 +31,8 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
     if not math.isfinite(trainer.num_training_batches):
         raise ConfigurationError(f"The training data has no length. {in_steps}")
     return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+
+
+def named(strategy: object) -> str:
+    """Return a strategy as an error message names it: one of this package with what it does."""
+    return repr(strategy) if isinstance(strategy, Strategy) else type(strategy).__name__

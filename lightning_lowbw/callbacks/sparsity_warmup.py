@@ -9,17 +9,18 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.callbacks.epochs import steps_per_epoch
+from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
+from lightning_lowbw.engine.presets import DGC_SPARSITY
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.dgc import DGCStrategy
-from lightning_lowbw.when.every_step import SparsitySchedule
+from lightning_lowbw.strategies import Strategy
+from lightning_lowbw.when.every_step import EveryStep
 
 
 class SparsityWarmup(Callback):
     """Set when deep gradient compression begins, and over how long it becomes as sparse as wanted.
 
-    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit, which replaces
-    the strategy's own `rampup_begin_step`, `rampup_step` and `sparsity`. Give epochs or steps, not both.
+    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit, and override the
+    strategy's own `rampup_begin_step`, `rampup_step` and `sparsity`. Give epochs or steps, not both.
 
     Args:
         begin_epoch: epochs of dense exchange before the first sparse step; may be a fraction. Default 2.
@@ -29,15 +30,15 @@ class SparsityWarmup(Callback):
         sparsity: the stairs.
 
     Raises:
-        ConfigurationError: epochs and steps are mixed, a value is out of range, the strategy is not DGC, or the
-            number of steps in an epoch cannot be known.
+        ConfigurationError: epochs and steps are mixed, a value is out of range, the strategy compresses no
+            gradients, or the number of steps in an epoch cannot be known.
 
     Source: the defaults are those advised for ImageNet by PaddlePaddle Fleet.
 
     Example:
         >>> warmup = SparsityWarmup(begin_epoch=1, epochs=2, sparsity=[0.96, 0.999])
         >>> warmup.schedule(steps_per_epoch=100)
-        SparsitySchedule(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999))
+        EveryStep(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999), overlap=False)
     """
 
     def __init__(
@@ -58,30 +59,34 @@ class SparsityWarmup(Callback):
         self._in_steps = in_steps
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
         self._length: float = (1 if steps is None else steps) if in_steps else 3 if epochs is None else epochs
-        self._sparsity = SparsitySchedule(sparsity=sparsity).sparsity  # type: ignore[arg-type]  # checked now
+        self._sparsity = tuple(EveryStep(sparsity=sparsity).sparsity or ())  # checked now
         if not (self._begin >= 0 and self._length >= 0):
             raise ConfigurationError(
                 f"SparsityWarmup: begins at {self._begin}, lasts {self._length}; give numbers >= 0."
             )
 
-    def schedule(self, steps_per_epoch: int) -> SparsitySchedule:
+    def schedule(self, steps_per_epoch: int) -> EveryStep:
         """Return the warm-up in optimizer steps."""
         unit = 1 if self._in_steps else steps_per_epoch
-        return SparsitySchedule(round(self._begin * unit), max(1, round(self._length * unit)), self._sparsity)
+        return EveryStep(round(self._begin * unit), max(1, round(self._length * unit)), self._sparsity)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, DGCStrategy):
+        if not isinstance(strategy, Strategy) or not strategy.method.compresses_gradients:
             raise ConfigurationError(
-                f"SparsityWarmup sets the sparsity of strategy='dgc'; the strategy is {type(strategy).__name__}."
+                "SparsityWarmup sets the sparsity of methods that compress gradients, such as strategy='dgc'; the "
+                f"strategy is {named(strategy)}. Use another strategy, or leave out the callback."
             )
         schedule = self.schedule(
             0 if self._in_steps else steps_per_epoch(trainer, pl_module, "SparsityWarmup(begin_step=..., steps=...)")
         )
-        if strategy.method.schedule not in (SparsitySchedule(), schedule):
-            rank_zero_warn(f"SparsityWarmup replaces the strategy's own {strategy.method.schedule} by {schedule}.")
-        strategy.reconfigure(dataclasses.replace(strategy.method, **dataclasses.asdict(schedule)))
+        given = strategy.method.when
+        assert isinstance(given, EveryStep)
+        schedule = dataclasses.replace(schedule, overlap=given.overlap)
+        if given not in (EveryStep(sparsity=DGC_SPARSITY, overlap=given.overlap), schedule):
+            rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
+        strategy.reconfigure(dataclasses.replace(strategy.method, when=schedule))
         rank_zero_info(
-            f"DGC: dense up to step {schedule.rampup_begin_step}, then sparsity {list(schedule.sparsity)} "
-            f"over {schedule.rampup_step} steps."
+            f"{type(strategy).__name__}: dense up to step {schedule.rampup_begin_step}, then sparsity "
+            f"{list(self._sparsity)} over {schedule.rampup_step} steps."
         )

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.base import LowBandwidthStrategy
+from lightning_lowbw.strategies import Strategy
 from lightning_lowbw.where.volume import all_reduce_bytes
 
 
@@ -27,7 +27,7 @@ class _Totals:
 
 
 class TrafficMonitor(Callback):
-    """Log this rank's traffic of each training step; issues no collective and does not wait for a GPU.
+    """Log this rank's traffic of each training step, without a collective and without waiting for a GPU.
 
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
@@ -37,17 +37,18 @@ class TrafficMonitor(Callback):
     - ``exposed_s``: seconds in which the step waited for an exchange
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
-    and what the method has to tell, with a number behind it where there are several optimizers. Of "dgc":
+    and what the method reports, with a number behind it where there are several optimizers. Of methods that compress
+    gradients ("dgc"):
 
     - ``density``: fraction of the elements of a sparse tensor that was sent
     - ``residual_norm``: 2-norm of the unsent gradient, from the first sparse step on; read anew every
       `Trainer(log_every_n_steps=...)` steps
 
-    Of local SGD:
+    Of methods that average weights ("local_sgd" and the like):
 
     - ``k_steps``: the period in use
     - ``averages``: averages since the start
-    - ``delay_steps``: that hide an average, where they were chosen (``delay_steps="auto"``)
+    - ``delay_steps``: local steps that hide an average, where they were measured (``delay_steps="auto"``)
     - ``consensus_distance``: ``||x_i - mean|| / ||mean||`` of this rank before the last average
 
     With stock DDP the bytes are those of its gradient all-reduce, by formula, and the rest is left out.
@@ -67,8 +68,8 @@ class TrafficMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, DDPStrategy):
             raise ConfigurationError(
-                f"TrafficMonitor reads the traffic of 'ddp' or of a strategy of this package; the strategy is "
-                f"{type(trainer.strategy).__name__}."
+                f"TrafficMonitor reads the traffic of strategy='ddp' or of a strategy of this package; the strategy is "
+                f"{type(trainer.strategy).__name__}. Use one of these, or leave out the callback."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,7 +90,7 @@ class TrafficMonitor(Callback):
             self._dense_bytes_at_last_send = now.dense_bytes
         silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
         strategy = trainer.strategy
-        if isinstance(strategy, LowBandwidthStrategy):
+        if isinstance(strategy, Strategy):
             silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
             if now.intra_bytes or now.inter_bytes:
                 silent["traffic/bytes_intra_node"] = float(now.intra_bytes - last.intra_bytes)
@@ -105,7 +106,7 @@ class TrafficMonitor(Callback):
 
 def _read(trainer: pl.Trainer) -> _Totals:
     strategy = trainer.strategy
-    if isinstance(strategy, LowBandwidthStrategy):
+    if isinstance(strategy, Strategy):
         strategy.ledger.settle()
         return _Totals(**{name: getattr(strategy.ledger, name) for name in _Totals.__dataclass_fields__})
     nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.ops.reference import as_real
-from lightning_lowbw.where.collectives import Exchange
 from lightning_lowbw.where.mean import wide_dtype
+from lightning_lowbw.where.peers import Peers
 
 
 class ReplicaBuffers:
@@ -30,7 +30,7 @@ class ReplicaBuffers:
         self.counts = [b for b in named_buffers.values() if not (b.is_floating_point() or b.is_complex())]
         self.start: dict[str, Tensor] = {}
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, peers: Peers) -> None:
         """Agree on what the changes to come are measured from.
 
         Collective: all ranks, the first time; a broadcast of each.
@@ -38,7 +38,7 @@ class ReplicaBuffers:
         if self.floating and not self.start:
             self.start = self.snapshot()
             for start in self.start.values():
-                exchange.broadcast_(start)
+                peers.broadcast_(start)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return copies of those that are averaged."""
@@ -82,7 +82,7 @@ class ReplicaBuffers:
                 as_real(buffer).copy_(target)
             start.copy_(target)
 
-    def agree_counts(self, exchange: Exchange) -> None:
+    def agree_counts(self, peers: Peers) -> None:
         """Take the largest of integer buffers.
 
         Collective: all ranks; one all-reduce, blocking, if there are any.
@@ -90,7 +90,7 @@ class ReplicaBuffers:
         if not self.counts:
             return
         flat = torch.cat([count.reshape(-1).to(torch.int64) for count in self.counts])
-        exchange.all_reduce_(flat, dist.ReduceOp.MAX)
+        peers.all_reduce_(flat, dist.ReduceOp.MAX)
         for count, largest in zip(self.counts, flat.split([count.numel() for count in self.counts]), strict=True):
             count.copy_(largest.view(count.shape))
 

@@ -6,6 +6,7 @@ and keeps the result: beside this file or, where that is read-only, in the user'
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -18,16 +19,33 @@ from torch import Tensor
 from lightning_lowbw.ops.cpu import reach, sample_accumulated
 from lightning_lowbw.ops.reference import Segment
 
-__all__ = ["accumulate_", "is_available", "reach", "sample_accumulated"]
+__all__ = ["accumulate_", "disable", "is_available", "is_installed", "reach", "sample_accumulated"]
 
 CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
 MOST = 16  # one in so many elements may be a candidate before `reach` looks for them in a pass of its own
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 
 
-@cache
+_faults: list[str] = []  # why they are not to be used in this process
+
+
+def is_installed() -> bool:
+    """Whether numba is there, be it broken, and nobody disabled it."""
+    return not _faults and importlib.util.find_spec("numba") is not None
+
+
 def is_available() -> bool:
-    """Whether numba can be imported; imports it."""
+    """Whether numba can be imported, and nobody disabled it; imports it."""
+    return not _faults and _is_importable()
+
+
+def disable(reason: str) -> None:
+    """Use plain torch instead, in this process, from now on; see `dispatch.disable`."""
+    _faults.append(reason)
+
+
+@cache
+def _is_importable() -> bool:
     try:
         _numba()
     except ImportError:  # not installed, or not for this numpy

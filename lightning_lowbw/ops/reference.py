@@ -16,14 +16,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One tensor of a compress step; all of its tensors are contiguous and have one shape.
+    """One tensor of a compress step: a row of the table that every backend takes.
+
+    All of its tensors are flat, contiguous and of one length. Whoever has a velocity that is laid out otherwise
+    (channels_last) gives a copy, and writes it back.
 
     Args:
         residual: v, the unsent gradient; float32.
         momentum_buffer: u; None without momentum; float32, bfloat16 or float16, as are the following.
         gradient: G, this rank's mean gradient, clipped; it is read only.
         weight: w, the parameter; None without weight decay.
-        k: elements to send, in [1, numel].
+        k: elements to send: of the tensor, in [0, numel], or of each whole chunk, in [0, chunk].
+        chunk: the largest are sought among so many consecutive elements; None: in the whole tensor.
+        k_last: with a chunk, the elements to send of the rest behind the last whole one.
         momentum: m, in [0, 1).
         nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
         weight_decay: c.
@@ -37,12 +42,19 @@ class Segment:
     gradient: Tensor
     weight: Tensor | None
     k: int
+    chunk: int | None = None
+    k_last: int = 0
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
     sign: float = 1.0
     dampening: float = 0.0
     scale: Tensor | None = None
+
+    @property
+    def num_sent(self) -> int:
+        """Elements sent of the tensor."""
+        return self.k if self.chunk is None else self.residual.numel() // self.chunk * self.k + self.k_last
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -200,11 +212,11 @@ def remove_sent_(
     unsent[indices] = unsent[indices] - sent
     if masking and momentum_buffer is not None:
         # A zero is padding (a dead tensor has fewer than k candidates): nothing was sent, so nothing is masked.
-        masked = indices[sent != 0]
         if momentum_buffer.is_contiguous():
-            momentum_buffer.view(-1)[masked] = 0
+            velocity = momentum_buffer.view(-1)  # no boolean index: on a GPU it would wait for the device
+            velocity[indices] = velocity[indices].masked_fill_(sent != 0, 0)
         else:
-            momentum_buffer[torch.unravel_index(masked, momentum_buffer.shape)] = 0
+            momentum_buffer[torch.unravel_index(indices[sent != 0], momentum_buffer.shape)] = 0
 
 
 def take_(
@@ -240,8 +252,24 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))
 
 
+def largest(segment: Segment) -> Tensor:
+    """Return the positions of the k largest |v| of a tensor, or of each of its chunks; of equal ones the first.
+
+    Returns:
+        int64, ascending, shape (num_sent,).
+    """
+    numel = segment.residual.numel()
+    size = max(1, numel) if segment.chunk is None else segment.chunk
+    positions = [torch.empty(0, dtype=torch.int64, device=segment.residual.device)]
+    for start in range(0, numel, size):
+        magnitudes = segment.residual[start : start + size].abs()
+        k = segment.k if magnitudes.numel() == size else segment.k_last
+        positions.append(magnitudes.sort(descending=True, stable=True).indices[:k].sort().values + start)
+    return torch.cat(positions)
+
+
 def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool) -> tuple[Tensor, Tensor]:
-    """Correct, select and take, tensor by tensor: `accumulate_`, the k largest |v|, `take_`.
+    """Correct, select and take, tensor by tensor: `accumulate_`, `largest`, `take_`.
 
     In place:
         the residuals and momentum buffers.
@@ -253,14 +281,13 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
 
     Returns:
         Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (`value_dtype`), those
-        of all tensors behind one another: shapes (sum of k,).
+        of all tensors behind one another: shapes (sum of num_sent,).
     """
     positions, values = [], []
     for segment in segments:
         accumulate_(segment, 0.0)
         residual, momentum_buffer = segment.residual, segment.momentum_buffer
-        ranked = flat(residual).abs().sort(descending=True, stable=True).indices
-        positions.append(ranked[: segment.k].sort().values)
+        positions.append(largest(segment))
         values.append(take_(residual, momentum_buffer, positions[-1], value_dtype=value_dtype, masking=masking))
     return torch.cat(positions), torch.cat(values)
 

@@ -1,6 +1,6 @@
 """Device code of `gpu`, which launches it. Imported there inside of functions: Triton is not on every machine.
 
-Every kernel runs over all tensors at once. A table in device memory, one row per tensor (`gpu.Row`), holds their
+Every kernel runs over all tensors at once. A table in device memory, one row per tensor (`table.Row`), holds their
 addresses and sizes, so the number of launches does not depend on the number of tensors. Triton's interpreter runs the
 same code on a CPU.
 """
@@ -11,7 +11,7 @@ same code on a CPU.
 import triton
 import triton.language as tl
 
-from lightning_lowbw.ops.gpu import Row
+from lightning_lowbw.ops.table import Row
 
 NUM_COLUMNS = tl.constexpr(len(Row._fields))
 RESIDUAL = tl.constexpr(Row._fields.index("residual"))
@@ -47,7 +47,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def pointers(row, column, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to elements of a tensor of a row; ALIGNED: see `gpu.Kind`."""
+    """Return pointers to elements of a tensor of a row; ALIGNED: see `table.Kind`."""
     result = tl.load(row + column).to(tl.pointer_type(dtype)) + offsets
     if ALIGNED:
         # What comes from a table could start anywhere: without hints there are no loads of 16 bytes.

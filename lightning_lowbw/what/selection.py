@@ -1,23 +1,24 @@
-"""Which elements are sent: the k largest of a tensor in absolute value.
+"""Which elements are sent: the k largest of a tensor in absolute value, or of each of its chunks.
 
-`exact` sorts; `sampled` finds the same set with a threshold from a sample, in one cheap pass. Both return exactly k
-positions in ascending order, so that all ranks send messages of one size and the payload does not depend on the way
-it was found (but for ties).
+`Selection` does it for all tensors of an optimizer together. `exact` sorts; `sampled` finds the same set with a
+threshold from a sample, in one cheap pass. Both return exactly as many positions as they are asked for, in ascending
+order, so that all ranks send messages of one size and the payload does not depend on the way it was found (but for
+ties).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, get_args
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.dispatch import kernels_for
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import Segment, remove_sent_
 
-Selection = Literal["sampled", "exact"]
-SELECTIONS: tuple[str, ...] = get_args(Selection)
+SELECTIONS = ("sampled", "exact")
 
 
 def num_selected(numel: int, density: float) -> int:
@@ -28,70 +29,139 @@ def num_selected(numel: int, density: float) -> int:
     return min(numel, max(1, round(numel * density)))
 
 
-class Selector(Protocol):
-    """Finds the k largest of one tensor, step after step."""
-
-    def __call__(self, values: Tensor, k: int) -> Tensor:
-        """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
-        ...
-
-    def accumulate_(self, segment: Segment) -> Tensor:
-        """Accumulate a gradient, then return what a call with the residual would: the positions of its k largest.
-
-        In place:
-            its residual and momentum buffer.
-
-        Args:
-            segment: flat.
-        """
-        ...
-
-    @property
-    def threshold(self) -> float:
-        """The last threshold, kept in checkpoints; 0 where there is none."""
-        ...
-
-    @threshold.setter
-    def threshold(self, value: float) -> None: ...
-
-
 def exact_top_k(values: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest |values|: int64, shape (k,), ascending."""
+    """Return the positions of the k largest |values|: int64, shape (k,), ascending. Sorts: 20 ns per element."""
     return values.abs().topk(k, sorted=False).indices.sort().values
 
 
-class ExactSelector:
-    """Sort the whole tensor each time. Slow (over 20 ns per element on a CPU); the specification of the other."""
+def exact_top_k_of(segment: Segment) -> Tensor:
+    """Return the positions of the largest |v| of a tensor, or of each of its chunks.
 
-    def __init__(self) -> None:
-        self.threshold = 0.0
+    Twin of `reference.largest`, which breaks ties otherwise. All whole chunks together take one launch.
 
-    def __call__(self, values: Tensor, k: int) -> Tensor:
-        return exact_top_k(values, k)
+    Returns:
+        int64, ascending, shape (num_sent,).
+    """
+    values, chunk = segment.residual, segment.chunk
+    if chunk is None:
+        return exact_top_k(values, segment.k)
+    num_full = values.numel() // chunk
+    split = num_full * chunk
+    firsts = torch.arange(0, split, chunk, device=values.device).unsqueeze(1)
+    of_chunks = values[:split].abs().view(num_full, chunk).topk(segment.k, sorted=False).indices.sort().values
+    positions = of_chunks.add_(firsts).view(-1)
+    if segment.k_last == 0:
+        return positions
+    return torch.cat([positions, exact_top_k(values[split:], segment.k_last).add_(split)])
 
-    def accumulate_(self, segment: Segment) -> Tensor:
-        kernels_for(*segment.tensors).accumulate_(segment, 0.0)
-        return exact_top_k(segment.residual, segment.k)
+
+class Selection:
+    """Compress all tensors of an optimizer in one call: correct them, find their largest elements, take these out.
+
+    The backend is chosen here: Triton's kernels, one launch of each for all tensors that they take; else, tensor by
+    tensor, a pass compiled by numba, or one in torch. All do what `ops.reference.compress_many_` specifies.
+
+    Args:
+        kind: one of `SELECTIONS`.
+
+    Example:
+        >>> segment = Segment(
+        ...     residual=torch.tensor([0.0, 5.0, 1.0]), momentum_buffer=None, gradient=torch.ones(3), weight=None, k=1
+        ... )
+        >>> Selection("exact").compress_({"weight": segment}, masking=True)
+        [(tensor([1]), tensor([6.]))]
+        >>> segment.residual
+        tensor([1., 0., 2.])
+    """
+
+    def __init__(self, kind: str = "sampled") -> None:
+        self.kind = kind
+        self._selectors: dict[str, SampledSelector] = {}
+        self._workspaces: dict[tuple[str, ...], gpu.Workspace] = {}
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The last threshold of each tensor, by name; 0 where none is known. Reading them waits for a GPU.
+
+        They influence only the time, never which elements are selected. On a GPU those that are set are estimated anew.
+        """
+        known = {name: selector.threshold for name, selector in self._selectors.items()}
+        for names, workspace in self._workspaces.items():
+            known.update(zip(names, workspace.thresholds.tolist(), strict=True))
+        return known
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Mapping[str, float]) -> None:
+        self._workspaces.clear()
+        self._selectors = {name: SampledSelector(threshold) for name, threshold in thresholds.items()}
+
+    @torch.no_grad()
+    def compress_(self, segments: Mapping[str, Segment], *, masking: bool) -> list[tuple[Tensor, Tensor]]:
+        """Accumulate the gradients, and take the largest elements out of the residuals.
+
+        In place:
+            The residuals and momentum buffers of all segments.
+
+        Args:
+            segments: by the name of the parameter, all on one device.
+            masking: whether the velocity of what is taken is cleared.
+
+        Returns:
+            Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
+        """
+        for_kernels = {name: each for name, each in segments.items() if self._suits_kernels(each)}
+        parts = self._compress_together_(for_kernels, masking) if for_kernels else {}
+        for name, segment in segments.items():
+            if name not in parts:
+                positions = self._accumulate_(name, segment)
+                values = segment.residual[positions]
+                remove_sent_(segment.residual, segment.momentum_buffer, positions, values, masking=masking)
+                parts[name] = positions, values
+        return [parts[name] for name in segments]
+
+    def _suits_kernels(self, segment: Segment) -> bool:
+        return self.kind == "sampled" and gpu.is_available(segment.residual.device) and gpu.takes(segment)
+
+    def _compress_together_(self, segments: Mapping[str, Segment], masking: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        names = tuple(segments)
+        if names not in self._workspaces:
+            # Their memory is bounded only if each tensor is in one.
+            apart = {n: workspace for n, workspace in self._workspaces.items() if segments.keys().isdisjoint(n)}
+            self._workspaces = {**apart, names: gpu.Workspace()}
+        positions, values = gpu.compress_many_(
+            list(segments.values()), value_dtype=torch.float32, masking=masking, workspace=self._workspaces[names]
+        )
+        counts = [segment.num_sent for segment in segments.values()]
+        return dict(zip(names, zip(positions.split(counts), values.split(counts), strict=True), strict=True))
+
+    def _accumulate_(self, name: str, segment: Segment) -> Tensor:
+        """Accumulate a gradient; return the positions of the largest elements."""
+        if self.kind == "exact" or segment.chunk is not None:
+            kernels_for(*segment.tensors).accumulate_(segment, 0.0)
+            return exact_top_k_of(segment)
+        return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
 
 
 class SampledSelector:
-    """Find the k largest among the candidates above a threshold, and steer the threshold by what is found.
+    """Find the k largest of one tensor among the candidates above a threshold, and steer that by what is found.
 
     The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
     what is dropped is the smallest, wherever it lies (the published implementations cut by position, or take what an
     unlucky sample gives: recall down to 15 %). Too few candidates: estimate anew from a sample, and in the end sort.
 
-    The threshold influences only the time, never which elements are selected.
+    Attributes:
+        threshold: 0 where none is known. It influences only the time, never which elements are selected.
     """
 
     SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
     SMALL = 1 << 16  # elements; below this, sorting is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
 
-    def __init__(self) -> None:
-        self.threshold = 0.0
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
 
     def __call__(self, values: Tensor, k: int) -> Tensor:
+        """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
         if self._sorts(values.numel(), k):
             return exact_top_k(values, k)
         reach = kernels_for(values).reach
@@ -107,6 +177,14 @@ class SampledSelector:
         return exact_top_k(values, k)
 
     def accumulate_(self, segment: Segment) -> Tensor:
+        """Accumulate a gradient, then return what a call with the residual would: the positions of its k largest.
+
+        In place:
+            its residual and momentum buffer.
+
+        Args:
+            segment: flat, without chunks.
+        """
         residual, k, numel = segment.residual, segment.k, segment.residual.numel()
         kernels = kernels_for(*segment.tensors)
         if self._sorts(numel, k):
@@ -150,9 +228,3 @@ class SampledSelector:
         is_largest = torch.zeros(count, dtype=torch.bool, device=values.device)
         is_largest[largest.indices] = True
         return candidates[is_largest]
-
-
-def make_selector(selection: str) -> Selector:
-    """Return a new selector by its public name, one of `SELECTIONS`."""
-    selectors: dict[str, type[Selector]] = {"exact": ExactSelector, "sampled": SampledSelector}
-    return selectors[selection]()

@@ -1,25 +1,25 @@
-"""Sparse pseudo-gradients: which part of what the local steps have done is sent, and how the parts of all are averaged.
+"""The largest elements of each tensor in few bits, the rest kept for later: one payload for gradients and for weights.
 
-Source: Sarfi, Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706,
-algorithm 1. With D the pseudo-gradient of a rank (last consensus minus its weights), e its residual, beta the decay:
+Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887 (the k largest of a tensor, every step); Sarfi,
+Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, algorithm 1
+(the k largest of each chunk of what the local steps have done). With e the residual of a participant, D its signal:
 
-    accumulate   e = beta e + D
-    send         Q(top-k of each chunk of e)
+    accumulate   e = beta e + D        (or a correction of D; `what.momentum`, `what.adam`)
+    send         Q(the k largest of e, per tensor or chunk)
     keep         e = e - what was sent
-    average      D = the sum of what all N ranks sent, each element divided by the number of ranks that sent it, or by N
+    average      the sum of what all N sent, each element divided by N, or by the number that sent it
 
-Everything here is odd in D, so it works alike on the change of the weights, -D. The outer step is `what.outer`'s.
-
-Deviation: a chunk is so many consecutive elements of a tensor, row by row, and the rest; the authors cut matrices into
-square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a whole one.
-The paper divides by N, the authors' published code by the number of ranks that sent the element, which is better by far
-(docs/methods/sparse_local_sgd.md).
+Deviation: a chunk is so many consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
+matrices into square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a
+whole one. Their paper divides by N, their published code by the number of participants that sent the element, which is
+better by far for local SGD (docs/methods/sparse_local_sgd.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,47 +27,93 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import from_mapping, is_number
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.reference import scatter_mean_
 from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
+from lightning_lowbw.what.narrow_values import NARROW_NAMES
+from lightning_lowbw.what.selection import SELECTIONS, num_selected
+from lightning_lowbw.what.sparse_sum import Sparse
 from lightning_lowbw.what.values import VALUE_NAMES
 
-MeanOver = Literal["senders", "ranks"]
-LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, for a norm or a bias is not to wait for ever
+MeanOver = Literal["ranks", "senders"]
+Correction = Literal["auto", "error_feedback"]
+EXCHANGES = ("auto", "all_gather", "reduce_scatter", "dense")
+DENSE_NAMES = ("float32", *NARROW_NAMES)
+LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, or a norm or a bias would wait for ever
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How many elements are sent of a tensor.
+
+    Attributes:
+        num_full: whole chunks.
+        k: elements sent of each of these.
+        k_last: elements sent of the rest; of the tensor, where it is not cut into chunks.
+    """
+
+    num_full: int
+    k: int
+    k_last: int
+
+    @property
+    def num_sent(self) -> int:
+        """Elements sent of the whole tensor."""
+        return self.num_full * self.k + self.k_last
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compression:
-    """What is sent of a pseudo-gradient, as a value.
+class TopK:
+    """The largest elements of each tensor.
 
     Args:
-        density: the fraction of elements sent, in (0, 1).
-        chunk: the largest are sought among so many neighbouring elements of a tensor; None: in the whole tensor. By
-            default 64 of 4096. Of the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096
-            elements of a larger one: all where there are not so many.
+        density: the fraction of elements sent, in (0, 1); where the schedule has stairs of sparsity these say it.
+        chunk: the largest are sought among so many neighbouring elements of a tensor; None: in the whole tensor. Of the
+            rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger one:
+            all where there are not so many.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
-            rounded away is kept.
-        decay: of what has been kept, from one average to the next, in [0, 1]; 1 forgets nothing.
-        clip_to_median: whether a rank's part of a chunk is scaled down where its norm is above the median of all
-            ranks. What that takes away is lost: it is meant for ranks that cannot be trusted.
-        mean_over: what a sum is divided by: the number of ranks that sent this element ("senders"), or of all of them
-            ("ranks"). One that a single rank sent moves as far as that rank wants, or an N-th of it.
-        min_numel: tensors with fewer elements are averaged whole.
+            rounded away is sent later.
+        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
+        exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
+        selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
+        decay: of what has been kept, from one round to the next, in [0, 1]; 1 forgets nothing.
+        mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
+            ("senders"). One that a single participant sent moves as far as that one wants, or an N-th of it.
+        clip_to_median: whether a participant's part of a chunk is scaled down where its norm is above the median of
+            all. What that takes away is lost: it is meant for participants that cannot be trusted.
+        exchange: how the selected elements of gradients are summed. "all_gather": every rank gets those of all,
+            (N-1) k elements. "reduce_scatter": below 6 k elements whatever N is; where the selections differ much, some
+            of the sums wait at the rank that owns them. "dense": an all-reduce of whole tensors, for low sparsities.
+            "auto" takes the cheapest by the volume formulas and, where these do not tell, by a short measurement of the
+            link; rank 0 says which. On two levels, and every k steps, it is the all-gather.
+        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what the small tensors of gradients are sent
+            in, while the large ones are sparse; what is rounded away is sent later.
+        correction: of gradients: "auto" takes what there is for the optimizer: momentum correction for SGD, the same on
+            what Adam makes of a rank's gradient for Adam and AdamW, and error feedback for others. "error_feedback" is
+            for any optimizer.
+        momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
+            in the paper, not for Adam.
 
     Raises:
         ConfigurationError: a value is out of range.
 
     Example:
-        >>> Compression().num_sent(1 << 20), Compression(density=0.01, chunk=None).num_sent(1 << 20)
-        (16384, 10486)
+        >>> TopK(density=0.01).num_sent(1 << 20), TopK(density=1 / 64, chunk=4096).num_sent(1 << 20)
+        (10486, 16384)
     """
 
-    density: float = 1 / 64
-    chunk: int | None = 4096
-    value_dtype: str = "int2"
-    decay: float = 0.95
+    density: float = 0.001
+    chunk: int | None = None
+    value_dtype: str = "bfloat16"
+    min_numel: int = 16384
+    exclude: Sequence[str] = ()
+    selection: str = "sampled"
+    decay: float = 1.0
+    mean_over: MeanOver = "ranks"
     clip_to_median: bool = False
-    mean_over: MeanOver = "senders"
-    min_numel: int = 4096
+    exchange: str = "auto"
+    dense_dtype: str = "float32"
+    correction: str = "auto"
+    momentum_masking: bool | None = None
 
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
@@ -76,106 +122,147 @@ class Compression:
             )
         if not is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ConfigurationError(f"decay={self.decay!r}: give a number in [0, 1].")
-        if self.value_dtype not in VALUE_NAMES:
-            raise ConfigurationError(f"value_dtype={self.value_dtype!r}: choose one of {', '.join(VALUE_NAMES)}.")
-        if self.mean_over not in get_args(MeanOver):
-            raise ConfigurationError(f"mean_over={self.mean_over!r}: choose one of {', '.join(get_args(MeanOver))}.")
-        if not isinstance(self.clip_to_median, bool):
-            raise ConfigurationError(f"clip_to_median={self.clip_to_median!r}: give True or False.")
+        is_list = isinstance(self.exclude, Sequence) and not isinstance(self.exclude, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name, allowed in (
+            ("value_dtype", VALUE_NAMES),
+            ("selection", SELECTIONS),
+            ("mean_over", get_args(MeanOver)),
+            ("exchange", EXCHANGES),
+            ("dense_dtype", DENSE_NAMES),
+            ("correction", get_args(Correction)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
+        flags: dict[str, tuple[bool | None, ...]] = {"clip_to_median": (True, False)}
+        flags["momentum_masking"] = (True, False, None)
+        for name, choices in flags.items():
+            if not any(getattr(self, name) is each for each in choices):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}."
+                )
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not is_count and not (name == "chunk" and value is None):
-                choices = ", or None for whole tensors" if name == "chunk" else ""
-                raise ConfigurationError(f"{name}={value!r}: give a number of elements, an integer >= 1{choices}.")
+                choices_of = ", or None for whole tensors" if name == "chunk" else ""
+                raise ConfigurationError(f"{name}={value!r}: give a number of elements, an integer >= 1{choices_of}.")
 
-    def num_sent(self, numel: int) -> int:
-        """Return how many of a tensor's elements are sent."""
-        num_full, k, k_last = self._layout(numel)
-        return num_full * k + k_last
+        if self.needs_senders and self.exchange in ("reduce_scatter", "dense"):
+            raise ConfigurationError(
+                f"exchange={self.exchange!r} sums on the way, and mean_over='senders' and clip_to_median must know who "
+                "sent what: set exchange='all_gather'."
+            )
 
-    def nbytes(self, numels: Sequence[int]) -> int:
-        """Return the size of a rank's message about tensors with so many elements, in bytes."""
-        return self._codec.nbytes([self.num_sent(numel) for numel in numels], numels)
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check the patterns of `exclude` against the names of the model's parameters.
 
-    def prepare_(self, residuals: Sequence[Tensor], changes: Sequence[Tensor]) -> Tensor:
-        """Accumulate the changes; return a message with the largest elements of the residuals.
-
-        In place:
-            The residuals, from which is taken what the message says.
-
-        Args:
-            residuals: e of each tensor; float32, flat, contiguous, not empty.
-            changes: of each tensor since the last consensus; float32, flat.
-
-        Returns:
-            uint8, shape (nbytes,).
+        Raises:
+            ConfigurationError: one matches no parameter.
         """
-        parts, numels = [], [residual.numel() for residual in residuals]
-        for residual, change in zip(residuals, changes, strict=True):
-            positions = self._select(residual.mul_(self.decay).add_(change))
-            parts.append((positions, residual[positions]))
-        message = self._codec.encode(parts, numels)
-        sent = self._codec.decode_values(message, [values.numel() for _, values in parts], numels)
-        for residual, (positions, values), rounded in zip(residuals, parts, sent, strict=True):
-            residual[positions] = values - rounded
-        return message
-
-    def combine(self, messages: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        """Average the messages of all ranks: flat float32 tensors, the same bits wherever it is done.
-
-        Args:
-            messages: in the order of the ranks, in which is summed.
-            numels: elements of each tensor.
-        """
-        counts = [self.num_sent(numel) for numel in numels]
-        decoded = [self._codec.decode(message, counts, numels) for message in messages]
-        means = []
-        for number, numel in enumerate(numels):
-            parts = [of_rank[number] for of_rank in decoded]
-            if self.clip_to_median:
-                values = self._clip(torch.stack([values for _, values in parts]), numel)
-                parts = [(positions, each) for (positions, _), each in zip(parts, values, strict=True)]
-            means.append(self._mean(parts, numel, messages[0].device))
-        return means
-
-    def _mean(self, parts: Sequence[tuple[Tensor, Tensor]], numel: int, device: torch.device) -> Tensor:
-        divisors = torch.full((numel,), float(len(parts)) if self.mean_over == "ranks" else 0.0, device=device)
-        for positions, values in parts if self.mean_over == "senders" else ():
-            divisors[positions] += (values != 0).float()  # a dead chunk sends zeros, for it has to send something
-        divisors.clamp_(min=1.0)
-        mean = torch.zeros(numel, device=device)
-        for positions, values in parts:  # distinct within a rank; summed in the order of the ranks
-            mean[positions] += values / divisors[positions]
-        return mean
+        names = list(names)
+        for pattern in self.exclude:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"exclude={list(self.exclude)}: {pattern!r} matches no parameter of the model; they are named "
+                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
+                )
 
     @property
-    def _codec(self) -> SparseCodec:
+    def needs_senders(self) -> bool:
+        """Whether the average must know who has sent what, as only an all-gather tells."""
+        return self.mean_over == "senders" or self.clip_to_median
+
+    @property
+    def codec(self) -> SparseCodec:
+        """The wire format."""
         return SparseCodec(self.value_dtype)
 
-    def _layout(self, numel: int) -> tuple[int, int, int]:
-        """Return how many whole chunks a tensor has, k of each, and k of the rest."""
+    def takes(self, name: str, numel: int) -> bool:
+        """Return whether a parameter with this name and number of elements is sent sparse."""
+        return numel >= self.min_numel and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def layout(self, numel: int, density: float | None = None) -> ChunkLayout:
+        """Return how many elements are sent of a tensor, at the payload's own density or at another one."""
+        density = self.density if density is None else density
+        if numel == 0:
+            return ChunkLayout(0, 0, 0)
         if self.chunk is None:
-            return 0, 0, num_selected(numel, self.density)
+            return ChunkLayout(0, 0, num_selected(numel, density))
         num_full, rest = divmod(numel, self.chunk)
-        k = num_selected(self.chunk, self.density)
-        least = num_selected(min(self.chunk, LEAST_OF), self.density)
-        return num_full, k, min(rest, max(num_selected(rest, self.density), least))
+        least = num_selected(min(self.chunk, LEAST_OF), density)
+        k_last = min(rest, max(num_selected(rest, density), least))
+        return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
 
-    def _select(self, values: Tensor) -> Tensor:
-        """Return the positions of the k largest |values| of each chunk: int64, ascending."""
-        if self.chunk is None:
-            return SampledSelector()(values, num_selected(values.numel(), self.density))
-        num_full, k, k_last = self._layout(values.numel())
-        split = num_full * self.chunk
-        chunks = values[:split].abs().view(num_full, self.chunk)
-        firsts = torch.arange(0, split, self.chunk, device=values.device).unsqueeze(1)
-        positions = chunks.topk(k, sorted=False).indices.sort().values.add_(firsts).view(-1)
-        return torch.cat([positions, exact_top_k(values[split:], k_last).add_(split)]) if k_last else positions
+    def num_sent(self, numel: int, density: float | None = None) -> int:
+        """Return how many of a tensor's elements are sent."""
+        return self.layout(numel, density).num_sent
 
-    def _clip(self, values: Tensor, numel: int) -> Tensor:
-        """Scale each rank's values of a chunk down to the median of the ranks' norms; shape (ranks, num_sent)."""
-        num_full, k, k_last = self._layout(numel)
+    def nbytes(self, numels: Sequence[int], density: float | None = None) -> int:
+        """Return the size of a participant's message about tensors with so many elements, in bytes."""
+        numels = [numel for numel in numels if numel]
+        return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
+
+    def encode(self, parts: Sequence[Sparse], numels: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Return a message with the selected elements, and of each tensor what it rounds away.
+
+        Args:
+            parts: (positions int64, ascending; values float32) of each tensor that is not empty.
+            numels: elements of each.
+
+        Returns:
+            uint8, shape (nbytes,); and ``values - values sent`` of each tensor: float32.
+        """
+        message = self.codec.encode(parts, numels)
+        sent = self.codec.decode_values(message, [values.numel() for _, values in parts], numels)
+        return message, [values - each for (_, values), each in zip(parts, sent, strict=True)]
+
+    def decode(self, messages: Sequence[Tensor], numels: Sequence[int], density: float | None) -> list[list[Sparse]]:
+        """Return the sparse vectors of each tensor, one per participant, in the order of the messages.
+
+        Args:
+            messages: of all participants.
+            numels: elements of each tensor that is not empty.
+            density: at which was selected.
+        """
+        counts = [self.num_sent(numel, density) for numel in numels]
+        decoded = [self.codec.decode(message, counts, numels) for message in messages]
+        of_tensor = [[of_one[number] for of_one in decoded] for number in range(len(numels))]
+        if self.clip_to_median:
+            return [
+                self._clip(parts, self.layout(numel, density)) for parts, numel in zip(of_tensor, numels, strict=True)
+            ]
+        return of_tensor
+
+    def average_(self, out: Tensor, parts: Sequence[Sparse]) -> None:
+        """Average sparse vectors, one per participant, into a dense one, in the order of the participants.
+
+        In place:
+            `out`, which is overwritten.
+
+        Args:
+            out: flat, float32.
+            parts: (positions int64, distinct; values float32) of each participant. One that has nothing to send of a
+                dead chunk sends zeros, and is not counted as a sender.
+        """
+        if self.mean_over == "ranks":
+            scatter_mean_(out, parts)
+            return
+        counts = torch.zeros_like(out)
+        for positions, values in parts:
+            counts[positions] += (values != 0).float()
+        counts.clamp_(min=1.0)
+        out.zero_()
+        for positions, values in parts:
+            out[positions] += values / counts[positions]
+
+    @staticmethod
+    def _clip(parts: Sequence[Sparse], layout: ChunkLayout) -> list[Sparse]:
+        """Scale each participant's values of a chunk down to the median of all norms."""
+        values = torch.stack([values for _, values in parts])
+        num_full, k, k_last = layout.num_full, layout.k, layout.k_last
         squares = values.double().square_()  # of few bits each, so that their sums are exact but for "float32"
         norms = squares[:, : num_full * k].view(len(values), num_full, k).sum(2)
         if k_last:
@@ -184,19 +271,42 @@ class Compression:
         median = (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
         scale = torch.where(norms > median, median / norms, 1.0).float()
         counts = torch.tensor([k] * num_full + [k_last] * bool(k_last), device=values.device)
-        return values * scale.repeat_interleave(counts, dim=1)
+        clipped = values * scale.repeat_interleave(counts, dim=1)
+        return [(positions, each) for (positions, _), each in zip(parts, clipped, strict=True)]
 
 
-def as_compression(choice: Compression | Mapping[str, Any] | None) -> Compression | None:
-    """Return a choice of the user's as a value.
+SPARSE_LOCO: dict[str, Any] = {
+    "density": 1 / 64,
+    "chunk": 4096,
+    "value_dtype": "int2",
+    "min_numel": 4096,
+    "decay": 0.95,
+    "mean_over": "senders",
+}
+
+
+def Compression(**changes: Any) -> TopK:
+    """Return SparseLoCo's payload: the 64 largest of each 4096 elements in two bits, with a decay of 0.95.
+
+    Args:
+        **changes: arguments of `TopK`.
+
+    Raises:
+        ConfigurationError: an argument is unknown, or out of range.
+    """
+    return from_mapping(TopK, {**SPARSE_LOCO, **changes}, "compression")
+
+
+def as_compression(choice: TopK | Mapping[str, Any] | None) -> TopK | None:
+    """Return a choice of the user's as a value; a mapping changes SparseLoCo's payload.
 
     Raises:
         ConfigurationError: it is something else, or an argument is unknown or out of range.
     """
-    if choice is None or isinstance(choice, Compression):
+    if choice is None or isinstance(choice, TopK):
         return choice
     if not isinstance(choice, Mapping):
         raise ConfigurationError(
             f"compression={choice!r}: give a Compression, a mapping such as {{'value_dtype': 'int4'}}, or None."
         )
-    return from_mapping(Compression, choice, "compression")
+    return Compression(**choice)

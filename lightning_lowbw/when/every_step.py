@@ -1,4 +1,4 @@
-"""How sparse the exchange is at each optimizer step: the stair warm-up of deep gradient compression.
+"""Every optimizer step: dense first, then as sparse as the stairs of the warm-up say.
 
 Source: arXiv 1712.01887, section 3.3 ("warm-up training"), with the knobs of PaddlePaddle Fleet's `dgc_configs`.
 """
@@ -13,8 +13,8 @@ from lightning_lowbw.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class SparsitySchedule:
-    """The sparsity as a function of the optimizer step: dense first, then stairs, then the last value for good.
+class EveryStep:
+    """Exchange gradients in every optimizer step; as a function of the step, how much of them.
 
     ``i = min(int((t - rampup_begin_step) * len(sparsity) / rampup_step), len(sparsity) - 1)``
 
@@ -22,36 +22,46 @@ class SparsitySchedule:
         rampup_begin_step: optimizer steps that are dense (plain DDP), >= 0.
         rampup_step: optimizer steps over which the stairs are spread, >= 1.
         sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
+            None: no warm-up, and the payload's own density from `rampup_begin_step` on.
+        overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
+            of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
 
     Raises:
         ConfigurationError: a value is out of range, or a dense stair follows a sparse one.
 
     Example:
-        >>> schedule = SparsitySchedule(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
+        >>> schedule = EveryStep(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
         >>> [round(schedule.density(step), 4) for step in (9, 10, 43, 44, 1000)]
         [1.0, 0.25, 0.25, 0.0625, 0.001]
     """
 
     rampup_begin_step: int = 0
     rampup_step: int = 1
-    sparsity: tuple[float, ...] = (0.999,)
+    sparsity: Sequence[float] | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sparsity", _as_stairs(self.sparsity))
+        if self.sparsity is not None:
+            object.__setattr__(self, "sparsity", _as_stairs(self.sparsity))
         for name, least in (("rampup_begin_step", 0), ("rampup_step", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
+        if not isinstance(self.overlap, bool):
+            raise ConfigurationError(f"overlap={self.overlap!r}: give True or False.")
 
-    def density(self, step: int, begin_step: float = 0) -> float:
+    def density(self, step: int, otherwise: float = 1.0) -> float:
         """Return the fraction of elements sent at optimizer step `step` (0-based); 1.0 while the exchange is dense.
 
-        Where `begin_step` is later than `rampup_begin_step` it takes its place.
+        Args:
+            step: optimizer steps completed.
+            otherwise: the payload's own density, where there are no stairs.
         """
-        begin_step = max(self.rampup_begin_step, begin_step)
-        if step < begin_step:
+        if step < self.rampup_begin_step:
             return 1.0
-        stair = int(step - begin_step) * len(self.sparsity) // self.rampup_step
+        if self.sparsity is None:
+            return otherwise
+        stair = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
         return 1.0 - self.sparsity[min(stair, len(self.sparsity) - 1)]
 
 

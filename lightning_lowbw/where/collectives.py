@@ -1,95 +1,143 @@
-"""The collectives of the methods, blocking and accounted for."""
+"""The collectives of one process group, accounted for in a ledger: bytes sent, and seconds waited."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
+from lightning_lowbw.where.groups import is_gloo
 from lightning_lowbw.where.ledger import Level, TrafficLedger
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.side_queue import new_future
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 
 if TYPE_CHECKING:
-    from lightning_lowbw.where.hierarchy import Hierarchy
+    pass
+
+
+class TensorWork(Protocol):
+    """Work on a tensor that has been begun."""
+
+    def wait(self) -> Tensor:
+        """Wait for it (on CUDA the current stream does), and return the tensor."""
+        ...
 
 
 @dataclass(frozen=True)
 class Gathering:
     """An all-gather that has been begun."""
 
-    work: Any  # has a wait()
-    gathered: Tensor
-    device: torch.device
+    out: Tensor
+    work: Any = None  # has a wait(); None if there was nothing to do
+    staged: Tensor | None = None  # where the messages arrive, if not in `out`
 
     def wait(self) -> Tensor:
-        """Return the messages of all ranks: uint8, shape (ranks, nbytes)."""
-        self.work.wait()
-        return self.gathered.to(self.device)
+        """Wait for it (on CUDA the current stream does), and return the messages of all ranks, in rank order."""
+        if self.work is not None:
+            self.work.wait()
+        if self.staged is not None:
+            self.out.view(-1).copy_(self.staged)
+        return self.out
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce that has been begun."""
+
+    tensor: Tensor
+    work: Any = None  # torch.distributed's; None if there was nothing to do
+
+    def wait(self) -> Tensor:
+        """Wait for it (on CUDA the current stream does), and return the reduced tensor."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+    def get_future(self) -> Future[Tensor]:
+        """Return the future of the reduced tensor: what a communication hook of DDP returns.
+
+        It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA. That DDP does wait
+        for this one on a GPU is not tested here.
+        """
+        future = new_future(self.tensor.device)
+        if self.work is None:
+            future.set_result(self.tensor)
+        elif isinstance(self.work, Future):
+            return self.work
+        else:
+            self.work.get_future().add_done_callback(lambda reduced: _hand_over(reduced, self.tensor, future))
+        return future
+
+
+class AllReducing(Protocol):
+    """What a fused mean needs: `Collectives` and all `Peers` have it."""
+
+    @property
+    def ledger(self) -> TrafficLedger:
+        """Where the traffic is written down."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that take part."""
+        ...
+
+    def begin_all_reduce_(self, tensor: Tensor) -> Any:
+        """Begin to sum a flat tensor over the ranks, in place; return what has a `wait()`."""
+        ...
 
 
 @dataclass
-class Exchange:
-    """A process group with a ledger, on one level or on two.
+class Collectives:
+    """A process group with a ledger. One rank alone sends nothing, and waits for nobody.
+
+    Without torch.distributed there is one rank.
 
     Args:
         group: the process group; None is the world.
         ledger: where the traffic is written down.
-        level: the level of the group itself, where it is a part of a topology.
-        hierarchy: the two levels of the world; None where all ranks are alike.
+        level: of the network between these ranks, where they are a part of a topology.
+        is_alone: this rank alone, whatever the group; nothing is done then.
     """
 
     group: dist.ProcessGroup | None = None
     ledger: TrafficLedger = field(default_factory=TrafficLedger)
     level: Level | None = None
-    hierarchy: Hierarchy | None = None
+    is_alone: bool = field(default=False, kw_only=True)
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks in the group; 1 where torch.distributed is not initialised."""
-        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+        return 1 if self.is_alone or not dist.is_initialized() else dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return dist.get_rank(self.group) if dist.is_initialized() else 0
-
-    @property
-    def num_senders(self) -> int:
-        """Who talks on the slow network: nodes on two levels, else ranks. The N of the methods' equations."""
-        return self.num_ranks if self.hierarchy is None else self.hierarchy.topology.num_nodes
-
-    @property
-    def node(self) -> Exchange | None:
-        """The ranks of this node; None on one level."""
-        return None if self.hierarchy is None else self.hierarchy.node
-
-    @property
-    def levels(self) -> Hierarchy | None:
-        """The hierarchy where there is more than one node."""
-        return self.hierarchy if self.num_senders > 1 else None
+        return 0 if self.is_alone or not dist.is_initialized() else dist.get_rank(self.group)
 
     def begin_all_reduce_(self, tensor: Tensor) -> Any:
-        """Begin to sum a flat tensor over the ranks, in place; return what has a `wait()`.
+        """Begin to sum a flat tensor over the ranks, in place; return a `Reduction`.
 
         Collective: all ranks, in the same order of calls.
         """
-        if self.levels is not None:
-            return self.levels.all_reduce(tensor)
+        if self.num_ranks == 1:
+            return Reduction(tensor)
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return Reduction(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over the ranks, in place; the sum unless told otherwise.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
         """
+        if self.num_ranks == 1:
+            return
         with self.ledger.waiting(tensor.device):
-            if self.levels is not None and op == dist.ReduceOp.SUM:
-                self.levels.all_reduce(tensor).wait()
-                return
             dist.all_reduce(tensor, op=op, group=self.group)
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
 
@@ -98,6 +146,8 @@ class Exchange:
 
         Collective: all ranks, blocking (on CUDA, for the stream).
         """
+        if self.num_ranks == 1:
+            return
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
         with self.ledger.waiting(tensor.device):
@@ -105,55 +155,117 @@ class Exchange:
         self._record(tensor.nbytes)
 
     def all_gather(self, message: Tensor) -> Tensor:
-        """Return the messages of all ranks, in rank order: uint8, shape (ranks, nbytes).
+        """Return the messages of all ranks, in rank order: shape (ranks, elements of a message).
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
         """
         with self.ledger.waiting(message.device):
             return self.begin_all_gather(message).wait()
 
-    def begin_all_gather(self, message: Tensor) -> Gathering:
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> Gathering:
         """Begin `all_gather`.
 
         Collective: all ranks, in the same order of calls.
+
+        Wire:
+            (W - 1) messages.
+
+        Args:
+            message: 1-d, not to be written before it has been waited for; of any dtype, it goes as bytes.
+            out: where to: contiguous, of any shape with W times as many elements; made here if left out.
         """
-        # gloo reduces CUDA tensors, but gathers only those of the CPU
-        staged = message.cpu() if dist.get_backend(self.group) == "gloo" else message
-        gathered = staged.new_empty((self.num_ranks, message.numel()))
-        work = dist.all_gather(list(gathered), staged, group=self.group, async_op=True)
-        self._record(all_gather_bytes(message.nbytes, self.num_ranks))
-        return Gathering(work, gathered, message.device)
-
-    def gather_from_senders(self, message: Tensor) -> Tensor:
-        """Return the messages of all ranks, on two levels of all nodes, in their order: uint8, (senders, nbytes).
-
-        Collective: all ranks with messages of one size, equal ones inside a node; blocking (on CUDA, for the stream).
-        """
-        return self.all_gather(message) if self.levels is None else self.levels.gather_from_nodes(message)
-
-    def begin_gather_from_senders(self, message: Tensor) -> Any:
-        """Begin `gather_from_senders`; return what has a `wait()`, which returns the messages.
-
-        Collective: all ranks, in the same order of calls.
-        """
-        if self.levels is not None:
-            return self.levels.begin_gather_from_nodes(message)
-        return self.begin_all_gather(message)
+        num_ranks = self.num_ranks
+        out = message.new_empty((num_ranks, message.numel())) if out is None else out
+        if num_ranks == 1:
+            return Gathering(out, staged=message)
+        self._record(all_gather_bytes(message.nbytes, num_ranks))
+        sent = self._staged(message)
+        received = None if sent.device == out.device else sent.new_empty(out.numel())
+        target = out.view(-1) if received is None else received
+        work = _all_gather()(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
+        return Gathering(out, work, received)
 
     def all_to_all(self, message: Tensor) -> Tensor:
         """Send the r-th of equal parts of a message to rank r; return the parts received, in rank order.
 
-        Collective: all ranks with messages of one size, a multiple of the number of ranks; uint8, 1-d; blocking (on
-        CUDA, for the stream).
+        One rank alone gets the message itself, no copy.
+
+        Collective: all ranks with messages of one size, a multiple of the number of ranks; 1-d; blocking (on CUDA, for
+        the stream).
+
+        Wire:
+            (W - 1) parts.
         """
+        if self.num_ranks == 1:
+            return message
         with self.ledger.waiting(message.device):
-            staged = message.cpu() if dist.get_backend(self.group) == "gloo" else message
-            received = torch.empty_like(staged)
-            dist.all_to_all_single(received, staged, group=self.group)
-            received = received.to(message.device)
+            received = self._exchange_parts(message)
         self._record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
         return received
 
+    def reduce_scatter(self, vector: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks: ceil(numel / W) elements, the last filled with zeros.
+
+        One rank alone gets the vector itself, no copy.
+
+        Collective: all ranks, blocking (on CUDA, for the stream); not in the ledger's waiting time.
+
+        Wire:
+            (W - 1) parts.
+        """
+        num_ranks = self.num_ranks
+        if num_ranks == 1:
+            return vector
+        padded = torch.nn.functional.pad(vector, (0, -vector.numel() % num_ranks))
+        self._record(reduce_scatter_bytes(padded.nbytes, num_ranks))
+        if is_gloo(self.group, vector.device):  # whose reduce-scatter is an all-reduce, or missing
+            return self._exchange_parts(padded).view(num_ranks, -1).sum(0)
+        part = padded.new_empty(padded.numel() // num_ranks)
+        _reduce_scatter()(part, padded, group=self.group)
+        return part
+
+    def gather_parts(self, part: Tensor, numel: int) -> Tensor:
+        """Return the parts of all ranks behind one another, of which `numel` elements are no filling.
+
+        One rank alone gets its part itself, no copy.
+
+        Collective: all ranks with parts of one size, blocking (on CUDA, for the stream); not in the ledger's waiting
+        time.
+
+        Wire:
+            (W - 1) parts.
+        """
+        return part[:numel] if self.num_ranks == 1 else self.begin_all_gather(part).wait().view(-1)[:numel]
+
+    def _exchange_parts(self, message: Tensor) -> Tensor:
+        staged = self._staged(message)
+        received = torch.empty_like(staged)
+        dist.all_to_all_single(received, staged, group=self.group)
+        return received.to(message.device)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        if tensor.stride(0) != 1:  # `contiguous` leaves a single element as it is, and then it has no view as bytes
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        # gloo reduces CUDA tensors, but gathers only those of the CPU
+        return tensor.cpu() if is_gloo(self.group, tensor.device) else tensor
+
     def _record(self, nbytes: int) -> None:
-        # What all ranks do together on two levels crosses the slow one.
-        self.ledger.record(nbytes, self.level if self.levels is None else "inter")
+        self.ledger.record(nbytes, self.level)
+
+
+# Looked up at each call: the audit of collectives replaces them. Their names up to torch 2.12 warn from 2.13 on.
+def _all_gather() -> Callable[..., Any]:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _hand_over(reduced: Future[list[Tensor]], tensor: Tensor, future: Future[Tensor]) -> None:
+    try:
+        reduced.value()  # raises what the collective has raised
+    except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
+        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+    else:
+        future.set_result(tensor)

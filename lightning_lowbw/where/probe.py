@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.volume import all_gather_bytes, all_gather_rounds, all_reduce_rounds
 
@@ -37,8 +37,8 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
         group: the process group; None is the world. One rank alone has a link without latency or limit.
         device: where the gradients are.
     """
-    exchange = Exchange(group)
-    num_ranks, rounds = exchange.num_ranks, all_reduce_rounds(exchange.num_ranks)
+    collectives = Collectives(group)
+    num_ranks, rounds = collectives.num_ranks, all_reduce_rounds(collectives.num_ranks)
     if num_ranks == 1:
         return Link(0.0, float("inf"))
 
@@ -46,9 +46,9 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
         """Return rank 0's values, on all ranks, and the seconds it took."""
         # Elements for every rank: of a shorter message a ring hands on less, and some ranks need not wait.
         message = torch.zeros(2 * num_ranks, dtype=torch.float64, device=device)
-        if exchange.rank == 0:
+        if collectives.rank == 0:
             message[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        took = _timed_all_reduce_(exchange, message)
+        took = _timed_all_reduce_(collectives, message)
         return message[: len(values)].tolist(), took
 
     tell(0.0)  # makes the connections
@@ -62,7 +62,7 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
 
     started, nbytes, bandwidths = time.perf_counter(), MIN_BYTES, list[float]()
     while nbytes:
-        took, received = _timed_all_gather(exchange, nbytes, device), all_gather_bytes(nbytes, num_ranks)
+        took, received = _timed_all_gather(collectives, nbytes, device), all_gather_bytes(nbytes, num_ranks)
         is_over = time.perf_counter() - started > BANDWIDTH_BUDGET_S
         is_enough = took >= TARGET_S / 2 and (received >= ENOUGH_BYTES // 2 or took >= LONG_S / 2)
         if is_enough or nbytes == MAX_BYTES or is_over:
@@ -78,15 +78,15 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
     return Link(*tell(latency_s, fastest)[0])  # rank 0's, which has measured at least one
 
 
-def _timed_all_reduce_(exchange: Exchange, message: Tensor) -> float:
+def _timed_all_reduce_(collectives: Collectives, message: Tensor) -> float:
     started = time.perf_counter()
-    exchange.all_reduce_(message)
+    collectives.all_reduce_(message)
     float(message[0])  # on CUDA, waits for it
     return time.perf_counter() - started
 
 
-def _timed_all_gather(exchange: Exchange, nbytes: int, device: torch.device | str) -> float:
+def _timed_all_gather(collectives: Collectives, nbytes: int, device: torch.device | str) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     started = time.perf_counter()
-    float(exchange.all_gather(message)[0, 0])  # on CUDA, waits for it
+    float(collectives.all_gather(message)[0, 0])  # on CUDA, waits for it
     return time.perf_counter() - started

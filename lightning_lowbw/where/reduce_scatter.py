@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
-from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.collectives import Collectives
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Averaged:
 
 @dataclass
 class SparseReduceScatter:
-    """Averages sparse vectors over the ranks of an exchange, step after step.
+    """Averages sparse vectors over the ranks of a group, step after step.
 
     Args:
-        exchange: the process group, with its ledger.
+        collectives: of the process group, with their ledger.
         codec: of the elements on the wire.
 
     Attributes:
@@ -39,7 +39,7 @@ class SparseReduceScatter:
             checkpoint, else a resumed run keeps back other elements.
     """
 
-    exchange: Exchange
+    collectives: Collectives
     codec: SparseCodec
     numels: tuple[int, ...] = field(default=(), init=False)
     boundaries: tuple[int, ...] = field(default=(), init=False)
@@ -60,14 +60,14 @@ class SparseReduceScatter:
         Raises:
             ConfigurationError: on all ranks; there are more elements than positions.
         """
-        if (tuple(numels), self.exchange.num_ranks) != (self.numels, len(self.boundaries) - 1):
-            self.boundaries = even_boundaries(numels, counts, self.exchange.num_ranks)
+        if (tuple(numels), self.collectives.num_ranks) != (self.numels, len(self.boundaries) - 1):
+            self.boundaries = even_boundaries(numels, counts, self.collectives.num_ranks)
             self.numels = tuple(numels)
-        plan, rank = SparseSum(self.numels, sum(counts), self.boundaries, self.codec), self.exchange.rank
+        plan, rank = SparseSum(self.numels, sum(counts), self.boundaries, self.codec), self.collectives.rank
         outgoing = plan.prepare(rank, plan.join(parts))
-        received = self.exchange.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
+        received = self.collectives.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
         owned = plan.combine(rank, outgoing.own, received)
-        reduced = plan.finish(self.exchange.all_gather(owned.message))
+        reduced = plan.finish(self.collectives.all_gather(owned.message))
         self.boundaries = reduced.boundaries
         unsent = sum_in_order([outgoing.unsent, owned.unsent])
         return Averaged(plan.split(reduced.mean), plan.split(unsent))

@@ -100,11 +100,11 @@ class Topology:
         return next(index for index, node in enumerate(self.nodes) if rank in node)
 
     def local_rank_of(self, rank: int) -> int:
-        """Return a rank's place in its node."""
+        """Return where a rank is among those of its node, in ascending order."""
         return self.nodes[self.node_of(rank)].index(rank)
 
     def peers(self, local_rank: int) -> tuple[int, ...]:
-        """Return the ranks with one place in all nodes: those that exchange a shard. Needs nodes of one size."""
+        """Return the ranks with one local rank in all nodes, which exchange a part. Needs nodes of one size."""
         assert local_rank < self.ranks_per_node
         return tuple(node[local_rank] for node in self.nodes)
 
@@ -112,3 +112,9 @@ class Topology:
 def _shown(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
     return f"{len(ranks)} ({', '.join(map(str, ranks))})"
+
+
+def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
+    """Return the part of a flat tensor that one of a node's ranks keeps; the last ones may be shorter, or empty."""
+    size = -(-numel // num_local_ranks)
+    return slice(min(local_rank * size, numel), min((local_rank + 1) * size, numel))

@@ -8,6 +8,7 @@ use for large messages.
 
 from __future__ import annotations
 
+from lightning_lowbw.what.narrow_values import NarrowFormat
 from lightning_lowbw.what.sparse_sum import gather_capacity, scatter_capacity
 
 
@@ -27,6 +28,15 @@ def reduce_scatter_bytes(nbytes: int, num_ranks: int) -> int:
     As many as it sends to gather the parts.
     """
     return (num_ranks - 1) * nbytes // num_ranks
+
+
+def narrow_mean_bytes(numel: int, num_ranks: int, value_format: NarrowFormat) -> int:
+    """Return the bytes a rank sends for a mean of vectors in few bits: 2 (W - 1) parts of ceil(numel / W) values.
+
+    On two levels that of a part of ceil(numel / ranks of a node) elements, between nodes; and in a node, to gather the
+    parts of the mean, `all_gather_bytes` of a part in the vector's own dtype.
+    """
+    return 2 * (num_ranks - 1) * value_format.nbytes(-(-numel // num_ranks))
 
 
 def all_reduce_rounds(num_ranks: int) -> int:

@@ -8,20 +8,31 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_lowbw
-from lightning_lowbw import DGC, AdaptiveLocalSGDStrategy, DGCStrategy, HierarchicalStrategy, LocalSGD, LocalSGDStrategy
+from lightning_lowbw import (
+    DGC,
+    AdaptiveLocalSGD,
+    AdaptiveLocalSGDStrategy,
+    DGCStrategy,
+    Hierarchical,
+    HierarchicalStrategy,
+    LocalSGD,
+    LocalSGDStrategy,
+)
 from lightning_lowbw.strategies import register
+from lightning_lowbw.strategies.gradient_hook import GradientHook
 
 PACKAGE = "lightning_lowbw"
 ROOT = Path(lightning_lowbw.__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
-# The layers of the package that each folder may import beside itself: errors <- ops <- what, when <- where <- engine <- ...
+# What each folder may import beside itself: errors <- ops <- what, when <- where <- engine <- strategies, callbacks.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
@@ -155,11 +166,54 @@ def test_modules_and_public_definitions_say_what_they_are(module: Path) -> None:
             assert ast.get_docstring(node), f"{module}: {node.name}"
 
 
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+MAX_LINES = 450
+MAX_METHODS = 30
+
+
+def num_methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body)
+
+
+def test_a_file_is_read_in_one_sitting() -> None:
+    long = {module.as_posix() for module in MODULES if len((ROOT / module).read_text().splitlines()) > MAX_LINES}
+    assert not long
+
+
+def test_a_class_does_one_thing() -> None:
+    counts = {
+        (module.as_posix(), node.name): num_methods(node)
+        for module in MODULES
+        for node in ast.walk(parse(module))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert not {where: count for where, count in counts.items() if count > MAX_METHODS}
+
+
+# The tests ------------------------------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).parents[1]
+
+
+def imports_a_test(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {part for name in imported_names(tree) if is_under(name, "tests") for part in name.split(".")}
+    return any(part.startswith("test_") for part in imported)
+
+
+def test_no_test_module_imports_another() -> None:
+    """What they share is in modules that are no tests: `tiny.py`, `oracle.py`, `engine/problem.py`."""
+    importing = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py") if imports_a_test(path)}
+    assert not importing
+
+
 # The public surface ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_exported() -> None:
     assert sorted(lightning_lowbw.__all__) == [
+        "AdaptiveLocalSGD",
         "AdaptiveLocalSGDStrategy",
         "AveragingSchedule",
         "Compression",
@@ -167,43 +221,51 @@ def test_what_is_exported() -> None:
         "DGC",
         "DGCStrategy",
         "DisagreementError",
-        "FrozenVariance",
+        "EveryK",
+        "EveryStep",
+        "Hierarchical",
         "HierarchicalStrategy",
         "LocalSGD",
         "LocalSGDStrategy",
+        "Method",
+        "Narrow",
         "NonFiniteGradientError",
         "SparsityWarmup",
+        "Strategy",
+        "TopK",
         "Topology",
         "TrafficMonitor",
         "UnexpectedCollectiveError",
+        "Where",
+        "Whole",
     ]
     for name in lightning_lowbw.__all__:
         assert getattr(lightning_lowbw, name).__name__ == name
 
 
-def test_the_strategy_has_the_defaults_of_the_method() -> None:
-    """Written twice for the sake of a flat constructor: in the same order, with the same values."""
-    parameters = inspect.signature(DGCStrategy).parameters.values()
-    of_strategy = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert of_strategy.pop("topology") == "flat"  # where, not what
-    of_method = {field.name: field.default for field in dataclasses.fields(DGC) if field.init}
-    assert list(of_strategy.items()) == list(of_method.items())
-    assert not [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+def knobs_of(function: Any) -> dict[str, Any]:
+    """Return the arguments of a constructor that have a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def defaults_of(*values: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for value in values for field in dataclasses.fields(value)}
+
+
+def test_the_constructors_have_the_defaults_of_the_method() -> None:
+    """Written twice for the sake of a flat constructor: with the same values."""
+    of_dgc = {**defaults_of(DGC().when, DGC().what), "topology": "flat"}
+    assert knobs_of(DGCStrategy).items() <= of_dgc.items()
+    assert set(of_dgc) - set(knobs_of(DGCStrategy)) == {"density", "chunk", "decay", "mean_over", "clip_to_median"}
     assert DGCStrategy().method == DGC()
-
-
-def test_the_averaging_strategies_have_the_defaults_of_the_method() -> None:
-    """Each has the knobs of the method that it is about, under the same names but for the first k."""
-    of_method = {field.name: field.default for field in dataclasses.fields(LocalSGD) if field.init}
-    of_strategy = {}
-    for strategy in (LocalSGDStrategy, AdaptiveLocalSGDStrategy):
-        for p in inspect.signature(strategy).parameters.values():
-            if p.name in of_method and (strategy, p.name) != (AdaptiveLocalSGDStrategy, "rule"):
-                assert p.default == of_method[p.name], p.name
-                of_strategy[p.name] = p.default
-    assert {**of_strategy, "rule": "fixed"} == of_method
-    assert LocalSGDStrategy().method == LocalSGD()
-    assert AdaptiveLocalSGDStrategy().method == LocalSGD(k_steps=1, rule="fleet")
+    outside = {"value_dtype", "compression", "topology", "uneven", "audit"}  # not of the schedule
+    for strategy, method in ((LocalSGDStrategy, LocalSGD()), (AdaptiveLocalSGDStrategy, AdaptiveLocalSGD())):
+        knobs = {{"init_k_steps": "k_steps"}.get(name, name): value for name, value in knobs_of(strategy).items()}
+        of_schedule = {name: value for name, value in knobs.items() if name not in outside}
+        assert of_schedule.items() <= defaults_of(method.when).items()
+        assert strategy().method == method
+    assert HierarchicalStrategy().method == Hierarchical()
 
 
 def test_the_strategy_hands_every_argument_on() -> None:
@@ -219,9 +281,10 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "exchange": "dense",
         "dense_dtype": "bfloat16",
         "overlap": True,
-        "correction": {"floor": 0.2, "stable": 0.9, "refresh": True},
+        "correction": "error_feedback",
+        "topology": 2,
     }
-    assert set(given) == {field.name for field in dataclasses.fields(DGC) if field.init}
+    assert set(given) == set(knobs_of(DGCStrategy))
     assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]
 
 
@@ -254,7 +317,7 @@ def test_strategies_are_known_by_name() -> None:
         for suffix, start_method in START_METHODS.items():
             strategy = StrategyRegistry.get(name + suffix)
             assert type(strategy) is cls
-            assert (strategy._topology == "auto") == ("hierarchical" in name)
+            assert (strategy.method.where.topology == "auto") == ("hierarchical" in name)
             assert strategy._start_method == start_method
 
 
@@ -274,6 +337,6 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_the_annotations_of_the_hook_are_objects() -> None:
     """DDP compares them with `is`; as strings, which a __future__ import makes of them, they are refused."""
-    annotations = DGCStrategy._gradient_hook.__annotations__
+    annotations = GradientHook.reduce.__annotations__
     assert annotations["bucket"] is dist.GradBucket
     assert not isinstance(annotations["return"], str)

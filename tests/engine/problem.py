@@ -7,23 +7,30 @@ its gradient is c + w.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import Topology
-from lightning_lowbw.engine.gradients import DGC, DGCWorker
-from lightning_lowbw.where.collectives import Exchange
-from lightning_lowbw.where.hierarchy import Algorithm, Hierarchy
-from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw import DGC
+from lightning_lowbw.engine.worker import Worker
 from tests.oracle import OracleDGC
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Parameter]
 Nodes = tuple[tuple[int, ...], ...]  # the ranks of each
+Result = TypeVar("Result")
+
+FLAT: Nodes = ((0,), (1,))  # nodes of one rank are one level
+NODES: dict[str, Nodes] = {
+    "blocks": ((0, 1), (2, 3)),
+    "strided": ((0, 2), (1, 3)),
+    "crossed": ((0, 3), (1, 2)),  # the second ranks are in another order than the first
+    "three nodes": ((0, 1), (2, 3), (4, 5)),
+    "three each": ((0, 1, 2), (3, 4, 5)),
+}
 
 AWKWARD: dict[str, Shape] = {
     "scalar": (),
@@ -41,16 +48,27 @@ AWKWARD: dict[str, Shape] = {
 
 EXACT: dict[str, Any] = {"selection": "exact", "value_dtype": "float32"}  # as the equations have it
 DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, **EXACT)
-DENSITIES = {step: DENSE_THEN_SPARSE.schedule.density(step) for step in range(8)}
+DENSITIES = {step: DENSE_THEN_SPARSE.when.density(step) for step in range(8)}
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
 
 
-def exchange_of(nodes: Nodes, algorithm: Algorithm = "sharded", purpose: str = "gradients") -> Exchange:
-    """Return an exchange of the world: on two levels, but for nodes of one rank."""
-    ledger = TrafficLedger()
-    if all(len(node) == 1 for node in nodes):
-        return Exchange(None, ledger)
-    return Exchange(None, ledger, hierarchy=Hierarchy(Topology(nodes), algorithm, None, ledger, purpose))
+def message_of(function: Callable[[], object], kind: type[Exception]) -> str | None:
+    """Return what `function` says when it raises `kind`; None where it does not."""
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def each(function: Callable[..., Result], cases: Iterable[tuple[Any, ...]]) -> list[Result]:
+    """Return the results of all cases; on ranks, so that all of them are one start."""
+    return [function(*case) for case in cases]
+
+
+def node_of(rank: int, nodes: Nodes) -> int:
+    """Return the number of a rank's node."""
+    return next(number for number, node in enumerate(nodes) if rank in node)
 
 
 def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,7 +107,7 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
 
 
 def take_step(
-    worker: DGCWorker, parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0
+    worker: Worker, parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0
 ) -> None:
     """The loop that the documentation shows."""
     worker.optimizer.zero_grad()

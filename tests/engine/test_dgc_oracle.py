@@ -1,126 +1,102 @@
-"""The method on real gloo ranks, in a plain PyTorch loop, against the paper's equations in one process."""
+"""The method on real gloo ranks, in a plain PyTorch loop, against the paper's equations in one process.
+
+On one level and on two, where it is that of one rank per node on each part of a tensor.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
-from lightning_lowbw import DGC
-from lightning_lowbw.engine.gradients import DGCWorker
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import Nodes, exchange_of
-from tests.oracle import OracleDGC
+from lightning_lowbw.where.topology import part_of
+from tests.engine.network import SGD, Clip, is_large, make_model, train_by_the_paper, train_on_ranks
+from tests.engine.problem import NODES, Nodes
 from tests.ranks import run_ranks
 
-STEPS = 12
-BEGIN = 4
-STAIRS = (0.5, 0.9, 0.97)
-MIN_NUMEL = 100
-SGD = dict[str, float | bool]
+Case = tuple[SGD, Clip, bool]
+MOMENTUM: SGD = {"lr": 0.1, "momentum": 0.9}
+NESTEROV: SGD = {**MOMENTUM, "nesterov": True}
+CASES: list[Case] = [
+    ({"lr": 0.1}, {}, True),
+    (MOMENTUM, {}, True),
+    (MOMENTUM, {}, False),
+    (NESTEROV, {}, True),
+    ({**MOMENTUM, "weight_decay": 0.05}, {}, True),
+    ({**NESTEROV, "weight_decay": 0.05}, {"norm": 0.1}, True),
+    ({**MOMENTUM, "weight_decay": 0.05}, {"value": 0.02}, True),
+]
 
 
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 3)).double().float()
+def train(nodes: Nodes, cases: list[Case], dtype: str) -> list[dict[str, Any]]:
+    results = []
+    for optimizer, clip, masking in cases:
+        model, worker = train_on_ranks(nodes, optimizer, clip, masking, dtype)
+        state = {worker.name_of(parameter): entry for parameter, entry in worker.optimizer.state.items()}
+        results.append(
+            {
+                "weights": [parameter.detach() for parameter in model.parameters()],
+                "digest": digest(model.parameters()),
+                "kept": {name: residual.numel() for name, residual in worker.residuals.items()},
+                "velocities": {name: u.numel() for name, u in worker.state_dict()["velocities"].items()},
+                "in optimizer": {name for name, entry in state.items() if "momentum_buffer" in entry},
+                "whole": {worker.name_of(p): u for p, u in worker.whole_momentum().items()},
+            }
+        )
+    return results
 
 
-def make_gradients(model: nn.Module, rank: int, step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(8, 12, generator=generator)
-    y = torch.randint(0, 3, (8,), generator=generator)
-    loss = nn.functional.cross_entropy(model(x) * 5, y)
-    return list(torch.autograd.grad(loss, list(model.parameters())))
-
-
-def clip_(model: nn.Module, clip: dict[str, float], factor: float) -> None:
-    if "norm" in clip:
-        nn.utils.clip_grad_norm_(model.parameters(), clip["norm"] * factor)
-    if "value" in clip:
-        nn.utils.clip_grad_value_(model.parameters(), clip["value"])
-
-
-def train_on_ranks(
-    nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool, dtype: str = "float32"
-) -> tuple[nn.Module, DGCWorker]:
-    """Train in a plain loop; nodes of one rank are one level."""
-    model = make_model()
-    sgd = torch.optim.SGD(model.parameters(), **optimizer)  # type: ignore[arg-type]
-    method = DGC(
-        rampup_begin_step=BEGIN,
-        rampup_step=6,
-        sparsity=STAIRS,
-        min_numel=MIN_NUMEL,
-        selection="exact",
-        momentum_masking=masking,
-        value_dtype=dtype,
-    )
-    worker = method.attach(sgd, model.named_parameters(), exchange_of(nodes))
-    for step in range(STEPS):
-        for parameter, gradient in zip(model.parameters(), make_gradients(model, dist.get_rank(), step), strict=True):
-            parameter.grad = gradient
-        with worker.stepping():
-            sparse = worker.is_sparse
-            worker.exchange(clip=lambda: clip_(model, clip, worker.clip_factor) if worker.is_sparse else None)
-            if not sparse:
-                clip_(model, clip, 1.0)
-            sgd.step()
-    return model, worker
-
-
-def train_by_the_paper(
-    nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool
-) -> tuple[list[Tensor], OracleDGC]:
-    """Train one rank of the paper per node, which has the node's mean gradient."""
-    model = make_model()
-    weights = [parameter.detach() for parameter in model.parameters()]
-    oracle = OracleDGC(
-        len(nodes),
-        clip_norm=clip.get("norm"),
-        clip_value=clip.get("value"),
-        min_numel=MIN_NUMEL,
-        masking=masking,
-        **optimizer,  # type: ignore[arg-type]
-    )
-    for step in range(STEPS):
-        gradients = []
-        for node in nodes:
-            by_rank = [make_gradients(model, rank, step) for rank in node]
-            gradients.append([sum(each) / len(node) for each in zip(*by_rank, strict=True)])
-        with torch.no_grad():
-            if step < BEGIN:
-                oracle.dense_step(weights, gradients)
-            else:
-                stair = min(int((step - BEGIN) * len(STAIRS) / 6), len(STAIRS) - 1)
-                oracle.sparse_step(weights, gradients, 1 - STAIRS[stair])
-    return weights, oracle
-
-
-def train(nodes: Nodes, optimizer: SGD, clip: dict[str, float], masking: bool) -> tuple[list[Tensor], str]:
-    model, _ = train_on_ranks(nodes, optimizer, clip, masking)
-    return [parameter.detach() for parameter in model.parameters()], digest(model.parameters())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("optimizer", "clip", "masking"),
+    ("nodes", "cases"),
     [
-        ({"lr": 0.1}, {}, True),
-        ({"lr": 0.1, "momentum": 0.9}, {}, True),
-        ({"lr": 0.1, "momentum": 0.9}, {}, False),
-        ({"lr": 0.1, "momentum": 0.9, "nesterov": True}, {}, True),
-        ({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {}, True),
-        ({"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, {"norm": 0.1}, True),
-        ({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}, {"value": 0.02}, True),
+        (((0,), (1,)), CASES),
+        (((0,), (1,), (2,)), CASES),
+        (NODES["blocks"], CASES[1:3]),
+        (NODES["strided"], [CASES[0], CASES[5]]),
+        (NODES["crossed"], CASES[3:4]),
+        (NODES["three nodes"], CASES[5:7]),
+        (NODES["three each"], CASES[4:5]),
     ],
+    ids=["2 ranks", "3 ranks", *NODES],
 )
-def test_equals_the_paper(num_ranks: int, optimizer: SGD, clip: dict[str, float], masking: bool) -> None:
-    nodes = tuple((rank,) for rank in range(num_ranks))
-    results = run_ranks(train, num_ranks, nodes, optimizer, clip, masking)
-    expected, _ = train_by_the_paper(nodes, optimizer, clip, masking)
-    assert len({digest for _, digest in results}) == 1  # replicas are equal to the bit
-    for weight, reference in zip(results[0][0], expected, strict=True):
-        torch.testing.assert_close(weight, reference, rtol=1e-5, atol=2e-6)
-    start = [parameter.detach() for parameter in make_model().parameters()]
-    assert max(float((a - b).abs().max()) for a, b in zip(start, expected, strict=True)) > 0.01  # it did train
+def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
+    by_rank = run_ranks(train, sum(map(len, nodes)), nodes, cases, "float32")
+    parameters = {name: parameter.detach() for name, parameter in make_model().named_parameters()}
+    for (optimizer, clip, masking), *results in zip(cases, *by_rank, strict=True):
+        expected, oracles = train_by_the_paper(nodes, optimizer, clip, masking)
+        assert len({result["digest"] for result in results}) == 1  # replicas are equal to the bit
+        for weight, reference, start in zip(results[0]["weights"], expected, parameters.values(), strict=True):
+            torch.testing.assert_close(weight, reference, rtol=1e-5, atol=2e-6)
+            assert not is_large(start) or float((start - reference).abs().max()) > 0.01  # it did train
+        large = {name: number for number, (name, p) in enumerate(parameters.items()) if is_large(p)}
+        for node in nodes:
+            check_parts(node, results, {name: parameters[name].numel() for name in large}, optimizer)
+        has_oracle_velocity = "momentum" in optimizer and not optimizer.get("nesterov")  # the paper's is another one
+        for number, node in enumerate(nodes) if has_oracle_velocity and len(nodes[0]) > 1 else ():
+            for name, tensor in large.items():
+                u = torch.cat([of_part[tensor].u[number, 0] for of_part in oracles])
+                for rank in node:
+                    torch.testing.assert_close(results[rank]["whole"][name].flatten(), u, rtol=1e-4, atol=1e-5)
+
+
+def check_parts(node: tuple[int, ...], results: list[dict[str, Any]], numels: dict[str, int], optimizer: SGD) -> None:
+    """Each rank of a node keeps its part of u and v; the optimizer keeps no u of its own beside it."""
+    for local_rank, rank in enumerate(node):
+        parts = {name: part_of(numel, local_rank, len(node)) for name, numel in numels.items()}
+        expected = {name: part.stop - part.start for name, part in parts.items()}
+        assert results[rank]["kept"] == expected
+        assert results[rank]["velocities"] == (expected if "momentum" in optimizer else {})
+        assert len(node) == 1 or not results[rank]["in optimizer"] & set(numels)
+        assert set(results[rank]["whole"]) == (set(numels) if len(node) > 1 and "momentum" in optimizer else set())
+
+
+def test_half_values_keep_what_they_round_away_on_two_levels() -> None:
+    """All ranks of a node decode alike: replicas are equal, and near those that send float32."""
+    wide = run_ranks(train, 4, NODES["blocks"], CASES[1:2], "float32")
+    half = run_ranks(train, 4, NODES["blocks"], CASES[1:2], "float16")
+    assert len({result["digest"] for (result,) in half}) == 1
+    for weight, reference in zip(half[0][0]["weights"], wide[0][0]["weights"], strict=True):
+        assert float((weight - reference).abs().mean()) < 1e-4  # but for elements of which another was chosen
+        assert not torch.equal(weight, reference) or not is_large(weight)

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw import DGC
-from lightning_lowbw.engine.gradients import DGCWorker
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.method import Method
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
@@ -25,6 +26,7 @@ from tests.engine.problem import (
     DENSITIES,
     by_the_paper,
     coefficients,
+    each,
     make_parameters,
     make_weight,
     take_step,
@@ -36,7 +38,7 @@ from tests.ranks import run_ranks
 # Shapes, dtypes and density -------------------------------------------------------------------------------------------
 
 
-def train_awkward_shapes(method: DGC, dtype: torch.dtype, momentum: float) -> dict[str, Any]:
+def train_awkward_shapes(method: Method, dtype: torch.dtype, momentum: float) -> dict[str, Any]:
     parameters = make_parameters(AWKWARD, dtype)
     strides = {name: parameter.stride() for name, parameter in parameters.items()}
     worker = method.attach(SGD(parameters.values(), lr=0.05, momentum=momentum), parameters.items())
@@ -45,11 +47,7 @@ def train_awkward_shapes(method: DGC, dtype: torch.dtype, momentum: float) -> di
     for step in DENSITIES:
         take_step(worker, parameters, step)
         digests.append(digest(parameters.values()))
-        num_empty[step] = {
-            name: int((worker.residuals[parameter] == 0).sum())
-            for name, parameter in parameters.items()
-            if parameter in worker.residuals
-        }
+        num_empty[step] = {name: int((residual == 0).sum()) for name, residual in worker.residuals.items()}
     assert {name: p.stride() for name, p in parameters.items()} == strides
     for parameter, state in worker.optimizer.state.items():
         if momentum:
@@ -66,10 +64,10 @@ def train_awkward_shapes(method: DGC, dtype: torch.dtype, momentum: float) -> di
 @pytest.mark.parametrize(("num_ranks", "begin"), [(2, 0), (2, 2), (3, 2)])
 def test_awkward_shapes_train_by_the_paper(num_ranks: int, begin: int) -> None:
     """With velocities that torch made in the dense phase, and with those that the first exchange makes."""
-    method = replace(DENSE_THEN_SPARSE, rampup_begin_step=begin)
+    method = DENSE_THEN_SPARSE.replace(rampup_begin_step=begin)
     results = run_ranks(train_awkward_shapes, num_ranks, method, torch.float32, 0.9)
     assert len({tuple(facts["digests"]) for facts in results}) == 1  # replicas are equal after every step
-    densities = {step: method.schedule.density(step) for step in DENSITIES}
+    densities = {step: method.when.density(step) for step in DENSITIES}
     for name, shape in AWKWARD.items():
         expected = by_the_paper(name, shape, OracleDGC(num_ranks, lr=0.05, momentum=0.9), densities)
         torch.testing.assert_close(results[0]["weights"][name].contiguous(), expected.contiguous(), **CLOSE)
@@ -85,25 +83,25 @@ def test_exactly_k_of_each_tensor_are_sent() -> None:
             assert facts["num_empty"][step] == (expected if density < 1 else {})
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_dtypes_of_parameters_and_of_the_wire(value_dtype: str, dtype: torch.dtype) -> None:
-    method = replace(DENSE_THEN_SPARSE, value_dtype=value_dtype, selection="sampled")
-    results = run_ranks(train_awkward_shapes, 2, method, dtype, 0.9)
-    assert len({tuple(facts["digests"]) for facts in results}) == 1
-    for facts in results:
-        assert facts["residual_dtypes"] == {torch.float32}
-        assert 0 < facts["residual_norm"] < float("inf")
+def test_dtypes_of_parameters_and_of_the_wire(dtype: torch.dtype) -> None:
+    values = ["float32", "bfloat16", "float16", "int8"]
+    methods = [DENSE_THEN_SPARSE.replace(value_dtype=each, selection="sampled") for each in values]
     tolerance = 0.1 if dtype == torch.bfloat16 else 0.02
-    for name, shape in AWKWARD.items():
-        weight = results[0]["weights"][name]
-        assert weight.dtype == dtype
-        assert weight.isfinite().all()
-        if weight.numel() >= 100:
-            # Rounding lets a few other elements be selected than in full precision.
-            expected = by_the_paper(name, shape, OracleDGC(2, lr=0.05, momentum=0.9), DENSITIES)
-            assert ((weight.float() - expected).abs() < tolerance).float().mean() > 0.93
-            assert ((make_weight(name, shape) - expected).abs() > 2 * tolerance).float().mean() > 0.5
+    for by_rank in zip(*run_ranks(each, 2, train_awkward_shapes, [(m, dtype, 0.9) for m in methods]), strict=True):
+        assert len({tuple(facts["digests"]) for facts in by_rank}) == 1
+        for facts in by_rank:
+            assert facts["residual_dtypes"] == {torch.float32}
+            assert 0 < facts["residual_norm"] < float("inf")
+        for name, shape in AWKWARD.items():
+            weight = by_rank[0]["weights"][name]
+            assert weight.dtype == dtype
+            assert weight.isfinite().all()
+            if weight.numel() >= 100:
+                # Rounding lets a few other elements be selected than in full precision.
+                expected = by_the_paper(name, shape, OracleDGC(2, lr=0.05, momentum=0.9), DENSITIES)
+                assert ((weight.float() - expected).abs() < tolerance).float().mean() > 0.93
+                assert ((make_weight(name, shape) - expected).abs() > 2 * tolerance).float().mean() > 0.5
 
 
 def average_in_double() -> list[Tensor]:
@@ -129,7 +127,7 @@ def train_complex() -> tuple[Tensor, Tensor]:
         parameter = Parameter(torch.view_as_complex(make_weight("complex", (40, 2))))
         others = Parameter(make_weight("matrix", (30, 20)))
         optimizer = SGD([parameter, others], lr=0.05, momentum=0.9, weight_decay=0.1)
-        worker = replace(DENSE_THEN_SPARSE, rampup_begin_step=1).attach(optimizer, [("w", parameter), ("m", others)])
+        worker = DENSE_THEN_SPARSE.replace(rampup_begin_step=1).attach(optimizer, [("w", parameter), ("m", others)])
         for step in range(4):
             mine = (torch.view_as_complex(coefficients("complex", torch.empty(40, 2), r, step)) for r in range(2))
             gradients = list(mine)
@@ -143,7 +141,7 @@ def train_complex() -> tuple[Tensor, Tensor]:
                 parameter.grad = (gradients[0] + gradients[1]) / 2
                 optimizer.step()
         results.append(parameter.detach())
-        assert parameter not in worker.residuals
+        assert "w" not in worker.residuals
     return results[0], results[1]
 
 
@@ -157,10 +155,10 @@ def test_complex_parameters_are_sent_dense() -> None:
 LAYERS = {"body": (40, 30), "head": (300, 3), "bias": (30,), "excluded.weight": (50, 50), "gain": ()}
 
 
-def measure_traffic(method: DGC) -> list[dict[str, float]]:
+def measure_traffic(method: Method) -> list[dict[str, float]]:
     parameters = make_parameters(LAYERS)
     worker = method.attach(SGD(parameters.values(), lr=0.1, momentum=0.9), parameters.items())
-    ledger = worker._exchange.ledger
+    ledger = worker.peers.ledger
     measured = []
     for step in range(6):
         before, coming = replace(ledger), worker.density
@@ -197,13 +195,13 @@ def test_measured_bytes_are_the_formulas(num_ranks: int, value_dtype: str) -> No
     total = sum(numels.values())
     for measured in run_ranks(measure_traffic, num_ranks, method):
         for step, facts in enumerate(measured):
-            density = method.schedule.density(step)
+            density = method.when.density(step)
             sparse = [] if density == 1 else [numels["body"], numels["head"]]
             counts = [num_selected(numel, density) for numel in sparse]
-            words = total - sum(sparse) + len(LAYERS) + 2 * num_ranks
+            words = total - sum(sparse) + len(LAYERS) + 2 * num_ranks  # all tensors are float32: one bucket
             expected = all_reduce_bytes(4 * words, num_ranks)
             if counts:
-                expected += all_gather_bytes(method.codec.nbytes(counts, sparse), num_ranks)
+                expected += all_gather_bytes(method.what.codec.nbytes(counts, sparse), num_ranks)
             assert facts == {
                 "density": density,
                 "sent_bytes": expected,
@@ -231,28 +229,28 @@ PAUSE = (4, 5)
 
 def train_with_unused_parameters() -> dict[str, Any]:
     parameters = make_parameters(USES)
-    method = replace(DENSE_THEN_SPARSE, min_numel=100)
+    method = DENSE_THEN_SPARSE.replace(min_numel=100)
     worker = method.attach(SGD(parameters.values(), lr=0.05, momentum=0.9, weight_decay=0.1), parameters.items())
     elsewhere = () if dist.get_rank() == 0 else ("on_rank_0", "dense_on_rank_0")
     digests = []
     for step in DENSITIES:
         pausing = [parameters[name] for name in PAUSED] if step in PAUSE else []
-        before = [_everything_about(worker, parameter) for parameter in pausing]
+        before = [everything_about(worker, parameter) for parameter in pausing]
         take_step(worker, parameters, step, unused=("never", *elsewhere, *(PAUSED if step in PAUSE else ())))
-        assert [_everything_about(worker, parameter) for parameter in pausing] == before
+        assert [everything_about(worker, parameter) for parameter in pausing] == before
         assert all(parameter.grad is None for parameter in pausing)
         gradients = [p.grad for name, p in parameters.items() if p.grad is not None]
         assert len(gradients) == len(parameters) - 1 - len(pausing)
         digests.append((digest(parameters.values()), digest(gradients)))
     never = parameters["never"]
     assert never.grad is None
-    assert never not in worker.residuals
+    assert "never" not in worker.residuals
     assert never not in worker.optimizer.state
     return {"digests": digests, "weights": weights_of(parameters)}
 
 
-def _everything_about(worker: DGCWorker, parameter: Parameter) -> str:
-    residual = [worker.residuals[parameter]] if parameter in worker.residuals else []
+def everything_about(worker: GradientWorker, parameter: Parameter) -> str:
+    residual = [worker.residuals[name] for name in [worker.name_of(parameter)] if name in worker.residuals]
     return digest([parameter, worker.optimizer.state[parameter]["momentum_buffer"], *residual])
 
 
@@ -284,7 +282,7 @@ def train_through_changes() -> dict[str, Any]:
     parameters = make_parameters(CHANGING)
     added = parameters["added"]
     optimizer = SGD([p for p in parameters.values() if p is not added], lr=0.05, momentum=0.9)
-    method = replace(DENSE_THEN_SPARSE, min_numel=100)
+    method = DENSE_THEN_SPARSE.replace(min_numel=100)
     # "added" is not the model's: a loss's own parameter, say.
     worker = method.attach(optimizer, [(name, p) for name, p in parameters.items() if p is not added])
     digests = []
@@ -304,10 +302,9 @@ def train_through_changes() -> dict[str, Any]:
             | ({"added"} if step >= ADD else set())
             | ({"stopped"} if step < STOP else set())
         )
-        assert (parameters["frozen"] in worker.residuals) == (step >= UNFREEZE)
+        assert ("frozen" in worker.residuals) == (step >= UNFREEZE)
     assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.5]
-    names = set(worker.state_dict()["tensors"])
-    assert names == {"first", "frozen", "stopped", "optimizer.4"}
+    assert set(worker.state_dict()["residuals"]) == {"first", "frozen", "stopped", "optimizer.4"}
     return {"digests": digests, "weights": weights_of(parameters)}
 
 
@@ -344,7 +341,7 @@ class Tied(torch.nn.Module):
 
 def train_tied() -> tuple[list[str], str, float]:
     model = Tied()
-    worker = replace(DENSE_THEN_SPARSE, rampup_begin_step=0).attach(
+    worker = DENSE_THEN_SPARSE.replace(rampup_begin_step=0).attach(
         SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
     )
     for step in range(4):
@@ -354,7 +351,7 @@ def train_tied() -> tuple[list[str], str, float]:
         with worker.stepping():
             worker.exchange()
             worker.optimizer.step()
-    return list(worker.state_dict()["tensors"]), digest(model.parameters()), worker.residual_norm()
+    return list(worker.state_dict()["residuals"]), digest(model.parameters()), worker.residual_norm()
 
 
 def test_a_tied_parameter_is_one() -> None:

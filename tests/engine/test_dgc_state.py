@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
-from lightning_lowbw import DGC, ConfigurationError
-from lightning_lowbw.engine.gradients import DGCWorker
-from lightning_lowbw.what.corrections import as_correction
+from lightning_lowbw import DGC, ConfigurationError, Method, Narrow
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.state import merge
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import Nodes, Parameters, backward, exchange_of, make_parameters, make_weight, take_step
-from tests.engine.test_dgc_failures import message_of
-from tests.engine.test_two_levels import NODES
+from tests.engine.problem import (
+    FLAT,
+    NODES,
+    Nodes,
+    Parameters,
+    backward,
+    each,
+    make_parameters,
+    make_weight,
+    message_of,
+    take_step,
+)
 from tests.ranks import run_ranks
 
 SHAPES = {"large": (300, 240), "conv": (8, 4, 3, 3), "scalar": (), "bias": (7,)}  # the first is sampled
@@ -26,19 +35,36 @@ METHOD = DGC(rampup_begin_step=2, rampup_step=8, sparsity=[0.5, 0.9, 0.99, 0.999
 STEPS = 12
 
 
-def make_worker(method: DGC, **options: Any) -> tuple[DGCWorker, Parameters]:
+def make_worker(method: Method, **options: Any) -> tuple[GradientWorker, Parameters]:
     parameters = make_parameters(SHAPES)
     settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, **options}
-    return method.attach(SGD(parameters.values(), **settings), parameters.items()), parameters
+    worker = method.attach(SGD(parameters.values(), **settings), parameters.items())
+    assert isinstance(worker, GradientWorker)
+    return worker, parameters
 
 
-def digests_of(worker: DGCWorker, parameters: Parameters) -> list[str]:
-    residuals = [worker.residuals[p] for p in parameters.values() if p in worker.residuals]
+def digests_of(worker: GradientWorker, parameters: Parameters) -> list[str]:
     buffers = [worker.optimizer.state[p]["momentum_buffer"] for p in parameters.values()]
-    return [digest(parameters.values()), digest(buffers), digest(residuals)]
+    return [digest(parameters.values()), digest(buffers), digest(worker.residuals.values())]
 
 
-def save(worker: DGCWorker, parameters: Parameters, buffers_of_rank_zero: bool) -> bytes:
+def state_of(step: int = 3, **parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a worker that has kept only so much; residuals have the shape of the parameter."""
+    residuals = parts.pop("residuals", {})
+    state: dict[str, Any] = {
+        "step": step,
+        "place": (0, 1),
+        "nodes": None,
+        "num_participants": 2,
+        "correction": "momentum",
+        "shapes": {name: tuple(residual.shape) for name, residual in residuals.items()},
+        "residuals": {name: residual.reshape(-1) for name, residual in residuals.items()},
+        "exchange": None,
+    }
+    return {**state, "velocities": {}, "rounded": {}, "local": {}, **parts}
+
+
+def save(worker: GradientWorker, parameters: Parameters, buffers_of_rank_zero: bool) -> bytes:
     """Save as a checkpoint does: weights and optimizer from rank zero, the worker's state from each rank."""
     optimizer_state = [worker.optimizer.state_dict()]
     if buffers_of_rank_zero:
@@ -49,7 +75,7 @@ def save(worker: DGCWorker, parameters: Parameters, buffers_of_rank_zero: bool) 
     return buffer.getvalue()
 
 
-def load(saved: bytes, worker: DGCWorker, parameters: Parameters) -> None:
+def load(saved: bytes, worker: GradientWorker, parameters: Parameters) -> None:
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -74,7 +100,7 @@ def train_and_resume(stops: list[int]) -> dict[int | None, list[str]]:
         load(saved, worker, parameters)
         assert worker.step == stop
         assert worker.state_dict().keys() == old.state_dict().keys()
-        thresholds = [{k: v["threshold"] for k, v in w.state_dict()["tensors"].items()} for w in (old, worker)]
+        thresholds = [each.state_dict()["exchange"]["thresholds"] for each in (old, worker)]
         assert thresholds[0] == thresholds[1]
         assert stop < STEPS - 4 or thresholds[0]["large"] > 0
         for step in range(stop, STEPS):
@@ -100,9 +126,8 @@ def look_more_often() -> tuple[list[str], list[str]]:
             take_step(worker, parameters, step)
             if looks:
                 state = worker.state_dict()
-                for entry in state["tensors"].values():
-                    entry["residual"].fill_(1e9)
-                    entry["momentum_buffer"].fill_(1e9)
+                for kept in (*state["residuals"].values(), *state["velocities"].values()):
+                    kept.fill_(1e9)
                 worker.residual_norm()
         results.append(digests_of(worker, parameters))
     return results[0], results[1]
@@ -126,13 +151,13 @@ def train_to_a_state(momentum: float) -> dict[str, Any]:
 def send_everything(state: dict[str, Any], weights: dict[str, Tensor], momentum: float) -> dict[str, Any]:
     """Resume at another world size; then one step without gradients, decay or anything kept back."""
     # Not exactly dense, though all is sent.
-    method = DGC(sparsity=[1e-9], min_numel=METHOD.min_numel, value_dtype="float32")
+    method = DGC(sparsity=[1e-9], min_numel=100, value_dtype="float32")
     worker, parameters = make_worker(method, lr=1.0, momentum=momentum, weight_decay=0.0, nesterov=False)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     worker.load_state_dict(state)
-    kept = {name: worker.residuals[parameters[name]].clone() for name in state["tensors"]}
+    kept = {name: worker.residuals[name].view(parameters[name].shape).clone() for name in state["residuals"]}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     with worker.stepping():
@@ -151,38 +176,35 @@ def send_everything(state: dict[str, Any], weights: dict[str, Tensor], momentum:
 def test_other_ranks_hold_the_same_unsent_gradient(num_ranks: int, momentum: float) -> None:
     """Two ranks stop, three or one go on: (1/N) sum_k v_k is what it was, and so is the mean velocity."""
     old = run_ranks(train_to_a_state, 2, momentum)
-    merged = METHOD.merge_states([facts["worker"] for facts in old])
+    merged = merge(facts["worker"] for facts in old)
     assert merged["step"] == 6
-    assert set(merged["tensors"]) == {"large", "conv"}
+    assert set(merged["residuals"]) == {"large", "conv"}
     for facts in run_ranks(send_everything, num_ranks, merged, old[0]["weights"], momentum):
         assert facts["step"] == 7
         assert facts["left"] == 0.0
         for name in ("large", "conv"):
-            entries = [each["worker"]["tensors"][name] for each in old]
-            mean = sum(entry["residual"].double() for entry in entries) / 2
+            states, shape = [each["worker"] for each in old], SHAPES[name]
+            mean = sum(state["residuals"][name].double().view(shape) for state in states) / 2
             assert mean.norm() > 1
             torch.testing.assert_close(facts["kept"][name].double(), mean, rtol=1e-6, atol=1e-7)
             if momentum:
-                mean = mean + momentum * sum(entry["momentum_buffer"].double() for entry in entries) / 2
+                mean += momentum * sum(state["velocities"][name].double().view(shape) for state in states) / 2
             torch.testing.assert_close(facts["applied"][name], mean, rtol=0, atol=2e-6)
 
 
 def test_merging_keeps_dtypes_and_copies() -> None:
-    buffers = [torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0, 4.0]).bfloat16()]
+    velocities = [torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0, 4.0]).bfloat16()]
     states = [
-        {
-            "step": 4,
-            "tensors": {"w": {"residual": torch.tensor([1.0, -2.0 * i]), "threshold": 0.1, "momentum_buffer": b}},
-        }
-        for i, b in enumerate(buffers)
+        state_of(4, residuals={"w": torch.tensor([1.0, -2.0 * number])}, velocities={"w": velocity})
+        for number, velocity in enumerate(velocities)
     ]
-    merged = METHOD.merge_states(states)
+    merged = merge(states)
     assert merged["step"] == 4
-    assert merged["tensors"]["w"]["residual"].tolist() == [1.0, -1.0]
-    assert merged["tensors"]["w"]["momentum_buffer"].dtype == torch.bfloat16
-    assert merged["tensors"]["w"]["momentum_buffer"].tolist() == [2.0, 3.0]
-    merged["tensors"]["w"]["residual"].zero_()
-    assert states[0]["tensors"]["w"]["residual"].tolist() == [1.0, 0.0]  # type: ignore[index]
+    assert merged["residuals"]["w"].tolist() == [1.0, -1.0]
+    assert merged["velocities"]["w"].dtype == torch.bfloat16
+    assert merged["velocities"]["w"].tolist() == [2.0, 3.0]
+    merged["residuals"]["w"].zero_()
+    assert states[0]["residuals"]["w"].tolist() == [1.0, 0.0]
 
 
 def go_on_alone(sign: float, bad_step: bool, **options: Any) -> list[Tensor]:
@@ -191,7 +213,7 @@ def go_on_alone(sign: float, bad_step: bool, **options: Any) -> list[Tensor]:
     for name in ("large", "bias"):
         worker.optimizer.state[parameters[name]]["momentum_buffer"] = make_weight("velocity", SHAPES[name])
     residual = make_weight("residual", SHAPES["large"])
-    worker.load_state_dict({"step": 6, "tensors": {"large": {"residual": residual, "threshold": 0.0}}})
+    worker.load_state_dict(merge([state_of(6, residuals={"large": residual})] * 2))
     if bad_step:
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, float("nan"))
@@ -245,66 +267,82 @@ def test_one_rank_keeps_its_residual_through_a_skipped_step() -> None:
 )
 def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
     worker, _ = make_worker(METHOD)
-    state = {"step": 3, "tensors": {name: {"residual": make_weight(name, shape), "threshold": 0.0}}}
+    state = state_of(residuals={name: make_weight(name, shape)})
     with pytest.raises(ConfigurationError, match=message):
         worker.load_state_dict(state)
 
 
-def resume_with(kinds: list[tuple[str, str]], nodes: Nodes, merges: bool) -> list[str | None]:
-    """Train under the first correction, go on under the second; what each resume but the first says."""
-    messages, states = [], []
-    for optimizer_name, correction in kinds:
+def resume_with(saved: tuple[str, str], kinds: list[tuple[str, str]], nodes: Nodes, merges: bool) -> list[str | None]:
+    """Train under the first correction, go on under each of the others; what each resume says."""
+
+    def attach(optimizer_name: str, correction: str) -> tuple[GradientWorker, Parameters]:
         parameters = make_parameters({"large": (40, 30)})
         optimizer = getattr(torch.optim, optimizer_name)(parameters.values(), lr=0.01)
-        method = replace(METHOD, correction=correction)
-        worker = method.attach(optimizer, parameters.items(), exchange_of(nodes))
-        if states:
-            messages.append(message_of(lambda: worker.load_state_dict(states[0]), ConfigurationError))  # noqa: B023
-            continue
-        for step in range(METHOD.rampup_begin_step + 1):
-            if step == METHOD.rampup_begin_step:
-                in_the_dense_phase = worker.state_dict()
-            take_step(worker, parameters, step)
-        states.append(method.merge_states([worker.state_dict()] * 2) if merges else worker.state_dict())
-    worker.load_state_dict(in_the_dense_phase)  # in which they do not differ
+        worker = METHOD.replace(correction=correction).attach(optimizer, parameters.items(), topology=nodes)
+        assert isinstance(worker, GradientWorker)
+        return worker, parameters
+
+    worker, parameters = attach(*saved)
+    for step in range(3):
+        if step == 2:
+            in_the_dense_phase = worker.state_dict()
+        take_step(worker, parameters, step)
+    state = merge([worker.state_dict()] * 2) if merges else worker.state_dict()
+    messages = []
+    for kind in kinds:
+        worker, _ = attach(*kind)
+        messages.append(message_of(partial(worker.load_state_dict, state), ConfigurationError))
+        worker.load_state_dict(in_the_dense_phase)  # in which they do not differ
     return messages
 
 
-KINDS = [
-    ("SGD", "auto"),
-    ("SGD", "error_feedback"),
-    ("AdamW", "auto"),
-    ("AdamW", "frozen_variance"),
-    ("AdamW", "error_feedback"),
-]
-NAMES_OF_KINDS = ["momentum", "error_feedback", "own_variance", "frozen_variance", "error_feedback"]
+KINDS = [("SGD", "auto"), ("SGD", "error_feedback"), ("AdamW", "auto"), ("AdamW", "error_feedback")]
+NAMES_OF_KINDS = ["momentum", "error_feedback", "own_variance", "error_feedback"]
 
 
-@pytest.mark.parametrize(("nodes", "merges"), [(((0,), (1,)), False), (((0,), (1,)), True), (NODES["blocks"], False)])
-@pytest.mark.parametrize("saved", range(len(KINDS)))
-def test_residuals_of_another_correction_are_refused(saved: int, nodes: Nodes, merges: bool) -> None:
-    results = run_ranks(resume_with, sum(map(len, nodes)), [KINDS[saved], *KINDS], nodes, merges)
-    for messages in results:
-        for (optimizer_name, correction), name, message in zip(KINDS, NAMES_OF_KINDS, messages, strict=True):
-            if name == NAMES_OF_KINDS[saved]:
-                assert message is None
-                continue
-            assert message is not None
-            assert f"those of {NAMES_OF_KINDS[saved]!r}; correction={as_correction(correction)!r}" in message
-            assert f"with {optimizer_name} is {name!r}" in message
+@pytest.mark.parametrize(
+    ("nodes", "merges"), [(FLAT, False), (FLAT, True), (NODES["blocks"], False)], ids=["flat", "merged", "two levels"]
+)
+def test_residuals_of_another_correction_are_refused(nodes: Nodes, merges: bool) -> None:
+    cases = [(saved, KINDS, nodes, merges) for saved in KINDS]
+    for by_case in run_ranks(each, sum(map(len, nodes)), resume_with, cases):
+        for name_of_saved, messages in zip(NAMES_OF_KINDS, by_case, strict=True):
+            for (optimizer_name, _), name, message in zip(KINDS, NAMES_OF_KINDS, messages, strict=True):
+                if name == name_of_saved:
+                    assert message is None
+                    continue
+                assert message is not None
+                assert f"residuals are those of {name_of_saved!r}; " in message
+                assert f"with {optimizer_name} is {name!r}" in message
 
 
-def test_a_state_lands_in_the_layout_of_the_parameter() -> None:
+def test_what_another_payload_keeps_is_refused() -> None:
+    """It would never be sent."""
+    rounded = state_of(rounded={"large": make_weight("rounded", SHAPES["large"]).view(-1)})
+    worker, _ = make_worker(METHOD)
+    with pytest.raises(ConfigurationError, match=r"gradients that have not been sent, and with TopK\("):
+        worker.load_state_dict(rounded)
+    for method, state in ((Method(), rounded), (Method(what=Narrow()), state_of(residuals={"conv": torch.ones(8)}))):
+        parameters = make_parameters({"large": SHAPES["large"], "conv": (8,)})
+        sgd = SGD(parameters.values(), lr=0.1)
+        kind = type(method.what).__name__
+        other = method.attach(sgd, parameters.items())
+        with pytest.raises(ConfigurationError, match=f"and with {kind}|to which they mean something else"):
+            other.load_state_dict(state)
+        assert other.step == 0
+
+
+def test_a_state_takes_the_layout_of_the_parameter() -> None:
     """Optimizer memory is channels_last where the parameter is; a saved contiguous buffer goes there by value."""
     worker, parameters = make_worker(METHOD)
     residual, momentum_buffer = make_weight("conv", (8, 4, 3, 3)).contiguous(), torch.randn(8, 4, 3, 3)
-    entry = {"residual": residual, "threshold": 0.25, "momentum_buffer": momentum_buffer}
-    worker.load_state_dict({"step": 7, "tensors": {"conv": entry}})
+    state = state_of(7, residuals={"conv": residual}, velocities={"conv": momentum_buffer.view(-1)})
+    state["exchange"] = {"thresholds": {"conv": 0.25}, "link": None, "reducer": {"numels": [], "boundaries": []}}
+    worker.load_state_dict(state)
     conv = parameters["conv"]
     assert worker.step == 7
-    assert worker.residuals[conv].equal(residual)
-    assert worker.residuals[conv].is_contiguous()
+    assert worker.residuals["conv"].equal(residual.view(-1))
     loaded = worker.optimizer.state[conv]["momentum_buffer"]
     assert loaded.equal(momentum_buffer)
     assert loaded.is_contiguous(memory_format=torch.channels_last)
-    assert worker.state_dict()["tensors"]["conv"]["threshold"] == 0.25
+    assert worker.state_dict()["exchange"]["thresholds"] == {"conv": 0.25}

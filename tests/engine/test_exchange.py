@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import DGC
+from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.link import EXCHANGES
-from tests.engine.problem import AWKWARD, backward, make_parameters, take_step
+from tests.engine.problem import AWKWARD, backward, each, make_parameters, take_step
 from tests.ranks import run_ranks
 
 SHAPES = {**AWKWARD, "large": (331, 257)}
@@ -33,6 +34,7 @@ def train(
         value_dtype=value_dtype,
     )
     worker = method.attach(sgd, parameters.items())
+    assert isinstance(worker, GradientWorker)
     produced = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items()}
     applied = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items()}
     chosen, sent = [], []
@@ -40,7 +42,7 @@ def train(
         sgd.zero_grad()
         backward(parameters, step)
         before = {name: (p.grad.clone(), u_of(sgd, p), p.grad) for name, p in parameters.items()}  # type: ignore[union-attr]
-        sent_before = worker._exchange.ledger.sent_bytes
+        sent_before = worker.peers.ledger.sent_bytes
         with worker.stepping():
             worker.exchange()
             for name, parameter in parameters.items():
@@ -48,14 +50,15 @@ def train(
                 produced[name] += 0.9 * velocity.double() + gradient.double()
                 applied[name] += parameter.grad.double()  # type: ignore[union-attr]
             sgd.step()
-        sent.append(worker._exchange.ledger.sent_bytes - sent_before)
-        chosen.append(worker._last_exchange)
+        sent.append(worker.peers.ledger.sent_bytes - sent_before)
+        assert worker.sparse is not None
+        chosen.append(worker.sparse._last_kind)
     return {
         "digest": digest(parameters.values()),
         "weights": {name: p.detach().clone() for name, p in parameters.items()},
         "produced": produced,
         "applied": applied,
-        "residuals": {worker._name(p): v.clone() for p, v in worker.residuals.items()},
+        "residuals": {name: v.view(parameters[name].shape).clone() for name, v in worker.residuals.items()},
         "chosen": chosen,
         "sent": sent,
     }
@@ -66,33 +69,29 @@ def u_of(sgd: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if velocity is None else velocity.clone()
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "int4"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_nothing_is_lost_and_replicas_are_equal(exchange: str, value_dtype: str, num_ranks: int) -> None:
-    """What was applied, and 1/N of what is kept, is the mean of all that the ranks have made."""
-    results = run_ranks(train, num_ranks, exchange, [0.9], value_dtype)
-    assert len({result["digest"] for result in results}) == 1
-    for name, residual in results[0]["residuals"].items():
-        kept = sum(result["residuals"][name].double() for result in results) / num_ranks
-        made = sum(result["produced"][name] for result in results) / num_ranks
-        torch.testing.assert_close(results[0]["applied"][name] + kept, made, rtol=1e-5, atol=1e-5)
-        assert residual.abs().sum() > 0 or residual.numel() < 20
-
-
-def test_dense_sums_the_same_elements() -> None:
-    gathered = run_ranks(train, 3, "all_gather", [0.9], "float32")
-    dense = run_ranks(train, 3, "dense", [0.9], "float32")
-    for name, weight in gathered[0]["weights"].items():
-        torch.testing.assert_close(dense[0]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+def test_nothing_is_lost_and_replicas_are_equal(num_ranks: int) -> None:
+    """What was applied, and 1/N of what is kept, is the mean of all that the ranks have made; in each exchange."""
+    cases = [(exchange, [0.9], value_dtype) for value_dtype in ("float32", "int4") for exchange in EXCHANGES]
+    by_case = dict(zip(map(str, cases), zip(*run_ranks(each, num_ranks, train, cases), strict=True), strict=True))
+    for results in by_case.values():
+        assert len({result["digest"] for result in results}) == 1
+        for name, residual in results[0]["residuals"].items():
+            kept = sum(result["residuals"][name].double() for result in results) / num_ranks
+            made = sum(result["produced"][name] for result in results) / num_ranks
+            torch.testing.assert_close(results[0]["applied"][name] + kept, made, rtol=1e-5, atol=1e-5)
+            assert residual.abs().sum() > 0 or residual.numel() < 20
+    gathered, dense = (by_case[str((exchange, [0.9], "float32"))][0] for exchange in ("all_gather", "dense"))
+    for name, weight in gathered["weights"].items():  # the same elements are summed
+        torch.testing.assert_close(dense["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_a_reduce_scatter_of_two_ranks_hands_out_all_sums() -> None:
-    gathered = run_ranks(train, 2, "all_gather", [0.9], "float32", 1)
-    scattered = run_ranks(train, 2, "reduce_scatter", [0.9], "float32", 1)
+    cases = [(exchange, [0.9], "float32", 1) for exchange in ("all_gather", "reduce_scatter")]
+    gathered, scattered = run_ranks(each, 2, train, cases)[0]
     for name in ("large", "matrix"):
-        weight = gathered[0]["weights"][name]
-        same = torch.isclose(scattered[0]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+        weight = gathered["weights"][name]
+        same = torch.isclose(scattered["weights"][name], weight, rtol=1e-5, atol=1e-6)
         assert float((~same).float().mean()) < 0.02  # but for what did not fit an owner's row
 
 
@@ -143,5 +142,5 @@ def test_a_reduce_scatter_resumes_to_the_bit() -> None:
     again = run_ranks(resume, 3, half, 4, 8)
     for (state, weight), (other, expected) in zip(again, whole, strict=True):
         assert torch.equal(weight, expected)
-        assert torch.equal(state["tensors"]["a"]["residual"], other["tensors"]["a"]["residual"])
+        assert torch.equal(state["residuals"]["a"], other["residuals"]["a"])
         assert state["exchange"] == other["exchange"]

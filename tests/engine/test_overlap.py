@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-import pytest
+import torch
 import torch.distributed as dist
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import AWKWARD, backward, make_parameters
-from tests.engine.test_dgc_failures import message_of
-from tests.engine.test_two_levels import NODES, exchange_of
+from tests.engine.problem import AWKWARD, NODES, backward, each, make_parameters, message_of
 from tests.ranks import run_ranks
 
 SHAPES = {**AWKWARD, "large": (331, 257), "late": (300, 250)}
@@ -33,6 +33,7 @@ def train(overlap: bool, value_dtype: str, selection: str, exchange: str = "auto
         overlap=overlap,
     )
     worker = method.attach(sgd, parameters.items())
+    assert isinstance(worker, GradientWorker)
     num_begun = []
     for step in range(6):
         sgd.zero_grad()
@@ -46,26 +47,23 @@ def train(overlap: bool, value_dtype: str, selection: str, exchange: str = "auto
         assert not worker._begun
     return {
         "digest": digest(parameters.values()),
-        "residuals": digest([worker.residuals[p] for p in parameters.values() if p in worker.residuals]),
+        "residuals": digest([worker.residuals[name] for name in parameters if name in worker.residuals]),
         "begun": num_begun,
     }
 
 
-@pytest.mark.parametrize(("value_dtype", "selection"), [("float32", "exact"), ("bfloat16", "sampled")])
-def test_trains_to_the_bit_as_without(value_dtype: str, selection: str) -> None:
-    plain = run_ranks(train, 2, False, value_dtype, selection)
-    overlapped = run_ranks(train, 2, True, value_dtype, selection)
-    for one, other in zip(plain, overlapped, strict=True):
-        assert one["begun"] == [0] * 6
-        assert other["begun"] == [0] + [5] * 5  # dense first
-        assert other["digest"] == one["digest"] == plain[0]["digest"]
-        assert other["residuals"] == one["residuals"]
-
-
-def test_another_exchange_waits_for_the_end_of_backward() -> None:
-    plain, overlapped = (run_ranks(train, 2, overlap, "float32", "exact", "dense") for overlap in (False, True))
-    assert overlapped[0]["begun"] == [0] * 6
-    assert len({result["digest"] for result in (*plain, *overlapped)}) == 1
+def test_trains_to_the_bit_as_without() -> None:
+    """Dense first; where the exchange is another one than the all-gather it waits for the end of backward."""
+    choices = [("float32", "exact"), ("bfloat16", "sampled"), ("float32", "exact", "dense")]
+    cases = [(overlap, *choice) for choice in choices for overlap in (False, True)]
+    first, second = run_ranks(each, 2, train, cases)
+    for rank in (first, second):
+        for choice, plain, overlapped in zip(choices, rank[::2], rank[1::2], strict=True):
+            assert plain["begun"] == [0] * 6
+            assert overlapped["begun"] == ([0] * 6 if "dense" in choice else [0] + [5] * 5)
+            assert overlapped["digest"] == plain["digest"]
+            assert overlapped["residuals"] == plain["residuals"]
+    assert [result["digest"] for result in first] == [result["digest"] for result in second]
 
 
 def poison(where: str) -> tuple[str | None, bool, str]:
@@ -73,6 +71,7 @@ def poison(where: str) -> tuple[str | None, bool, str]:
     worker = DGC(sparsity=[0.9], min_numel=100, overlap=True).attach(
         SGD(parameters.values(), lr=0.05, momentum=0.9), parameters.items()
     )
+    assert isinstance(worker, GradientWorker)
     for step in range(3):
         worker.optimizer.zero_grad()
         backward(parameters, step)
@@ -91,55 +90,64 @@ def poison(where: str) -> tuple[str | None, bool, str]:
     return message, all(bool(each.isfinite().all()) for each in kept), digest(parameters.values())
 
 
-@pytest.mark.parametrize("where", ["large", "matrix", "bias"])
-def test_a_bad_gradient_enters_no_residual_and_is_told_on_all_ranks(where: str) -> None:
-    results = run_ranks(poison, 2, where)
-    assert len({digest for _, _, digest in results}) == 1
-    for message, is_finite, _ in results:
-        assert message is not None
-        assert f"the gradient of '{where}' on rank 1 is not finite" in message
-        assert "Nothing was exchanged" not in message
-        assert is_finite
+def test_a_bad_gradient_enters_no_residual_and_is_told_on_all_ranks() -> None:
+    names = ["large", "matrix", "bias"]
+    for name, *results in zip(names, *run_ranks(each, 2, poison, [(name,) for name in names]), strict=True):
+        assert len({digest for _, _, digest in results}) == 1
+        for message, is_finite, _ in results:
+            assert message is not None
+            assert f"the gradient of '{name}' on rank 1 is not finite" in message
+            assert "Nothing was exchanged" not in message
+            assert is_finite
 
 
-def misuse(kind: str) -> str | None:
-    parameters = make_parameters({"large": (60, 50), "bias": (7,)})
-    worker = DGC(sparsity=[0.9], min_numel=100, overlap=True).attach(
-        SGD(parameters.values(), lr=0.05), parameters.items()
-    )
-    backward(parameters, 0)
-    worker.begin(parameters.values())
-    if kind == "clip":
-        message = message_of(lambda: worker.exchange(clip=lambda: None), ConfigurationError)
-    elif kind == "skip":
-        message = message_of(lambda: worker.exchange(skip_nonfinite=True), ConfigurationError)
-    else:
-        backward(parameters, 1)
-        message = message_of(lambda: worker.begin(parameters.values()), ConfigurationError)
-    with worker.stepping():
-        worker.exchange()
-    return message
+def misuse() -> dict[str, str | None]:
+    messages = {}
+    for kind in ("clip", "skip", "twice"):
+        parameters = make_parameters({"large": (60, 50), "bias": (7,)})
+        sgd = SGD(parameters.values(), lr=0.05)
+        worker = DGC(sparsity=[0.9], min_numel=100, overlap=True).attach(sgd, parameters.items())
+        backward(parameters, 0)
+        worker.begin(parameters.values())
+        attempts: dict[str, Callable[[], object]] = {
+            "clip": lambda: worker.clip_factor,  # noqa: B023
+            "skip": lambda: worker.exchange(skip_nonfinite=True),  # noqa: B023
+            "twice": lambda: (backward(parameters, 1), worker.begin(parameters.values())),  # noqa: B023
+        }
+        messages[kind] = message_of(attempts[kind], ConfigurationError)
+        with worker.stepping():
+            worker.exchange()
+    return messages
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("clip", "clipping"), ("skip", "skip_nonfinite"), ("twice", "second backward")]
-)
-def test_what_needs_the_gradients_after_they_are_sent_is_refused(kind: str, words: str) -> None:
-    for message in run_ranks(misuse, 2, kind):
-        assert message is not None
-        assert words in message
+def test_what_needs_the_gradients_after_they_are_sent_is_refused() -> None:
+    for messages in run_ranks(misuse, 2):
+        for kind, words in (("clip", "clipping"), ("skip", "skip_nonfinite"), ("twice", "second backward")):
+            assert words in (messages[kind] or "")
 
 
 def attach_on_two_levels(choices: dict[str, Any]) -> str | None:
     parameters = make_parameters({"large": (60, 50)})
-    exchange = exchange_of(NODES["blocks"])
-    sgd = SGD(parameters.values(), lr=0.05)
-    return message_of(lambda: DGC(**choices).attach(sgd, parameters.items(), exchange), ConfigurationError)
+    method, sgd = DGC(topology=NODES["blocks"], **choices), SGD(parameters.values(), lr=0.05)
+    return message_of(lambda: method.attach(sgd, parameters.items()), ConfigurationError)
 
 
-@pytest.mark.parametrize("choices", [{"overlap": True}, {"exchange": "dense"}, {"exchange": "reduce_scatter"}])
-def test_what_two_levels_do_not_have_is_refused(choices: dict[str, Any]) -> None:
-    for message in run_ranks(attach_on_two_levels, 4, choices):
-        assert message is not None
-        assert "on two levels" in message
-        assert next(iter(choices)) in message
+def test_what_two_levels_do_not_have_is_refused() -> None:
+    cases: list[dict[str, Any]] = [{"overlap": True}, {"exchange": "dense"}, {"exchange": "reduce_scatter"}]
+    for messages in run_ranks(each, 4, attach_on_two_levels, [(choices,) for choices in cases]):
+        for choices, message in zip(cases, messages, strict=True):
+            assert "on two levels" in (message or "")
+            assert next(iter(choices)) in (message or "")
+
+
+def without_sparse_tensors() -> list[float]:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    worker = DGC(rampup_begin_step=0, sparsity=[0.9], overlap=True).attach(SGD([parameter], lr=0.5), [("p", parameter)])
+    parameter.grad = torch.full((4,), float(dist.get_rank()))
+    worker.begin([parameter])
+    worker.optimizer.step()
+    return parameter.tolist()
+
+
+def test_where_no_tensor_is_large_enough_nothing_is_begun() -> None:
+    assert run_ranks(without_sparse_tensors, 2) == [[0.75] * 4] * 2

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_lowbw import DGC, DGCStrategy, LocalSGD
-from lightning_lowbw.engine.replicas import LocalSGDWorker
+from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import Nodes, exchange_of
+from lightning_lowbw.where.peers import make_peers
+from tests.engine.problem import Nodes
 from tests.ranks import run_ranks
 from tests.tiny import sgd
 
@@ -39,7 +40,7 @@ def train(device: str, name: str, nodes: Nodes = ()) -> tuple[list[torch.Tensor]
     model = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4)).to(device)
     optimizer = sgd(model.parameters())
     method = METHODS[name]
-    worker = method.attach(optimizer, model.named_parameters(), exchange_of(nodes))
+    worker = method.attach(optimizer, model.named_parameters(), topology=nodes or "flat")
     for step in range(10):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         x = torch.randn(16, 32, generator=generator).to(device)
@@ -48,7 +49,7 @@ def train(device: str, name: str, nodes: Nodes = ()) -> tuple[list[torch.Tensor]
         with worker.stepping():
             worker.exchange()
             optimizer.step()
-    if isinstance(worker, LocalSGDWorker):
+    if isinstance(worker, ReplicaWorker):
         worker.finish()
     return [p.detach().cpu() for p in model.parameters()], digest(model.parameters())
 
@@ -71,7 +72,7 @@ NODES: dict[str, Nodes] = {"blocks": ((0, 1), (2, 3)), "crossed": ((0, 3), (1, 2
 
 def reduce_on_two_levels(device: str, nodes: Nodes, algorithm: Any) -> tuple[list[torch.Tensor], int]:
     """Sum over four ranks, with sizes that do not divide by two among them, several begun at once."""
-    exchange, pending = exchange_of(nodes, algorithm), []
+    exchange, pending = make_peers(nodes, algorithm=algorithm), []
     for numel in (1, 5, 1000, 100_001):
         generator = torch.Generator().manual_seed(100 * numel + dist.get_rank())
         buffer = torch.randn(numel, generator=generator).to(device)

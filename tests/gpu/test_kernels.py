@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.gpu import Workspace
+from lightning_lowbw.ops.table import Workspace
 from tests.ops import kernel_cases
-from tests.ops.kernel_cases import FLOAT32, LARGE, WIRE_DTYPES, check, equal_bits, make, redraw, state
+from tests.ops.bits import equal_bits
+from tests.ops.kernel_cases import FLOAT32, LARGE, WIRE_DTYPES, check, make, redraw, state
 
 pytestmark = [
     pytest.mark.gpu,

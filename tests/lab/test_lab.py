@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,24 +15,10 @@ import pytest
 from lightning_lowbw.lab import LabError, Network, launch, parse_rate
 from lightning_lowbw.lab.cli import main
 from lightning_lowbw.lab.network import _identity, remove_leftovers
+from tests.lab.namespaces import needs_root
+from tests.programs import WITHOUT_LIGHTNING
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def can_make_namespaces() -> bool:
-    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        return False
-    try:
-        with Network([1e9]):
-            return True
-    except LabError:
-        return False
-
-
-needs_root = [
-    pytest.mark.root,
-    pytest.mark.skipif(not can_make_namespaces(), reason="needs root, iproute2 and network namespaces"),
-]
 
 SENDER = """
 import os, socket, sys, time
@@ -173,7 +158,8 @@ class TestWithRoot:
         script = f"{ROOT / 'examples' / 'two_nodes.py'} --max-epochs 2"
         with Network([1e9, 1e9]) as network, tempfile.TemporaryFile() as output:
             command = ["sh", "-c", f"{torchrun} {agent} {script}"]
-            report = launch(network, command, pin=False, timeout_s=180.0, output=output)
+            environment = {"PYTHONPATH": str(ROOT)}
+            report = launch(network, command, pin=False, environment=environment, timeout_s=180.0, output=output)
             output.seek(0)
             shown = output.read().decode()
         assert report.status == 0, shown
@@ -253,7 +239,8 @@ class TestWithRoot:
             "child = subprocess.Popen(['sleep', '60'], start_new_session=True, stderr=subprocess.DEVNULL)\n"
             "open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {child.pid}'); time.sleep(60)"
         )
-        program = "import sys; from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+        package = "" if number == signal.SIGTERM else WITHOUT_LIGHTNING  # once with all that a user has loaded
+        program = f"import sys\n{package}\nfrom lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
         lab = subprocess.Popen(
             [sys.executable, "-c", program, "--", sys.executable, "-c", script, str(marker)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -270,6 +257,9 @@ class TestWithRoot:
         if number == signal.SIGKILL:
             # Killed: the ranks die with it; their children and the namespaces wait for the next run.
             assert len([name for name in remove_leftovers() if name.startswith(f"lowbw-lab-{lab.pid}x")]) == 3
+            deadline = time.monotonic() + 10
+            while any(map(_identity, pids)) and time.monotonic() < deadline:
+                time.sleep(0.01)  # a signal is on its way
         else:
             assert lab.returncode == 130
             assert "interrupted" in message

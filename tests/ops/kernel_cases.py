@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbw import DGC
-from lightning_lowbw.engine.gradients import DGCWorker
-from lightning_lowbw.ops import gpu, reference
-from lightning_lowbw.ops.gpu import BLOCK, SAMPLE, SELECT_BLOCK, Workspace
+from lightning_lowbw.ops import dispatch, gpu, reference
+from lightning_lowbw.ops.gpu import SELECT_BLOCK
 from lightning_lowbw.ops.reference import Segment
-from lightning_lowbw.what.selection import SampledSelector
-from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.ops.table import BLOCK, SAMPLE, Workspace
+from lightning_lowbw.what.selection import SampledSelector, Selection
+from tests.ops.bits import equal_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -30,6 +29,7 @@ WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 # (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
 SIZES = [(1, 1), (7, 3), (200, 1), (BLOCK - 1, 5), (BLOCK, 3), (BLOCK + 1, 4), (BLOCK + 8, 600), (3 * BLOCK + 13, 6)]
 LARGE = (2 * BLOCK, 4)
+KERNELS = ("sample_kernel", "correct_kernel", "order_kernel", "take_kernel", "scatter_kernel")
 
 
 def make(
@@ -51,12 +51,6 @@ def make(
         k=k,
         **factors,
     )
-
-
-def equal_bits(actual: Tensor, expected: Tensor) -> bool:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    return actual.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
 def redraw(segments: Sequence[Segment]) -> None:
@@ -186,7 +180,7 @@ def test_general_factors_to_rounding() -> None:
     torch.testing.assert_close(segment.momentum_buffer, twin.momentum_buffer, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("grid", "threshold"), [(1.0, 3.0), (0.25, 2.0)])
+@pytest.mark.parametrize(("grid", "threshold"), [(1.0, 3.0), (0.25, 2.25)])
 def test_of_equal_magnitudes_the_first_are_taken(grid: float, threshold: float) -> None:
     segments = [replace(make(2 * BLOCK + 5, 30), momentum_buffer=None) for _ in range(2)]
     for segment in segments:
@@ -204,7 +198,7 @@ def test_of_equal_magnitudes_the_first_are_taken(grid: float, threshold: float) 
 
 def test_ties_of_many_candidates() -> None:
     """More than a program looks at at a time: 100 larger ones, all at the end, and the first 1100 of 1300 others."""
-    segment = replace(make(8 * BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
+    segment = replace(make(32 * BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
     segment.gradient.zero_()
     segment.residual.clamp_(-0.9, 0.9)[::10][:1300] = -1.0
     segment.residual[-100:] = 2.0
@@ -268,7 +262,7 @@ def test_as_many_candidates_as_there_is_room_for() -> None:
     assert capacity < numel // 2
     for segment, count in zip(segments, (capacity, capacity + 1, k, k - 1), strict=True):
         segment.gradient.zero_()
-        segment.residual.clamp_(-0.9, 0.9)[torch.randperm(numel)[:count].to(DEVICE)] = 1.0 + torch.rand(count).to(
+        segment.residual.tanh_().mul_(0.9)[torch.randperm(numel)[:count].to(DEVICE)] = 1.0 + torch.rand(count).to(
             DEVICE
         )
     workspace.unknown = []
@@ -312,7 +306,7 @@ def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: f
     for tensor in (*state(segments), *state(twins)):
         tensor.zero_()
     workspace, num_missed = Workspace(), [0, 0]
-    for step in range(100):
+    for step in range(60):
         for number, (segment, twin) in enumerate(zip(segments, twins, strict=True)):
             segment.gradient.copy_(tail(segment.gradient.numel()))
             u = twin.momentum_buffer
@@ -328,7 +322,8 @@ def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: f
                 assert row.k <= count <= row.capacity
                 assert 0.5 * row.aim < count < 3 * row.aim
     for missed, selector in zip(num_missed, selectors, strict=True):
-        assert missed <= selector.num_estimates + 3  # on a CPU there is room for twice as many candidates
+        # On a CPU there is room for 16 k candidates; of the second tensor here for less than 4 k.
+        assert missed <= selector.num_estimates + 6
 
 
 def test_tensors_come_and_go() -> None:
@@ -370,12 +365,12 @@ def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.Monke
 class Launched:
     """Stands for a kernel, and counts."""
 
-    def __init__(self, count: Count, kernel: Any) -> None:
-        self.count, self.kernel = count, kernel
+    def __init__(self, count: Count, name: str, kernel: Any) -> None:
+        self.count, self.name, self.kernel = count, name, kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            self.count.num_launches += 1
+            self.count.launched.append(self.name)
             self.count.is_inside = True
             self.kernel[grid](*args, **kwargs)
             self.count.is_inside = False
@@ -390,15 +385,15 @@ class Count(TorchDispatchMode):
         super().__init__()
         from lightning_lowbw.ops import triton_kernels
 
-        self.num_launches = self.num_operations = 0
+        self.launched: list[str] = []
+        self.num_operations = self.num_waits = 0
         self.is_inside = False  # Triton's interpreter moves tensors about
-        for name in ("sample_kernel", "correct_kernel", "order_kernel", "take_kernel"):
-            kernel = getattr(triton_kernels, name)
-            monkeypatch.setattr(triton_kernels, name, Launched(self, kernel))
+        for name in KERNELS:
+            monkeypatch.setattr(triton_kernels, name, Launched(self, name, getattr(triton_kernels, name)))
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_operations += not self.is_inside
-        assert self.is_inside or "_local_scalar_dense" not in str(operation)  # it waits for the device
+        self.num_waits += not self.is_inside and "_local_scalar_dense" in str(operation)
         return operation(*args, **(kwargs or {}))
 
 
@@ -412,7 +407,8 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeyp
             with monkeypatch.context() as patch, Count(patch) as count:
                 gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
             redraw(segments)
-            seen.append((count.num_launches, count.num_operations))
+            assert count.num_waits == 0  # but for the one in the end, that of `tolist`
+            seen.append((len(count.launched), count.num_operations))
     assert seen[:2] == seen[2:]
     assert [num_launches for num_launches, _ in seen[:2]] == [4, 3]
 
@@ -424,11 +420,15 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeyp
         {"gradient": torch.randn(LARGE[0], dtype=torch.float64)},
         {"weight": torch.randn(LARGE[0] + 1)},
         {"residual": torch.randn(LARGE[0]).bfloat16()},
+        {"scale": torch.rand(LARGE[0])},
+        {"dampening": 0.5},
+        {"chunk": 64},
     ],
 )
-def test_what_the_kernels_do_not_take(changes: dict[str, Tensor]) -> None:
-    segment = replace(make(*LARGE), **{name: tensor.to(DEVICE) for name, tensor in changes.items()})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"contiguous|must be torch.float32"):
+def test_what_the_kernels_do_not_take(changes: dict[str, Any]) -> None:
+    on_device = {name: each.to(DEVICE) if isinstance(each, Tensor) else each for name, each in changes.items()}
+    segment = replace(make(*LARGE), **on_device)
+    with pytest.raises(ValueError, match=r"contiguous|must be torch.float32|leave this one to the reference"):
         gpu.compress_many_([segment], value_dtype=FLOAT32, masking=True, workspace=Workspace())
 
 
@@ -468,50 +468,92 @@ def test_averages_are_wide_and_contiguous() -> None:
             gpu.scatter_mean_many_([out], [1], [part])
 
 
-# In a worker ----------------------------------------------------------------------------------------------------------
+# Before the training, and in a selection ------------------------------------------------------------------------------
 
 
-class TwoRanks(Exchange):
-    """As seen from one of two ranks that never talk."""
+def test_the_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them runs, and what they compute is compared."""
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    with monkeypatch.context() as patch, Count(patch) as count:
+        assert dispatch.prepare(torch.device(DEVICE)) is None
+    assert set(count.launched) == set(KERNELS)
 
-    num_ranks = 2  # type: ignore[assignment]
-    rank = 0  # type: ignore[assignment]
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_does_not_compile_is_told_and_all_are_disabled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_lowbw.ops import triton_kernels
+
+    class Broken:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            raise RuntimeError("Failed to find C compiler.\n  more\n")
+
+    device = torch.device(DEVICE)
+    monkeypatch.setattr(gpu, "_is_supported", lambda device: True)
+    monkeypatch.setattr(gpu, "_faults", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, name, Broken())
+        reason = dispatch.prepare(device)
+    assert reason == f"The kernels of Triton do not work on {DEVICE}: RuntimeError: Failed to find C compiler."
+    assert gpu.is_available(device)  # the ranks agree first
+    gpu.disable(reason)
+    assert not gpu.is_available(device)
 
 
-def make_worker(value_dtype: str, nesterov: bool) -> DGCWorker:
-    generator = torch.Generator().manual_seed(3)
-    shapes = {"a": (40, 60), "b": (3, 5, 2, 2), "c": (BLOCK + 5,)}
-    parameters = {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for name, shape in shapes.items()
+def test_a_kernel_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(gpu, "scatter_mean_many_", lambda outs, counts, parts: outs[0].fill_(1.0))
+    reason = dispatch.prepare(torch.device(DEVICE))
+    assert reason is not None
+    assert "something else than plain torch" in reason
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_a_selection_by_kernels_is_the_one_without(masking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one element, none, all sent, chunked, scaled and wide among them: which go without the kernels."""
+    one, whole, large, other = make(1, 1), make(7, 7), make(*LARGE, momentum=0.75), make(*LARGE, nesterov=True)
+    narrow = make(*LARGE, momentum=0.5, gradient=BFLOAT16, momentum_buffer=BFLOAT16)
+    segments = {
+        "one": one,
+        "whole": whole,
+        "empty": make(0, 0),
+        "large": large,
+        "chunked": replace(make(1000, 3), chunk=300, k_last=2),
+        "narrow": narrow,
+        "scaled": replace(make(*LARGE, momentum=0.5), scale=torch.rand(LARGE[0], device=DEVICE), dampening=0.5),
+        "wide": replace(make(*LARGE), gradient=torch.randn(LARGE[0], dtype=torch.float64, device=DEVICE)),
+        "other": other,
     }
-    parameters["b"].data = parameters["b"].data.contiguous(memory_format=torch.channels_last)
-    sgd = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.5, weight_decay=2.0**-6, nesterov=nesterov)
-    method = DGC(sparsity=[0.99], min_numel=1, value_dtype=value_dtype)
-    return method.attach(sgd, parameters.items(), TwoRanks())
+    twins = copy.deepcopy(segments)
+    with_kernels, without = Selection(), Selection()
+    for _ in range(3):
+        monkeypatch.setattr(gpu, "is_available", lambda device: True)
+        found = with_kernels.compress_(segments, masking=masking)
+        monkeypatch.setattr(gpu, "is_available", lambda device: False)
+        expected = without.compress_(twins, masking=masking)
+        for pair, twin in zip(found, expected, strict=True):
+            assert all(equal_bits(a, b) for a, b in zip(pair, twin, strict=True))
+        assert all(a.equal(b) for a, b in zip(state([*segments.values()]), state([*twins.values()]), strict=True))
+        for segment, twin in zip(segments.values(), twins.values(), strict=True):
+            segment.gradient.normal_()
+            twin.gradient.copy_(segment.gradient)
+    assert list(with_kernels._workspaces) == [("one", "whole", "large", "narrow", "other")]
+    thresholds = with_kernels.thresholds
+    assert thresholds["large"] > 0
+    assert thresholds["one"] == 0  # sorted
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "int4"])
-def test_a_worker_uses_the_kernels(value_dtype: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selection, state and gradients are those of the path without them."""
-    workers = []
-    for has_kernels in (True, False):
-        monkeypatch.setattr(gpu, "is_available", lambda device, has=has_kernels: has)
-        worker = make_worker(value_dtype, nesterov)
-        generator = torch.Generator().manual_seed(4)
-        for _ in range(3):
-            for group in worker.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
-            worker._begin(())
-            message = worker.prepare_sparse()
-            worker.finish_sparse([message, message])
-        workers.append(worker)
-    with_kernels, without = workers
-    for p, q in zip(with_kernels.residuals, without.residuals, strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(with_kernels.residuals[p], without.residuals[q], rtol=1e-6, atol=1e-7)
-        buffers = [worker.optimizer.state[x]["momentum_buffer"] for worker, x in ((with_kernels, p), (without, q))]
-        torch.testing.assert_close(buffers[0], buffers[1], rtol=1e-6, atol=1e-7)
+def test_a_tensor_is_in_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that begin during backward have one each; where the groups change, the old ones go."""
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    a, b, c = (make(*LARGE) for _ in range(3))
+    selection = Selection()
+    selection.compress_({"a": a}, masking=True)
+    selection.compress_({"b": b, "c": c}, masking=True)
+    assert set(selection._workspaces) == {("a",), ("b", "c")}
+    selection.compress_({"a": a, "b": b}, masking=True)
+    assert set(selection._workspaces) == {("a", "b")}
+    selection.thresholds = {"a": 1.0}
+    assert selection.thresholds == {"a": 1.0}
+    assert not selection._workspaces

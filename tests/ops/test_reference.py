@@ -6,17 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import correct_, flat, scatter_mean_, take_
+from lightning_lowbw.ops.reference import Segment, compress_many_, correct_, flat, largest, scatter_mean_, take_
+from tests.ops.bits import equal_bits
 
 WIRE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHANNELS_LAST = (3, 4, 5, 2)
-
-
-def equal_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors have the same bits; unlike `torch.equal` this tells -0 from 0 and NaN from NaN."""
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    return actual.contiguous().view(-1).view(torch.uint8).equal(expected.contiguous().view(-1).view(torch.uint8))
 
 
 def hard_values() -> Tensor:
@@ -187,6 +181,43 @@ def test_take_of_a_single_element(shape: tuple[int, ...]) -> None:
     values = take_(residual, momentum_buffer, torch.tensor([0]), value_dtype=torch.float32, masking=True)
     assert values.tolist() == [3.0]
     assert float(residual) == float(momentum_buffer) == 0.0
+
+
+# largest, compress_many_ ----------------------------------------------------------------------------------------------
+
+
+def segment_of(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Segment:
+    """A step that adds nothing."""
+    gradient = torch.zeros_like(values)
+    return Segment(
+        residual=values, momentum_buffer=None, gradient=gradient, weight=None, k=k, chunk=chunk, k_last=k_last
+    )
+
+
+def test_the_largest_of_a_tensor_and_of_each_chunk() -> None:
+    values = torch.tensor([1.0, -5.0, 3.0, 0.5, 9.0, -7.0, 8.0, 2.0, 0.1, -0.2])
+    assert largest(segment_of(values, 3)).tolist() == [4, 5, 6]
+    assert largest(segment_of(values, 1, chunk=4, k_last=2)).tolist() == [1, 4, 8, 9]
+    assert largest(segment_of(values, 1, chunk=5)).tolist() == [4, 6]
+    assert largest(segment_of(values, 2, chunk=100, k_last=1)).tolist() == [4]  # there is no whole chunk
+    assert segment_of(values, 1, chunk=4, k_last=2).num_sent == 4
+
+
+def test_of_equal_magnitudes_the_first() -> None:
+    assert largest(segment_of(torch.tensor([1.0, -2.0, 2.0, -2.0, 2.0]), 2)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_nothing_and_a_single_element(k: int) -> None:
+    assert largest(segment_of(torch.ones(k), k)).tolist() == [0] * k
+
+
+def test_all_tensors_lie_behind_one_another() -> None:
+    segments = [segment_of(torch.tensor([1.0, 3.0]), 1), segment_of(torch.arange(6.0), 1, chunk=4, k_last=1)]
+    positions, values = compress_many_(segments, value_dtype=torch.float32, masking=True)
+    assert positions.tolist() == [1, 3, 5]
+    assert values.tolist() == [3.0, 3.0, 5.0]
+    assert segments[1].residual.tolist() == [0.0, 1.0, 2.0, 0.0, 4.0, 0.0]
 
 
 # scatter_mean_ --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A training script as a user has it, for the tests of the launchers: python launched.py STRATEGY FOLDER."""
+"""A training script as a user has it, for the tests of the launchers: python launched.py FOLDER STRATEGY ..."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main() -> None:
+def train(strategy: str, folder: str) -> None:
     pl.seed_everything(0, verbose=False)
     x, y = torch.randn(64, 64), torch.randint(0, 10, (64,))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
     trainer = pl.Trainer(
-        strategy=sys.argv[1],
+        strategy=strategy,
         accelerator="cpu",
         devices=2,
         max_epochs=2,
@@ -47,13 +47,15 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         callbacks=[SparsityWarmup(begin_epoch=0.5, epochs=0.5, sparsity=[0.9, 0.99])]
-        if "dgc" in sys.argv[1]
+        if "dgc" in strategy
         else [AveragingSchedule(k_steps=3)],
     )
-    model = Model(sys.argv[2])
+    model = Model(folder)
     trainer.fit(model, loader)
-    (Path(sys.argv[2]) / f"after{trainer.global_rank}").write_text(digest(model.parameters()))
+    (Path(folder) / f"after{trainer.global_rank}").write_text(digest(model.parameters()))
 
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[2:]:
+        (Path(sys.argv[1]) / name).mkdir(exist_ok=True)
+        train(name, str(Path(sys.argv[1]) / name))

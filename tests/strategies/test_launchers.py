@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.programs import TORCHRUN, run_python
+from tests.ranks import run_ranks
+from tests.strategies.launched import train
 
-SCRIPT = Path(__file__).with_name("launched.py")
-LAUNCHERS = {
-    "popen": [str(SCRIPT), "dgc"],
-    "spawn": [str(SCRIPT), "dgc_spawn"],
-    "fork": [str(SCRIPT), "dgc_fork"],
-    "torchrun": [*TORCHRUN, str(SCRIPT), "dgc"],
-    "local popen": [str(SCRIPT), "local_sgd"],
-    "local spawn": [str(SCRIPT), "local_sgd_spawn"],
-}
+SCRIPT = str(Path(__file__).with_name("launched.py"))
+
+
+def check(folder: Path, strategy: str) -> None:
+    """Both ranks have trained together, and the first process has what they trained."""
+    lines = [(folder / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    world_size, step, density, weights = lines[0].split()
+    assert (world_size, step, density) == ("2", "8", "nan" if "local" in strategy else "0.0100")
+    # The main process of spawn and fork gets rank 0's weights back.
+    assert (folder / "after0").read_text() == weights
+
+
+def train_from_here(strategy: str, folder: str) -> None:
+    """As a program does that nobody has launched."""
+    dist.destroy_process_group()
+    for variable in [name for name in os.environ if "RANK" in name or name.startswith(("WORLD", "LOCAL_", "MASTER_"))]:
+        del os.environ[variable]
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    train(strategy, folder)
+
+
+@pytest.mark.parametrize("strategy", ["dgc_fork", "dgc_spawn", "local_sgd_spawn"])
+def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
+    run_ranks(train_from_here, 1, strategy, str(tmp_path), fresh=True)
+    check(tmp_path, strategy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_launchers(launcher: str, tmp_path: Path) -> None:
-    run_python(tmp_path, *LAUNCHERS[launcher], str(tmp_path))
-    lines = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
-    assert lines[0] == lines[1]
-    world_size, step, density, weights = lines[0].split()
-    assert (world_size, step, density) == ("2", "8", "nan" if "local" in launcher else "0.0100")
-    # The main process of spawn and fork gets rank 0's weights back.
-    assert (tmp_path / "after0").read_text() == weights
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
+def test_started_as_a_script(launcher: str, tmp_path: Path) -> None:
+    run_python(tmp_path, *(TORCHRUN if launcher == "torchrun" else ()), SCRIPT, str(tmp_path), "dgc", "local_sgd")
+    for strategy in ("dgc", "local_sgd"):
+        check(tmp_path / strategy, strategy)

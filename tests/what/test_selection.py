@@ -1,7 +1,8 @@
-"""Both selectors return the k largest, on data of every shape; the sampled one without sorting everything."""
+"""Both selections take the k largest, on data of every shape; the sampled one without sorting everything."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 from lightning_lowbw.ops import compiled, cpu, reference
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what import selection
-from lightning_lowbw.what.selection import SELECTIONS, ExactSelector, SampledSelector, exact_top_k, make_selector
+from lightning_lowbw.what.selection import SELECTIONS, SampledSelector, Selection, exact_top_k, exact_top_k_of
+from tests.ops.bits import equal_bits
 
 NUMEL = 360 * 360  # above SampledSelector.SMALL
 K = 130  # one in a thousand
@@ -99,24 +101,34 @@ def is_top_k(values: Tensor, k: int, positions: Tensor) -> bool:
     return k == values.numel() or bool(values[positions].abs().min() >= values[left].abs().max())
 
 
+def select(kind: Selection | str, values: Tensor, k: int) -> Tensor:
+    """What is selected where nothing comes in; the values stay."""
+    selection = Selection(kind) if isinstance(kind, str) else kind
+    segment = Segment(
+        residual=values.clone(), momentum_buffer=None, gradient=torch.zeros_like(values), weight=None, k=k
+    )
+    ((positions, _),) = selection.compress_({"weight": segment}, masking=True)
+    return positions
+
+
 @pytest.mark.parametrize("make", DISTINCT)
 def test_sampled_selects_the_same_set_as_exact(make: Callable[[int], Tensor]) -> None:
     """A recall of 100 % in every one of several calls with fresh data, not on the average."""
-    sampled, exact = SampledSelector(), ExactSelector()
+    sampled = SampledSelector()
     for _ in range(6):
         values = make(NUMEL)
         positions = sampled(values, K)
         assert is_top_k(values, K, positions)
-        assert positions.equal(exact(values, K))
+        assert positions.equal(exact_top_k(values, K))
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.parametrize("make", WITH_TIES)
 def test_ties_may_be_broken_either_way(name: str, make: Callable[[int], Tensor]) -> None:
-    selector = make_selector(name)
+    chosen = Selection(name)
     for _ in range(3):
         values = make(NUMEL)
-        assert is_top_k(values, K, selector(values, K))
+        assert is_top_k(values, K, select(chosen, values, K))
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e3, 1e20, 0.0])
@@ -145,7 +157,7 @@ def test_every_k(k: int) -> None:
 def test_small_tensors(name: str, numel: int) -> None:
     for k in {1, max(1, numel // 2), numel}:
         values = torch.randn(numel)
-        assert is_top_k(values, k, make_selector(name)(values, k))
+        assert is_top_k(values, k, select(name, values, k))
 
 
 @pytest.mark.parametrize("numel", [SampledSelector.SMALL, SampledSelector.SMALL + 1])
@@ -161,8 +173,8 @@ def test_selection_commutes_with_a_permutation(name: str, make: Callable[[int], 
     """No position is favoured, whatever order the elements lie in."""
     values, order = make(NUMEL), torch.randperm(NUMEL)
     for k in (K, 5000):
-        positions = make_selector(name)(values, k)
-        of_permuted = make_selector(name)(values[order], k)
+        positions = select(name, values, k)
+        of_permuted = select(name, values[order], k)
         assert order[of_permuted].sort().values.equal(positions)
 
 
@@ -176,11 +188,11 @@ def test_the_threshold_does_not_influence_the_result(threshold: float) -> None:
     assert 0 < sampled.threshold < 10  # found its way back
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_the_values_are_not_touched(name: str) -> None:
+def test_the_values_are_not_touched() -> None:
     values = torch.randn(NUMEL)
     before = values.clone()
-    make_selector(name)(values, K)
+    SampledSelector()(values, K)
+    exact_top_k(values, K)
     assert values.equal(before)
 
 
@@ -235,12 +247,12 @@ def test_sorting_everything_is_the_exception(make: Callable[[int], Tensor], monk
 def test_the_specification_sorts() -> None:
     values = torch.tensor([3.0, -5.0, 0.0, 4.0, -1.0])
     assert exact_top_k(values, 3).tolist() == [0, 1, 3]
-    exact = ExactSelector()
-    assert exact(values, 2).tolist() == [1, 3]
-    assert exact.threshold == 0.0
+    exact = Selection("exact")
+    assert select(exact, values, 2).tolist() == [1, 3]
+    assert exact.thresholds == {}
 
 
-# Accumulate and select ------------------------------------------------------------------------------------------------
+# Correct, select and take ---------------------------------------------------------------------------------------------
 
 KERNELS = [
     reference,
@@ -268,41 +280,130 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.parametrize("make", [torch.randn, laplace, row_scaled, mostly_zero, largest_at_the_end])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_accumulating_selects_what_sorting_would(name: str, make: Callable[[int], Tensor], nesterov: bool) -> None:
-    """The exact top-k of the residual in every step of an error feedback, and the same residual and velocity."""
-    selector = make_selector(name)
-    weight = torch.randn(NUMEL)
-    v, u, expected_v, expected_u = (torch.zeros(NUMEL) for _ in range(4))
-    for _ in range(6):
-        gradient = make(NUMEL)
-        positions = selector.accumulate_(step_on(v, gradient, u, weight, nesterov=nesterov))
-        reference.accumulate_(step_on(expected_v, gradient, expected_u, weight, nesterov=nesterov), 0.0)
-        assert v.equal(expected_v)
-        assert u.equal(expected_u)
-        assert positions.equal(exact_top_k(expected_v, K))
-        for tensor in (v, u, expected_v, expected_u):
-            tensor[positions] = 0
+def test_what_is_taken_is_what_sorting_would_take(name: str, make: Callable[[int], Tensor], nesterov: bool) -> None:
+    """In every step of an error feedback: positions, values, residual and velocity are the reference's."""
+    chosen = Selection(name)
+    segment = step_on(torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL), torch.randn(NUMEL), nesterov=nesterov)
+    (twin,) = copy.deepcopy([segment])
+    for step in range(6):
+        segment.gradient.copy_(make(NUMEL))
+        twin.gradient.copy_(segment.gradient)
+        masking = step % 3 != 2
+        ((positions, values),) = chosen.compress_({"weight": segment}, masking=masking)
+        expected = reference.compress_many_([twin], value_dtype=torch.float32, masking=masking)
+        assert positions.equal(expected[0])
+        assert equal_bits(values, expected[1])
+        assert equal_bits(segment.residual, twin.residual)
+        assert segment.momentum_buffer is not None
+        assert twin.momentum_buffer is not None
+        assert equal_bits(segment.momentum_buffer, twin.momentum_buffer)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.parametrize("make", [constant, all_zero, nearly_dead, few_levels, subnormal])
-def test_accumulating_ties_and_dead_tensors(name: str, make: Callable[[int], Tensor]) -> None:
-    selector, v = make_selector(name), torch.zeros(NUMEL)
+def test_ties_and_dead_tensors(name: str, make: Callable[[int], Tensor]) -> None:
+    """A dead tensor sends zeros for padding, which mask nothing."""
+    chosen, segment = Selection(name), step_on(torch.zeros(NUMEL), torch.zeros(NUMEL), torch.full((NUMEL,), 1e-9))
+    assert segment.momentum_buffer is not None
     for _ in range(3):
-        positions = selector.accumulate_(step_on(v, make(NUMEL)))
-        assert is_top_k(v, K, positions)
-        v[positions] = 0
+        segment.gradient.copy_(make(NUMEL))
+        (before,) = copy.deepcopy([segment])
+        reference.accumulate_(before, 0.0)
+        ((positions, values),) = chosen.compress_({"weight": segment}, masking=True)
+        assert is_top_k(before.residual, K, positions)
+        assert values.equal(before.residual[positions])
+        assert before.momentum_buffer is not None
+        before.momentum_buffer[positions[values != 0]] = 0
+        assert segment.momentum_buffer.equal(before.momentum_buffer)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", SELECTIONS)
-@pytest.mark.parametrize("numel", [1, 17, SampledSelector.SMALL, SampledSelector.SMALL + 1])
-def test_accumulating_in_small_tensors(name: str, numel: int) -> None:
-    for k in {1, max(1, numel // 2), numel}:
-        v, gradient = torch.randn(2, numel).unbind(0)
-        expected = exact_top_k(v + gradient, k)
-        assert make_selector(name).accumulate_(step_on(v, gradient, k=k)).equal(expected)
+@pytest.mark.parametrize("masking", [False, True])
+def test_nothing_is_lost(name: str, masking: bool) -> None:
+    """Sent + residual is the corrected gradient to the bit; only what is sent is masked. Awkward sizes, all at once."""
+    chosen = Selection(name)
+    sizes = {"scalar": (1, 1), "none": (0, 0), "all": (17, 17), "small": (1000, 1), "large": (NUMEL, K)}
+    chunks = {"chunks": (1000, 3, 64, 5), "a chunk": (640, 64, 64, 0), "less than a chunk": (50, 3, 64, 7)}
+    layouts: dict[str, Any] = {key: {"numel": n, "k": k} for key, (n, k) in sizes.items()}
+    layouts |= {key: dict(zip(("numel", "k", "chunk", "k_last"), each, strict=True)) for key, each in chunks.items()}
+    segments = {
+        key: step_on(torch.randn(n := layout.pop("numel")), torch.randn(n), torch.randn(n), torch.randn(n), **layout)
+        for key, layout in layouts.items()
+    }
+    for _ in range(3):
+        before = copy.deepcopy(segments)
+        for each in before.values():
+            reference.accumulate_(each, 0.0)
+        for (key, segment), (positions, values) in zip(
+            segments.items(), chosen.compress_(segments, masking=masking), strict=True
+        ):
+            assert positions.dtype == torch.int64
+            assert positions.shape == values.shape == (segment.num_sent,)
+            sent = torch.zeros_like(segment.residual).index_put((positions,), values)
+            assert equal_bits(sent + segment.residual, before[key].residual), key
+            expected = before[key].momentum_buffer
+            assert expected is not None
+            if masking:
+                expected[positions] = 0
+            assert segment.momentum_buffer is not None
+            assert equal_bits(segment.momentum_buffer, expected), key
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("numel", [1000, NUMEL])
+def test_what_is_not_a_number_does_not_vanish(name: str, numel: int) -> None:
+    """Nor does it keep others from being sent. The engine looks for faults before: this is what happens without."""
+    chosen, v = Selection(name), torch.zeros(numel)
+    for step in range(3):
+        gradient = torch.randn(numel)
+        gradient[5] = float("nan") if step == 1 else 0.0
+        ((positions, _),) = chosen.compress_({"weight": step_on(v, gradient, k=K)}, masking=True)
+        assert positions.shape == (K,)
+        assert bool(v.isnan()[5]) == (step > 0)
+        assert int(v.isnan().sum()) == (step > 0)
+
+
+@pytest.mark.parametrize(
+    "layout", [(64, 4, 1), (64, 1, 1), (64, 64, 3), (1 << 20, 4096, 16), (1, 1, 0), (100, 100, 100)]
+)
+@pytest.mark.parametrize("numel", [1, 7, 64, 65, 127, 128, 1000])
+@pytest.mark.parametrize("make", [torch.randn, few_levels])
+def test_chunks(layout: tuple[int, int, int], numel: int, make: Callable[[int], Tensor]) -> None:
+    """Of each whole chunk its k largest, and the k_last of the rest, without a rest none."""
+    chunk, k, k_last = layout
+    segment = step_on(make(numel), torch.zeros(numel), k=k, chunk=chunk, k_last=min(k_last, numel % chunk))
+    before = segment.residual.clone()
+    expected = exact_top_k_of(segment)
+    if make is torch.randn:
+        assert expected.equal(reference.largest(segment))
+    ((positions, values),) = Selection().compress_({"weight": segment}, masking=True)
+    assert positions.equal(expected)
+    assert values.equal(before[positions])
+    assert bool((positions.diff() > 0).all())
+    for start in range(0, numel, chunk):
+        inside = positions[(positions >= start) & (positions < start + chunk)] - start
+        of_chunk = before[start : start + chunk]
+        assert inside.numel() == (k if of_chunk.numel() == chunk else segment.k_last)
+        assert inside.numel() == 0 or is_top_k(of_chunk, inside.numel(), inside)
+
+
+def test_thresholds_are_kept_by_name() -> None:
+    chosen = Selection()
+    segments = {name: step_on(torch.randn(NUMEL), torch.randn(NUMEL)) for name in ("a", "b")}
+    chosen.compress_({**segments, "small": step_on(torch.randn(9), torch.randn(9), k=1)}, masking=True)
+    thresholds = chosen.thresholds
+    assert list(thresholds) == ["a", "b", "small"]
+    assert thresholds["a"] > 0
+    assert thresholds["small"] == 0
+    other, twins = Selection(), copy.deepcopy(segments)
+    other.thresholds = thresholds
+    assert other.thresholds == thresholds
+    found, again = chosen.compress_(segments, masking=True), other.compress_(twins, masking=True)
+    assert all(one[0].equal(two[0]) for one, two in zip(found, again, strict=True))
+    assert other.thresholds == chosen.thresholds
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -147,9 +148,8 @@ def test_nothing_is_lost(num_ranks: int, value_dtype: str) -> None:
         total = as_dict((positions, mean * num_ranks), *back)
         given = as_dict(*selections)
         for position in total.keys() | given.keys():
-            assert total.get(position, 0.0) == pytest.approx(
-                given.get(position, 0.0), abs=1e-6 * 50 * scale * num_ranks
-            )
+            sent, expected = total.get(position, 0.0), given.get(position, 0.0)
+            assert math.isclose(sent, expected, rel_tol=1e-6, abs_tol=1e-6 * 50 * scale * num_ranks), position
         boundaries = played.reduced.boundaries
 
 
@@ -260,7 +260,7 @@ def test_boundaries_follow_from_the_tensors_before_anything_is_known() -> None:
         assert list(boundaries) == sorted(boundaries)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 64])
+@pytest.mark.parametrize("num_ranks", [2, 3, 16])  # also more ranks than elements
 @pytest.mark.parametrize("numels", [(1,), (2, 1), (3, 0, 2)])
 def test_tiny_tensors(numels: tuple[int, ...], num_ranks: int) -> None:
     numel = sum(numels)
@@ -330,7 +330,7 @@ def test_too_many_elements() -> None:
 
 def test_error_feedback_drains() -> None:
     """What is kept back is sent later: residuals stay bounded, and the updates near the gradients."""
-    numel, k, num_ranks, steps = 500, 20, 8, 400
+    numel, k, num_ranks, steps = 500, 20, 8, 120
     generator = torch.Generator().manual_seed(1)
     direction = torch.randn(numel, generator=generator)
     residuals = [torch.zeros(numel) for _ in range(num_ranks)]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.what.top_k import Compression, as_compression
+from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.what.selection import Selection
+from lightning_lowbw.what.top_k import Compression, TopK, as_compression
 from lightning_lowbw.what.values import VALUE_NAMES
 
 NUMELS = [1, 7, 64, 65, 127, 128, 1000]
@@ -33,6 +35,38 @@ def zeros() -> list[Tensor]:
     return [torch.zeros(numel) for numel in NUMELS]
 
 
+def send_(payload: TopK, residuals: list[Tensor], changes: list[Tensor]) -> Tensor:
+    """Return one participant's message, as `engine.sparse_exchange` makes it; the rest stays in the residuals."""
+    segments = {}
+    for number, (residual, change) in enumerate(zip(residuals, changes, strict=True)):
+        layout = payload.layout(residual.numel())
+        k = layout.k if payload.chunk else layout.k_last
+        k_last = layout.k_last if payload.chunk else 0
+        residual.mul_(payload.decay)
+        segments[str(number)] = Segment(
+            residual=residual,
+            momentum_buffer=None,
+            gradient=change,
+            weight=None,
+            k=k,
+            chunk=payload.chunk,
+            k_last=k_last,
+        )
+    parts = Selection(payload.selection).compress_(segments, masking=False)
+    message, rounded = payload.encode(parts, [residual.numel() for residual in residuals])
+    for residual, (positions, _), error in zip(residuals, parts, rounded, strict=True):
+        residual.index_add_(0, positions, error)
+    return message
+
+
+def receive(payload: TopK, messages: list[Tensor], numels: list[int]) -> list[Tensor]:
+    """Return the mean of each tensor, from the messages of all participants."""
+    means = [torch.empty(numel) for numel in numels]
+    for mean, parts in zip(means, payload.decode(messages, numels, None), strict=True):
+        payload.average_(mean, parts)
+    return means
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value_dtype", VALUE_NAMES)
 def test_what_is_sent_and_what_is_kept_are_what_was_there(layout: str, value_dtype: str) -> None:
@@ -42,9 +76,9 @@ def test_what_is_sent_and_what_is_kept_are_what_was_there(layout: str, value_dty
     for step in range(3):
         changes = make_changes(step)
         expected = [residual * 0.95 + change for residual, change in zip(residuals, changes, strict=True)]
-        message = compression.prepare_(residuals, changes)
+        message = send_(compression, residuals, changes)
         assert message.numel() == compression.nbytes(NUMELS)
-        sent = compression.combine([message], NUMELS)
+        sent = receive(compression, [message], NUMELS)
         for kept, each, before in zip(residuals, sent, expected, strict=True):
             if value_dtype == "int2":
                 torch.testing.assert_close(kept + each, before, rtol=1e-6, atol=1e-6)
@@ -57,7 +91,7 @@ def test_what_is_sent_and_what_is_kept_are_what_was_there(layout: str, value_dty
 def test_the_largest_of_each_chunk_are_sent(layout: str) -> None:
     compression = Compression(**{**LAYOUTS[layout], "value_dtype": "float32"})
     changes = make_changes(1)
-    sent = compression.combine([compression.prepare_(zeros(), changes)], NUMELS)
+    sent = receive(compression, [send_(compression, zeros(), changes)], NUMELS)
     for change, each in zip(changes, sent, strict=True):
         chunk = compression.chunk or change.numel()
         for first in range(0, change.numel(), chunk):
@@ -74,7 +108,7 @@ def test_selection_commutes_with_a_permutation_inside_a_chunk() -> None:
     (change,), order = [make_changes(2)[-1]], torch.cat([torch.randperm(64) + first for first in range(0, 960, 64)])
     order = torch.cat([order, torch.arange(960, 1000)])
     sent = [
-        compression.combine([compression.prepare_([torch.zeros(1000)], [each])], [1000])[0]
+        receive(compression, [send_(compression, [torch.zeros(1000)], [each])], [1000])[0]
         for each in (change, change[order])
     ]
     assert sent[0][order].equal(sent[1])
@@ -82,9 +116,9 @@ def test_selection_commutes_with_a_permutation_inside_a_chunk() -> None:
 
 def test_the_mean_is_over_the_senders_of_an_element_in_their_order() -> None:
     compression = Compression(**{**LAYOUTS["nearly all"], "density": 0.5, "value_dtype": "float32"})
-    messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]
-    alone, seen = [compression.combine([message], NUMELS) for message in messages], set()
-    for number, mean in enumerate(compression.combine(messages, NUMELS)):
+    messages = [send_(compression, zeros(), make_changes(rank)) for rank in range(3)]
+    alone, seen = [receive(compression, [message], NUMELS) for message in messages], set()
+    for number, mean in enumerate(receive(compression, messages, NUMELS)):
         senders = sum((sent[number] != 0).float() for sent in alone)
         seen |= set(senders.tolist())
         parts = [sent[number] / senders.clamp(min=1) for sent in alone]
@@ -96,25 +130,25 @@ def test_a_dead_chunk_is_no_sender() -> None:
     compression = Compression(**{**CHUNKED, "value_dtype": "float32"})
     dead, alive = torch.zeros(1000), torch.zeros(1000)
     alive[0] = 1.0
-    messages = [compression.prepare_([torch.zeros(1000)], [each]) for each in (dead, alive)]
-    (mean,) = compression.combine(messages, [1000])
+    messages = [send_(compression, [torch.zeros(1000)], [each]) for each in (dead, alive)]
+    (mean,) = receive(compression, messages, [1000])
     assert mean[0] == 1.0
 
 
 def test_the_mean_may_be_over_all_ranks_in_their_order() -> None:
     compression = Compression(**{**LAYOUTS["nearly all"], "value_dtype": "float32", "mean_over": "ranks"})
-    messages = [compression.prepare_(zeros(), make_changes(rank)) for rank in range(3)]
-    alone = [compression.combine([message], NUMELS) for message in messages]
-    for number, mean in enumerate(compression.combine(messages, NUMELS)):
-        parts = [sent[number] / 3 for sent in alone]
+    messages = [send_(compression, zeros(), make_changes(rank)) for rank in range(3)]
+    alone = [receive(compression, [message], NUMELS) for message in messages]
+    for number, mean in enumerate(receive(compression, messages, NUMELS)):
+        parts = [sent[number] * (1 / 3) for sent in alone]
         assert mean.equal(torch.zeros_like(mean) + parts[0] + parts[1] + parts[2])
-    assert not compression.combine(messages[::-1], NUMELS)[-1].equal(mean), "the order matters to the last bit"
+    assert not receive(compression, messages[::-1], NUMELS)[-1].equal(mean), "the order matters to the last bit"
 
 
 def test_dead_tensors_send_zeros_and_stay_dead() -> None:
     residuals = zeros()
     compression = Compression(**CHUNKED)
-    for each in compression.combine([compression.prepare_(residuals, zeros())] * 2, NUMELS):
+    for each in receive(compression, [send_(compression, residuals, zeros())] * 2, NUMELS):
         assert not each.any()
     assert not any(residual.any() for residual in residuals)
 
@@ -125,15 +159,15 @@ def test_no_rank_is_louder_than_the_median(num_ranks: int) -> None:
     loud = Compression(**{**CHUNKED, "value_dtype": "bfloat16"})
     scales = [1000.0, 1.0, 1.5, 0.1][:num_ranks]
     messages = [
-        quiet.prepare_(zeros(), [scale * change for change in make_changes(7)]) for rank, scale in enumerate(scales)
+        send_(quiet, zeros(), [scale * change for change in make_changes(7)]) for rank, scale in enumerate(scales)
     ]
     weights = sorted(scales)
     median = (weights[(num_ranks - 1) // 2] + weights[num_ranks // 2]) / 2
     expected = sum(min(scale, median) for scale in scales) / sum(scales)
-    for clipped, whole in zip(quiet.combine(messages, NUMELS), loud.combine(messages, NUMELS), strict=True):
+    for clipped, whole in zip(receive(quiet, messages, NUMELS), receive(loud, messages, NUMELS), strict=True):
         torch.testing.assert_close(clipped, whole * expected, rtol=0.02, atol=1e-3)
-    one = quiet.combine(messages[:1], NUMELS)
-    assert all(a.equal(b) for a, b in zip(one, loud.combine(messages[:1], NUMELS), strict=True))
+    one = receive(quiet, messages[:1], NUMELS)
+    assert all(a.equal(b) for a, b in zip(one, receive(loud, messages[:1], NUMELS), strict=True))
 
 
 def test_bits_per_parameter_and_step_of_the_preset() -> None:

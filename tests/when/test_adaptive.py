@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_lowbw import ConfigurationError
-from lightning_lowbw.what.outer import OuterOptimizer
 from lightning_lowbw.when.adaptive import Period, PeriodSchedule
+from lightning_lowbw.when.outer import OuterOptimizer
 
 
 def run(schedule: PeriodSchedule, lrs: list[float], losses: list[float]) -> list[int]:

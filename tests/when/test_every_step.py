@@ -10,14 +10,14 @@ import pytest
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.selection import num_selected
-from lightning_lowbw.when.every_step import SparsitySchedule
+from lightning_lowbw.when.every_step import EveryStep
 
 PAPER = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 
 
 @pytest.mark.parametrize("begin", [0, 7])
 def test_five_values_over_a_hundred_steps_change_at_20_40_60_80(begin: int) -> None:
-    schedule = SparsitySchedule(begin, 100, PAPER)
+    schedule = EveryStep(rampup_begin_step=begin, rampup_step=100, sparsity=PAPER)
     densities = [schedule.density(step) for step in range(begin, begin + 300)]
     changes = [step for step, (before, after) in enumerate(pairwise(densities), start=1) if before != after]
     assert changes == [20, 40, 60, 80]
@@ -25,20 +25,20 @@ def test_five_values_over_a_hundred_steps_change_at_20_40_60_80(begin: int) -> N
 
 
 def test_it_is_dense_before_the_first_stair() -> None:
-    schedule = SparsitySchedule(rampup_begin_step=3, rampup_step=4, sparsity=(0.5, 0.9))
+    schedule = EveryStep(rampup_begin_step=3, rampup_step=4, sparsity=(0.5, 0.9))
     assert [schedule.density(step) for step in range(8)] == [1.0, 1.0, 1.0, 0.5, 0.5, 1 - 0.9, 1 - 0.9, 1 - 0.9]
 
 
-def test_a_later_begin_moves_the_stairs() -> None:
-    schedule = SparsitySchedule(rampup_begin_step=3, rampup_step=4, sparsity=(0.5, 0.9))
-    later = SparsitySchedule(rampup_begin_step=7, rampup_step=4, sparsity=(0.5, 0.9))
-    assert [schedule.density(step, 7) for step in range(15)] == [later.density(step) for step in range(15)]
-    assert [schedule.density(step, 2) for step in range(15)] == [schedule.density(step) for step in range(15)]
-    assert schedule.density(10**9, math.inf) == 1.0
+def test_without_stairs_the_density_is_the_payloads() -> None:
+    schedule = EveryStep(rampup_begin_step=3)
+    assert [schedule.density(step, otherwise=0.01) for step in range(6)] == [1.0, 1.0, 1.0, 0.01, 0.01, 0.01]
+    assert schedule.density(10) == 1.0
+    stairs = EveryStep(rampup_begin_step=3, rampup_step=4, sparsity=(0.5, 0.9))
+    assert [stairs.density(step, otherwise=0.01) for step in range(9)] == [stairs.density(step) for step in range(9)]
 
 
 def test_a_leading_zero_is_a_dense_stair() -> None:
-    schedule = SparsitySchedule(rampup_begin_step=1, rampup_step=6, sparsity=(0.0, 0.0, 0.9))
+    schedule = EveryStep(rampup_begin_step=1, rampup_step=6, sparsity=(0.0, 0.0, 0.9))
     assert [schedule.density(step) == 1.0 for step in range(7)] == [True, True, True, True, True, False, False]
 
 
@@ -47,7 +47,7 @@ def test_a_leading_zero_is_a_dense_stair() -> None:
 def test_the_stairs_follow_the_formula(num_stairs: int, length: int) -> None:
     """The whole table against methods.md, and every stair is reached if there are steps enough."""
     sparsity = tuple(1 - 2.0**-i for i in range(1, num_stairs + 1))
-    schedule = SparsitySchedule(5, length, sparsity)
+    schedule = EveryStep(rampup_begin_step=5, rampup_step=length, sparsity=sparsity)
     for step in range(5, 5 + 2 * length):
         i = min(int((step - 5) * num_stairs / length), num_stairs - 1)
         assert schedule.density(step) == 1 - sparsity[i], step
@@ -57,9 +57,9 @@ def test_the_stairs_follow_the_formula(num_stairs: int, length: int) -> None:
 
 
 def test_a_list_is_taken_and_compares_equal() -> None:
-    schedule = SparsitySchedule(sparsity=[0.5, 0.9])  # type: ignore[arg-type]
-    assert schedule == SparsitySchedule(sparsity=(0.5, 0.9))
-    assert hash(schedule) == hash(SparsitySchedule(sparsity=(0.5, 0.9)))
+    schedule = EveryStep(sparsity=[0.5, 0.9])
+    assert schedule == EveryStep(sparsity=(0.5, 0.9))
+    assert hash(schedule) == hash(EveryStep(sparsity=(0.5, 0.9)))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,9 @@ def test_a_list_is_taken_and_compares_equal() -> None:
         ({"rampup_step": -5}, r"rampup_step=-5: .* integer >= 1"),
         ({"rampup_step": 2.5}, r"rampup_step=2\.5: .* integer >= 1"),
         ({"rampup_step": "10"}, r"rampup_step='10': .* integer >= 1"),
-        ({"sparsity": ()}, r"sparsity=\[\]: give at least one value"),
         ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of stairs, for one stair \[0\.999\]"),
         ({"sparsity": 1}, r"sparsity=1: give a list of stairs"),
-        ({"sparsity": None}, r"sparsity=None: give a list of numbers"),
+        ({"sparsity": ()}, r"sparsity=\[\]: give at least one value"),
         ({"sparsity": ("a",)}, r"give a list of numbers in \[0, 1\)"),
         ({"sparsity": "0.9"}, r"give a list of numbers in \[0, 1\)"),
         ({"sparsity": ((0.5,),)}, r"give a list of numbers in \[0, 1\)"),
@@ -86,12 +85,13 @@ def test_a_list_is_taken_and_compares_equal() -> None:
         ({"sparsity": (math.nan,)}, r"nan is outside \[0, 1\)"),
         ({"sparsity": (math.inf,)}, r"inf is outside \[0, 1\)"),
         ({"sparsity": (0.5, 0.0)}, r"sparsity=\[0\.5, 0\.0\]: a dense stair \(0\) may only come before"),
+        ({"overlap": 1}, r"overlap=1: give True or False"),
         ({"sparsity": (0.0, 0.5, 0.0, 0.9)}, r"a dense stair \(0\) may only come before"),
     ],
 )
 def test_it_refuses(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        SparsitySchedule(**arguments)
+        EveryStep(**arguments)
 
 
 @pytest.mark.parametrize(

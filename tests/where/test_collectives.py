@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import MAX_PENDING, TrafficLedger
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
@@ -18,7 +18,7 @@ LATE_S = 0.4
 
 
 def exchange_once(dtypes: list[torch.dtype]) -> dict[str, Any]:
-    exchange = Exchange()
+    exchange = Collectives(None, TrafficLedger())
     rank = exchange.rank
     facts: dict[str, Any] = {"rank": rank, "num_ranks": exchange.num_ranks, "sums": [], "bytes": []}
     for dtype in dtypes:
@@ -53,7 +53,7 @@ def test_sums_messages_and_bytes(num_ranks: int) -> None:
 
 
 def wait_for_a_late_rank(collective: str) -> float:
-    exchange = Exchange()
+    exchange = Collectives(None, TrafficLedger())
     dist.barrier()
     if exchange.rank == 1:
         time.sleep(LATE_S)
@@ -74,7 +74,7 @@ def exchange_in_a_subgroup() -> dict[str, Any] | None:
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return None
-    exchange = Exchange(group)
+    exchange = Collectives(group, TrafficLedger())
     tensor = torch.ones(10)
     exchange.all_reduce_(tensor)
     gathered = exchange.all_gather(torch.tensor([dist.get_rank()], dtype=torch.uint8))
@@ -101,17 +101,17 @@ def test_a_subgroup_has_its_own_ranks_and_volumes() -> None:
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
-    exchange = Exchange()
+    exchange = Collectives(None, TrafficLedger())
     assert (exchange.num_ranks, exchange.rank) == (1, 0)
 
 
 def test_every_exchange_has_its_own_ledger() -> None:
-    one, other = Exchange(), Exchange()
+    one, other = Collectives(None, TrafficLedger()), Collectives(None, TrafficLedger())
     one.ledger.record(10)
     assert other.ledger == TrafficLedger()
     assert one.ledger == TrafficLedger(sent_bytes=10, received_bytes=10)
     shared = TrafficLedger()
-    assert Exchange(ledger=shared).ledger is shared
+    assert Collectives(None, shared).ledger is shared
 
 
 def test_waits_on_a_cpu_add_up_at_once() -> None:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from lightning_lowbw.lab import Network, launch
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.probe import measure_link
-from tests.lab.test_lab import needs_root
+from tests.lab.namespaces import needs_root
+from tests.programs import WITHOUT_LIGHTNING
 from tests.ranks import run_ranks
 
 MAX_S = 1.0
 
-PROBE = """
+PROBE = f"""{WITHOUT_LIGHTNING}
 import os, sys, time
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def measure() -> tuple[Link, float]:
     return link, time.perf_counter() - started
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_all_ranks_have_the_same_link(num_ranks: int) -> None:
     links, seconds = zip(*run_ranks(measure, num_ranks), strict=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import exact_top_k
 from lightning_lowbw.what.sparse_sum import COUNT_BYTES
-from lightning_lowbw.where.collectives import Exchange
+from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
 from lightning_lowbw.where.volume import sparse_reduce_scatter_elements
 from tests.ranks import run_ranks
@@ -28,7 +29,7 @@ def gradient(step: int, rank: int, is_skewed: bool) -> list[Tensor]:
 
 
 def train(value_dtype: str, is_skewed: bool) -> dict[str, Any]:
-    exchange = Exchange()
+    exchange = Collectives(None, TrafficLedger())
     reducer = SparseReduceScatter(exchange, SparseCodec(value_dtype))
     residuals = [torch.zeros(numel, dtype=torch.float32) for numel in NUMELS]
     applied = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
@@ -80,7 +81,7 @@ def test_bytes_of_the_formula(num_ranks: int) -> None:
 
 
 def change_and_resume() -> list[bool]:
-    exchange = Exchange()
+    exchange = Collectives(None, TrafficLedger())
     first = SparseReduceScatter(exchange, SparseCodec("float32"))
     generator = torch.Generator().manual_seed(exchange.rank)
 

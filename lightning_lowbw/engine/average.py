@@ -1,0 +1,145 @@
+"""An average that has been begun, and the fragments of the parameters that are averaged together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.when.fragments import balance
+
+
+class Work(Protocol):
+    """Something on its way between ranks."""
+
+    def wait(self) -> Any:
+        """Return it when it is there; may be called again."""
+        ...
+
+
+@dataclass
+class Done:
+    """Something that is there."""
+
+    value: Any
+
+    def wait(self) -> Any:
+        return self.value
+
+
+@dataclass(eq=False)
+class Average:
+    """An average that has been begun.
+
+    Attributes:
+        parameters: it is of.
+        whole: of what is averaged whole; `wait` returns the means and the control message.
+        changes: of what the payload has taken; `wait` returns the mean changes by name: float32, flat.
+        moments: of the inner optimizer.
+        snapshots: of the parameters when it was begun, where local steps go on meanwhile.
+        buffer_snapshots: of the buffers, by name; as `snapshots`.
+    """
+
+    parameters: list[Parameter]
+    whole: Work
+    changes: Work
+    moments: list[Tensor] = field(default_factory=list)
+    snapshots: list[Tensor] | None = None
+    buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
+
+    def state_dict(self, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
+        """Wait for it, and return it on the CPU; it may be waited for again."""
+        means, control = self.whole.wait()
+        changes = self.changes.wait()
+        self.whole, self.changes = Done((means, control)), Done(changes)
+        return {
+            "parameters": [name_of(parameter) for parameter in self.parameters],
+            "means": [mean.cpu().clone() for mean in means],
+            "changes": {name: change.cpu().clone() for name, change in changes.items()},
+            "control": control.cpu().clone(),
+            "snapshots": [snapshot.cpu().clone() for snapshot in self.snapshots or []],
+            "buffer_snapshots": {name: buffer.cpu().clone() for name, buffer in self.buffer_snapshots.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
+        """Return the average that `state_dict` has described."""
+        return cls(
+            [parameters[name] for name in state["parameters"]],
+            Done(([mean.to(device) for mean in state["means"]], state["control"].to(device))),
+            Done({name: change.to(device) for name, change in state["changes"].items()}),
+            snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
+            buffer_snapshots={name: buffer.to(device) for name, buffer in state["buffer_snapshots"].items()},
+        )
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Parameters that are averaged together.
+
+    Attributes:
+        parameters: in order.
+        takes_buffers: whether the buffers are averaged with them; of one fragment of a model only.
+        steps: local steps since its last average was begun; before the first, as if one had been. None before the
+            first local step.
+        moved: those of the parameters that were trained since then, in order.
+        work: its average, if one has been begun and not applied.
+    """
+
+    parameters: list[Parameter]
+    takes_buffers: bool
+    steps: int | None = None
+    moved: dict[Parameter, None] = field(default_factory=dict)
+    work: Average | None = None
+
+
+def make_fragments(
+    parameters: Sequence[Parameter], num_fragments: int, sent_bytes: Callable[[Sequence[Parameter]], list[int]]
+) -> list[Fragment]:
+    """Divide parameters into fragments that send nearly as much; the last one takes the buffers.
+
+    Args:
+        parameters: of the optimizer.
+        num_fragments: at most as many as there are parameters.
+        sent_bytes: of parameters.
+
+    Raises:
+        ConfigurationError: there are fewer parameters.
+    """
+    if len(parameters) < num_fragments:
+        raise ConfigurationError(
+            f"num_fragments={num_fragments}, and the optimizer has {len(parameters)} tensors: give at most as many."
+        )
+    chosen = balance(sent_bytes(parameters), [0] * num_fragments)
+    members = [[p for p, of in zip(parameters, chosen, strict=True) if of == i] for i in range(num_fragments)]
+    return [Fragment(each, each is members[-1]) for each in members]
+
+
+def note_moved(
+    fragments: Sequence[Fragment],
+    parameters: Sequence[Parameter],
+    sent_bytes: Callable[[Sequence[Parameter]], list[int]],
+) -> None:
+    """Note that a step has trained parameters; new ones join the fragment that sends least.
+
+    In place:
+        The fragments.
+
+    Args:
+        parameters: of the optimizer, also frozen ones.
+        sent_bytes: of parameters.
+    """
+    owner = {p: fragment for fragment in fragments for p in fragment.parameters}
+    new = [p for p in parameters if p not in owner]
+    loads = [sum(sent_bytes(fragment.parameters)) for fragment in fragments] if new else []
+    for parameter, number in zip(new, balance(sent_bytes(new), loads), strict=True):
+        fragments[number].parameters.append(parameter)
+        owner[parameter] = fragments[number]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            owner[parameter].moved[parameter] = None

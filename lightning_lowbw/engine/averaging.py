@@ -1,0 +1,385 @@
+"""One average of replicas: what is sent, what comes with it, and how it is applied.
+
+signal      x - x0, the change of the weights since the last consensus (or x itself, whole)
+exchange    the payload's, as for gradients
+apply       x0 = outer(x0, mean);  x = x0, or the progress made meanwhile is kept
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW
+
+from lightning_lowbw.engine.average import Average, Done, Fragment
+from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, is_finite, make_mark
+from lightning_lowbw.engine.narrow_exchange import NarrowExchange
+from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.ops.reference import as_real, flat
+from lightning_lowbw.what.narrow_values import make_narrow_format
+from lightning_lowbw.what.payloads import Narrow
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.mean import MeanInFlight, wide_dtype
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.replicas import ReplicaWorker
+
+# The sums of the control message of an average.
+WEIGHT, NUM_LOSSES, LOSS, LR, STOP, SAVE, FINISHED, OVER = range(8)
+NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
+
+_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+
+
+class Averaging:
+    """Begins and applies averages of one worker's parameters and buffers.
+
+    Args:
+        worker: whose they are.
+        named_buffers: as of `Method.attach`.
+
+    Attributes:
+        start: the last consensus of each parameter, where something needs it: float32 (or wider).
+        velocity: of the outer optimizer.
+        buffers: of the model.
+        sparse: the exchange of changes by their largest elements; None unless the payload is `TopK`.
+        narrow: that of changes in few bits; None unless the payload is `Narrow`.
+        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
+            tensor, None before it.
+    """
+
+    def __init__(self, worker: ReplicaWorker, named_buffers: Mapping[str, Tensor]) -> None:
+        self._worker, self._peers = worker, worker.peers
+        self.start: dict[Parameter, Tensor] = {}
+        self.velocity: dict[Parameter, Tensor] = {}
+        self.buffers = ReplicaBuffers(named_buffers)
+        what = worker.method.what
+        self.sparse = SparseExchange(what, worker.peers) if isinstance(what, TopK) else None
+        self.narrow = NarrowExchange(what.value_dtype, worker.peers) if isinstance(what, Narrow) else None
+        self.consensus_distance: Tensor | None = None
+        if worker.when.inner_momentum != "local":
+            self._moment_names()
+        if self.needs_start and worker.method.sends_changes:
+            worker.peers.check_parts()
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether the last consensus is kept."""
+        return self._worker.when.outer != "none" or self._worker.method.sends_changes
+
+    def takes(self, parameter: Parameter) -> bool:
+        """Whether the payload sends a parameter's change; it is averaged whole otherwise."""
+        real = as_real(parameter)
+        if real.dtype == torch.float64:  # which would be rounded
+            return False
+        if self.sparse is not None:
+            return self.sparse.payload.takes(self._worker.name_of(parameter), real.numel())
+        return self.narrow is not None and real.numel() > 0
+
+    def begin_local(self) -> None:
+        """Note what the changes to come are measured from.
+
+        Collective: all ranks, the first time; a broadcast of each floating buffer.
+        """
+        for parameter in self._worker.parameters() if self.needs_start else ():
+            if parameter not in self.start:
+                self.start[parameter] = wide(parameter)
+        self.buffers.begin(self._peers)
+
+    # Begin ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, fragment: Fragment, fragments: list[Fragment], *, finished: bool, over: bool) -> Average:
+        """Begin to average a fragment.
+
+        Collective: all ranks.
+
+        Wire:
+            The parameters trained since the last average and the floating buffers, in float32 (or wider), with 8
+            numbers and 2 per rank; integer buffers apart, and what the payload takes of the parameters, with the
+            numbers where there is nothing else.
+        """
+        worker, is_hidden = self._worker, self._worker.delay_steps > 0
+        # A rank that is out of data has moved nothing since the last average, and takes part all the same.
+        parameters = [
+            p
+            for p in fragment.parameters
+            if p.numel() and (p in fragment.moved or (worker.weighs_samples and p.requires_grad))
+        ]
+        weight = worker.num_samples if worker.weighs_samples else 1.0 / self._peers.num_ranks
+        control = self._control(parameters, weight, finished, over)
+        moments = self.moments(parameters) if worker.when.inner_momentum == "average" else []
+        buffers = self.buffers.changes() if fragment.takes_buffers else []
+        changes = {worker.name_of(p): self.change(p) for p in parameters if self.takes(p)}
+        rest: list[Tensor] = [*(p for p in parameters if not self.takes(p)), *moments, *buffers]
+        # The control message is a part of the changes' own message where no fragment has anything else to send: ranks
+        # at different steps must meet in the same collectives, to be told so.
+        is_alone = not rest and bool(changes) and self._sends_changes_only(fragments)
+        whole = None if is_alone else MeanInFlight(rest, control, weight, self._peers)
+        work = self._begin_changes(changes, control if is_alone else None)
+        return Average(
+            parameters,
+            whole or _ControlWork(work),
+            work if not isinstance(work, SparseWork) else _MeanChanges(work),
+            moments,
+            [wide(p) for p in parameters] if is_hidden else None,
+            self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
+        )
+
+    def _begin_changes(self, changes: dict[str, Tensor], control: Tensor | None) -> Any:
+        if not changes:
+            return Done({})
+        if self.narrow is not None:
+            return _NarrowWork(self, changes)
+        assert self.sparse is not None
+        assert isinstance(self._worker.method.what, TopK)
+        self.sparse.payload = what = self._worker.method.what
+        numels = {name: change.numel() for name, change in changes.items()}
+        flats = {name: flat(change) for name, change in changes.items()}
+        # A node is one participant: its change is the mean of its ranks'.
+        table = self.sparse.segments(self.sparse.parts_of_node_mean(flats), what.density)
+        return self.sparse.begin(table, numels, what.density, tail=control)
+
+    def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
+        if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:
+            return False
+        everything = (p for fragment in fragments for p in fragment.parameters)
+        return all(self.takes(p) or not (p.requires_grad and p.numel()) for p in everything)
+
+    def change(self, parameter: Parameter) -> Tensor:
+        """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
+        return as_real(parameter.detach()).float() - self.start[parameter].to(as_real(parameter).dtype).float()
+
+    def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
+        worker = self._worker
+        device = worker.device
+        are_finite = [is_finite(p.detach()) for p in parameters]
+        fault = first_fault(are_finite) if are_finite else torch.zeros((), device=device)
+        # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
+        count = 0 if worker.weighs_samples else worker.step
+        mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
+        sums = [weight, 0.0, 0.0, worker.lr, worker.stop_requested, worker.save_requested, finished, over]
+        message = control_message(
+            [float(each) for each in sums], fault, mark, self._peers.rank, self._peers.num_ranks, device
+        )
+        loss = worker.loss.mean()
+        if loss is not None:
+            is_positive = torch.isfinite(loss) & (loss > 0)
+            message[NUM_LOSSES], message[LOSS] = 1.0, torch.where(is_positive, loss, float("inf"))
+        return message
+
+    def sent_bytes(self, parameters: Sequence[Parameter]) -> list[int]:
+        """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives."""
+        return [self._sent_bytes(parameter) for parameter in parameters]
+
+    def _sent_bytes(self, parameter: Parameter) -> int:
+        num, numel = self._peers.num_senders, as_real(parameter).numel()
+        if not self.takes(parameter):
+            return all_reduce_bytes(numel * wide_dtype(parameter).itemsize, num)
+        if self.sparse is not None:
+            return all_gather_bytes(self.sparse.payload.nbytes([numel]), num)
+        assert self.narrow is not None
+        return narrow_mean_bytes(numel, num, make_narrow_format(self.narrow.value_dtype))
+
+    # Apply ----------------------------------------------------------------------------------------------------------
+
+    def apply(self, fragment: Fragment, average: Average) -> Control:
+        """Wait for an average, and apply it; nothing changes where no rank has trained. Return the control message.
+
+        Collective: all ranks, where there are integer buffers.
+
+        In place:
+            Parameters, buffers, `start`, the moments of the optimizer.
+
+        Raises:
+            NonFiniteGradientError, DisagreementError: on all ranks.
+        """
+        worker, num_ranks = self._worker, self._peers.num_ranks
+        means, numbers = average.whole.wait()
+        control = Control.read(numbers, num_ranks)
+        self._check(control, average.parameters, worker.step - (fragment.steps or 0))
+        if worker.weighs_samples:
+            if not control.sums[WEIGHT]:
+                return control
+            for mean in means:
+                mean.div_(control.sums[WEIGHT])
+        changes, remaining = average.changes.wait(), iter(means)
+        names = {p: worker.name_of(p) for p in average.parameters}
+        of_parameters = [
+            self.start[p] + changes[name].view(self.start[p].shape) if name in changes else next(remaining)
+            for p, name in names.items()
+        ]
+        self._apply_parameters(average, of_parameters, control.sums[LR] / num_ranks)
+        for moment in average.moments:
+            as_real(moment).copy_(next(remaining))
+        if worker.when.inner_momentum == "reset":
+            for moment in self.moments(average.parameters):
+                moment.zero_()
+        if fragment.takes_buffers:
+            self.buffers.apply(list(remaining), average.buffer_snapshots)
+            self.buffers.agree_counts(self._peers)
+        return control
+
+    def _check(self, control: Control, parameters: list[Parameter], begun_at: int) -> None:
+        marks = [divmod(mark, MODULUS) for mark in control.marks]
+        if len({step for _, step in marks}) > 1:
+            raise DisagreementError(
+                f"The ranks average after different steps: their counts are, modulo {MODULUS}, "
+                f"{', '.join(f'{step} on rank {rank}' for rank, (_, step) in enumerate(marks))}. Each rank must "
+                "take the same optimizer steps."
+            )
+        if len(set(marks)) > 1:
+            raise DisagreementError(
+                "The ranks measure their changes from different weights; checksums of these are "
+                f"{', '.join(f'{bits} on rank {rank}' for rank, (bits, _) in enumerate(marks))}. Begin with the same "
+                "weights on all ranks, also of parameters that are added later."
+            )
+        if control.first_fault is not None:
+            rank, fault = control.first_fault
+            raise NonFiniteGradientError(
+                f"The local steps of rank {rank} up to step {begun_at} left parameter "
+                f"{self._worker.name_of(parameters[fault - 1])!r} infinite or NaN. "
+                "Nothing was averaged. Lower the learning rate, or clip gradients."
+            )
+
+    def _apply_parameters(self, average: Average, means: list[Tensor], lr: float) -> None:
+        when = self._worker.when
+        distance = torch.zeros((), dtype=torch.float64, device=self._worker.device)
+        norm = torch.zeros_like(distance)
+        for index, (parameter, mean) in enumerate(zip(average.parameters, means, strict=True)):
+            own = as_real(parameter.detach()) if average.snapshots is None else average.snapshots[index]
+            stride = max(1, mean.numel() // NUM_SAMPLED)
+            sample = mean.reshape(-1)[::stride]
+            distance += stride * torch.linalg.vector_norm(own.reshape(-1)[::stride] - sample).double() ** 2
+            norm += stride * torch.linalg.vector_norm(sample).double() ** 2
+            if self.needs_start:
+                start = self.start[parameter]
+                if when.outer != "none":
+                    velocity = self.velocity.setdefault(parameter, torch.zeros_like(start))
+                    when.outer_optimizer.step_(mean, start, velocity, lr)
+                start.copy_(mean)
+            if average.snapshots is None:
+                as_real(parameter).copy_(mean)
+            elif when.mixing is None:
+                as_real(parameter).add_((mean - own).to(own.dtype))
+            else:
+                as_real(parameter).copy_(mean.lerp_(wide(parameter), when.mixing))
+        self.consensus_distance = (distance / norm).sqrt().float() if average.parameters else None
+
+    def drop(self, average: Average) -> None:
+        """Let go of an average that will not be applied; what it has taken from residuals goes back there.
+
+        Collective: the ranks of a node.
+        """
+        average.whole.wait()
+        changes, backs = average.changes.wait(), {}
+        for parameter, snapshot in zip(average.parameters, average.snapshots or [], strict=True):
+            name = self._worker.name_of(parameter)
+            if name in changes:
+                backs[name] = recalled(changes[name], snapshot, self.start[parameter])
+        if self.sparse is not None and backs:
+            for name, back in self.sparse.parts_of_node_mean(backs).items():
+                self.sparse.residuals[name].add_(back)
+
+    def average_in_node(self, fragment: Fragment) -> None:
+        """Average what has moved over the ranks of the node, which have stepped alone.
+
+        In place:
+            The parameters; the snapshots of an average in progress, for the change that it brings is measured from
+            there.
+
+        Collective: the ranks of a node, blocking.
+        """
+        tensors = [as_real(p.detach()) for p in fragment.moved]
+        if fragment.work is not None:
+            tensors += fragment.work.snapshots or []
+        node, nothing = self._peers.node, torch.zeros(1, device=self._worker.device)
+        means, _ = MeanInFlight(tensors, nothing, 1.0 / node.num_ranks, node).wait()
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean)
+
+    # Momentum of the inner optimizer --------------------------------------------------------------------------------
+
+    def _moment_names(self) -> tuple[str, ...]:
+        optimizer, choice = self._worker.optimizer, self._worker.when.inner_momentum
+        if isinstance(optimizer, SGD):
+            return ("momentum_buffer",)
+        if isinstance(optimizer, (Adam, AdamW)):
+            return ("exp_avg",) if choice == "reset" else ("exp_avg", "exp_avg_sq")
+        raise ConfigurationError(
+            f"inner_momentum={choice!r} knows SGD, Adam and AdamW, not {type(optimizer).__name__}: leave it 'local'."
+        )
+
+    def moments(self, parameters: list[Parameter]) -> list[Tensor]:
+        """Return the optimizer's moments in a fixed order; zeros, to be forgotten, for those it does not have yet."""
+        state = self._worker.optimizer.state
+        return [
+            moment if isinstance(moment := state[p].get(name), Tensor) else torch.zeros_like(p)
+            for p in parameters
+            for name in self._moment_names()
+        ]
+
+    def to(self, device: torch.device) -> None:
+        """Move what is kept between averages."""
+        for of_parameters in (self.start, self.velocity):
+            of_parameters.update({parameter: tensor.to(device) for parameter, tensor in of_parameters.items()})
+        self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
+        for exchange in (self.sparse, self.narrow):
+            if exchange is not None:
+                exchange.to(device)
+
+
+def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:
+    """Return what goes back into the residual when an average is not applied, for the weights have their change still.
+
+    In the mean over participants, of which `change` is: what one has taken out of its residual, others put back in.
+    """
+    return change.reshape(-1) - (snapshot.float() - start).reshape(-1)
+
+
+@dataclass
+class _NarrowWork:
+    """Changes that are averaged when they are waited for, for their two exchanges follow one another."""
+
+    averaging: Averaging
+    changes: dict[str, Tensor]
+    means: dict[str, Tensor] | None = None
+
+    def wait(self) -> dict[str, Tensor]:
+        if self.means is None:
+            narrow = self.averaging.narrow
+            assert narrow is not None
+            # A node is one participant: its change is the mean of its ranks'.
+            node, nothing = narrow.peers.node, torch.zeros(1, device=next(iter(self.changes.values())).device)
+            of_node, _ = MeanInFlight(list(self.changes.values()), nothing, 1.0 / node.num_ranks, node).wait()
+            self.means = narrow.average(dict(zip(self.changes, of_node, strict=True)))
+        return self.means
+
+
+@dataclass
+class _MeanChanges:
+    work: SparseWork
+
+    def wait(self) -> dict[str, Tensor]:
+        device = self.work.wait().device
+        means = {name: torch.empty(numel, device=device) for name, numel in self.work.numels.items()}
+        self.work.average_(means)
+        return means
+
+
+@dataclass
+class _ControlWork:
+    """A control message that has gone with the changes, with no collective of its own."""
+
+    work: SparseWork
+
+    def wait(self) -> tuple[list[Tensor], Tensor]:
+        return [], self.work.tails()

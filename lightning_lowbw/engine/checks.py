@@ -1,0 +1,39 @@
+"""What a driver of gradients refuses: payloads that do not go with the peers, the model, or what is kept already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.peers import Peers
+
+Payload = Whole | Narrow | TopK
+
+
+def check_top_k(what: TopK, when: EveryStep, names: Sequence[str], peers: Peers) -> None:
+    """Check that a payload and a schedule go with the peers, and with the names of a model's parameters."""
+    if peers.is_two_level:
+        for name, given, allowed in (
+            ("exchange", what.exchange, ("auto", "all_gather")),
+            ("overlap", when.overlap, (False,)),
+        ):
+            if given not in allowed:
+                raise ConfigurationError(
+                    f"{name}={given!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
+                )
+    what.check_names(names)
+
+
+def check_replaced(what: Payload, made_for: Payload) -> None:
+    """Check that a payload that replaces another means the same by what is kept."""
+    if type(what) is not type(made_for):
+        raise ConfigurationError(f"{what} in place of {made_for}: another payload needs a worker of its own.")
+    for name in ("correction", "dense_dtype") if isinstance(what, TopK) else ():
+        given, own = getattr(what, name), getattr(made_for, name)
+        if given != own:
+            raise ConfigurationError(
+                f"{name}={given!r} in place of {own!r}: it cannot change during a training. Attach the method anew."
+            )

@@ -1,0 +1,82 @@
+"""The mean of the replicas, shown in the model while somebody looks; the training does not notice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.where.mean import MeanInFlight
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.replicas import ReplicaWorker
+
+
+class Consensus:
+    """Shows the consensus in place of one replica.
+
+    Attributes:
+        own: this rank's tensors, while the consensus is shown; else None.
+    """
+
+    def __init__(self, worker: ReplicaWorker) -> None:
+        self._worker = worker
+        self.own: list[Tensor] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is nothing to be averaged. A forward pass moves buffers at any time."""
+        return self._worker.parameters_agree and not self._worker.averaging.buffers.start
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything that is averaged, by name: parameters, floating buffers, counts."""
+        worker, buffers = self._worker, self._worker.averaging.buffers
+        counts = {f"count.{index}": count for index, count in enumerate(buffers.counts)}
+        return {**worker.by_name(), **buffers.floating, **counts}
+
+    def show(self) -> None:
+        """Put the mean of the replicas into the model, until `hide`.
+
+        Collective: all ranks, unless they are equal already; blocking.
+        """
+        if self.is_there or self.own is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives an evaluation
+            self._show()
+
+    def _show(self) -> None:
+        worker, peers = self._worker, self._worker.peers
+        buffers = worker.averaging.buffers
+        self.own = [tensor.detach().clone() for tensor in self.tensors().values()]
+        unequal: dict[Parameter, None] = {}
+        for fragment in worker.fragments:
+            unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
+            unequal.update(fragment.moved)
+        parameters = list(unequal)
+        nothing = torch.zeros(1, device=worker.device)
+        means, _ = MeanInFlight([*parameters, *buffers.changes()], nothing, 1.0 / peers.num_ranks, peers).wait()
+        for parameter, mean in zip(parameters, means[: len(parameters)], strict=True):
+            as_real(parameter).copy_(mean)
+        kept = {name: start.clone() for name, start in buffers.start.items()}
+        buffers.apply(means[len(parameters) :], {})
+        buffers.start = kept
+        buffers.agree_counts(peers)
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Put this rank's own parameters and buffers back."""
+        if self.own is not None:
+            for tensor, own in zip(self.tensors().values(), self.own, strict=True):
+                tensor.copy_(own)
+            self.own = None
+
+    def keep(self) -> None:
+        """Leave the consensus in the model for good.
+
+        Collective: as `show`.
+        """
+        self.show()
+        self.own = None

@@ -1,0 +1,97 @@
+"""How many local steps hide an average: as many as the user says, or as it takes by the clock."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.when.every_k import AUTO
+from lightning_lowbw.when.fragments import hiding_steps
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.replicas import ReplicaWorker
+
+TIMED_AVERAGE = 2  # of each fragment, whose time is taken; the first one pays for connections and allocations
+
+_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+
+
+class Delay:
+    """The steps that hide an average; with "auto", chosen once from measured times.
+
+    Args:
+        worker: whose averages are hidden.
+
+    Attributes:
+        chosen: tau, once it has been measured.
+        average_s: what an average takes, by fragment.
+    """
+
+    def __init__(self, worker: ReplicaWorker) -> None:
+        self._worker = worker
+        self.chosen: int | None = None
+        self.average_s: dict[int, float] = {}
+        self._step_s = self._last_s = 0.0  # of the local steps since the last average; the end of the last one
+
+    @property
+    def steps(self) -> int:
+        """How many local steps hide an average; 0 while "auto" measures."""
+        delay = self._worker.when.delay_steps
+        return delay if isinstance(delay, int) else self.chosen or 0
+
+    def restart(self) -> None:
+        """Begin to time local steps anew."""
+        self._step_s, self._last_s = 0.0, time.perf_counter()
+
+    def begin_after_step(self) -> None:
+        """Add what has gone by since the last step; what comes now is not the step's."""
+        self._step_s += time.perf_counter() - self._last_s
+
+    def end_after_step(self) -> None:
+        """Begin to time the next step."""
+        self._last_s = time.perf_counter()
+
+    @property
+    def step_s(self) -> float:
+        """The mean time of the local steps since the last average."""
+        return self._step_s / max(self._worker.steps_since_average, 1)
+
+    def choose(self, fragment: int, average_s: float, step_s: float) -> None:
+        """Keep the time of an average that was waited for; with "auto", choose tau when each fragment has been timed.
+
+        Collective: all ranks, once; an all-reduce of two numbers.
+
+        Args:
+            fragment: its number.
+            average_s: what the average took.
+            step_s: the mean time of the local steps before it.
+        """
+        worker, peers = self._worker, self._worker.peers
+        if worker.when.delay_steps != AUTO or self.chosen is not None:
+            return
+        self.average_s[fragment] = average_s
+        if min(worker.num_averages // TIMED_AVERAGE, len(self.average_s)) < len(worker.fragments):
+            return
+        # The rank that comes last waits for nobody: its time is that of the network. The slowest step is everyone's.
+        times = torch.tensor([max(self.average_s.values()), -step_s], device=worker.device)
+        peers.all_reduce_(times, dist.ReduceOp.MIN)
+        average_s, step_s = float(times[0]), -float(times[1])
+        self.chosen = hiding_steps(average_s, step_s, worker.k_steps)
+        if peers.rank == 0:
+            _logger.info(
+                "An average takes %.3g s, a local step %.3g s: it is hidden behind %d steps.",
+                *(average_s, step_s, self.chosen),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been measured."""
+        return {"chosen": self.chosen, "average_s": dict(self.average_s)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.chosen, self.average_s = state["chosen"], dict(state["average_s"])
+        self.restart()

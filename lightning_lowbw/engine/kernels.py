@@ -1,0 +1,40 @@
+"""Compiled kernels are made ready when the training starts, on all ranks or on none: they round differently."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.ops import dispatch
+
+_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+
+
+def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
+    """Compile and run once each kernel that a device would use; where one rank cannot, no rank uses them.
+
+    A node without a C compiler would fail at its first sparse step, hours later and alone, and the others would wait.
+
+    Collective: all ranks of the group, blocking.
+
+    Args:
+        device: of the parameters.
+        group: the process group; None is the world.
+
+    Returns:
+        None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
+    """
+    reasons = [dispatch.prepare(device)]
+    if dist.is_initialized():
+        reasons *= dist.get_world_size(group)
+        dist.all_gather_object(reasons, reasons[0], group=group)
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if not failed:
+        return None
+    dispatch.disable(device, failed[0])
+    sentence = f"All ranks compress in plain torch, which is slower. {failed[0]}"
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        _logger.warning(sentence)
+    return sentence

@@ -1,0 +1,327 @@
+"""A method is when x what x where, as one value: it prints, compares, goes into YAML, and is agreed on by the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.arguments import from_mapping
+from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.what.values import FLOAT_NAMES
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import agree, failing_together
+from lightning_lowbw.where.node_peers import Algorithm
+from lightning_lowbw.where.peers import Peers, make_peers
+from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.worker import Worker
+
+WHEN: dict[str, type] = {"step": EveryStep, "k": EveryK}
+WHAT: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Who talks to whom.
+
+    Args:
+        topology: "flat" or, for two levels, "auto" (asks the launcher and the host names), a number of ranks per node,
+            the ranks of each node, or a `Topology`. Inside a node everything is summed densely; what the payload says
+            is sent between nodes.
+        algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
+            or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
+            one size, else "leader".
+        inter_dtype: "float32", or "bfloat16" or "float16" for what dense all-reduces of gradients send between nodes.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    topology: TopologyChoice = "flat"
+    algorithm: Algorithm | None = None
+    inter_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        topology = check_choice(self.topology)
+        if topology is not None:  # one value for lists, tuples and a `Topology`
+            object.__setattr__(self, "topology", topology)
+        for name, allowed in (("algorithm", (None, *get_args(Algorithm))), ("inter_dtype", FLOAT_NAMES)):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(str(each) for each in allowed if each is not None)
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")
+
+    @property
+    def dtype_between_nodes(self) -> torch.dtype | None:
+        """What dense all-reduces send between nodes; None for the gradients' own."""
+        return None if self.inter_dtype == "float32" else getattr(torch, self.inter_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """When the ranks talk, what is sent, and who talks to whom.
+
+    Args:
+        when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps).
+        what: `Whole`, `Narrow` (few bits per value) or `TopK` (the largest elements).
+        where: `Where`, or its topology.
+
+        Each may be a mapping, as `describe` returns it.
+
+    Raises:
+        ConfigurationError: the three do not go together, with the reason.
+
+    Example:
+        >>> method = Method(when=EveryStep(), what=Narrow(value_dtype="int8"))
+        >>> Method(**method.describe()) == method
+        True
+    """
+
+    when: EveryStep | EveryK = EveryStep()  # noqa: RUF009 - frozen
+    what: Whole | Narrow | TopK = Whole()  # noqa: RUF009 - frozen
+    where: Where = Where()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "when", _value(self.when, "every", WHEN, "when"))
+        object.__setattr__(self, "what", _value(self.what, "payload", WHAT, "what"))
+        where: Any = self.where
+        if isinstance(where, Mapping):
+            where = from_mapping(Where, where, "where")
+        object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
+        if isinstance(self.when, EveryStep):
+            self._check_every_step(self.when)
+        else:
+            self._check_every_k(self.when)
+
+    def _check_every_step(self, when: EveryStep) -> None:
+        if when.sparsity and not isinstance(self.what, TopK):
+            raise ConfigurationError(
+                f"sparsity={list(when.sparsity)} with {self.what}: stairs of sparsity say how many elements TopK "
+                "sends. Leave them out, or send the largest elements with what=TopK()."
+            )
+        if when.overlap and not isinstance(self.what, TopK):
+            raise ConfigurationError(
+                f"overlap=True with {self.what}: only the largest elements (what=TopK()) are sent during backward; "
+                "whole gradients are overlapped by DDP itself. Leave it out."
+            )
+        if not when.sparsity and when.rampup_step != 1:
+            raise ConfigurationError(
+                f"rampup_step={when.rampup_step} without sparsity: there are no stairs to spread. Give sparsity, or "
+                "leave rampup_step out."
+            )
+        if when.rampup_begin_step and isinstance(self.what, Whole):
+            raise ConfigurationError(
+                f"rampup_begin_step={when.rampup_begin_step} with {self.what}: every step is dense. Leave it out."
+            )
+
+    def _check_every_k(self, when: EveryK) -> None:
+        if self.sends_changes and when.schedule.is_always_synchronous:
+            raise ConfigurationError(
+                f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
+                "would be compressed. Give k_steps > 1, or use when=EveryStep()."
+            )
+        if isinstance(self.what, Narrow) and when.delay_steps:
+            raise ConfigurationError(
+                f"delay_steps={when.delay_steps!r} with {self.what}: the two exchanges of narrow values follow one "
+                "another and cannot be hidden. Leave out delay_steps, or send TopK or Whole."
+            )
+        if isinstance(self.what, TopK):
+            for name, allowed in (
+                ("exchange", ("auto", "all_gather")),
+                ("dense_dtype", ("float32",)),
+                ("correction", ("auto",)),
+                ("momentum_masking", (None,)),
+            ):
+                value = getattr(self.what, name)
+                if value not in allowed:
+                    raise ConfigurationError(
+                        f"{name}={value!r} every k steps: it is about gradients, which are exchanged every step. "
+                        "Leave it out, or use when=EveryStep()."
+                    )
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether ranks step alone and average their weights; otherwise they exchange gradients every step."""
+        return isinstance(self.when, EveryK)
+
+    @property
+    def compresses_gradients(self) -> bool:
+        """Whether the largest elements of gradients are sent, after a warm-up of stairs of sparsity."""
+        return isinstance(self.when, EveryStep) and isinstance(self.what, TopK)
+
+    @property
+    def hides_averages(self) -> bool:
+        """Whether averages are in progress during other steps, which takes process groups of their own."""
+        return isinstance(self.when, EveryK) and bool(self.when.delay_steps)
+
+    @property
+    def kind(self) -> str:
+        """Of the state that a worker keeps: "replicas", "gradients" or, where nothing is kept back, "whole"."""
+        if isinstance(self.when, EveryK):
+            return "replicas"
+        return "whole" if isinstance(self.what, Whole) else "gradients"
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether an average sends the change of the weights since the last one, instead of the weights."""
+        return isinstance(self.when, EveryK) and not isinstance(self.what, Whole)
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
+        when = {"every": _key_of(self.when, WHEN), **asdict(self.when)}
+        for derived in ("schedule", "outer_optimizer"):
+            when.pop(derived, None)
+        what = {"payload": _key_of(self.what, WHAT), **asdict(self.what)}
+        topology = self.where.topology
+        where = {**asdict(self.where), "topology": getattr(topology, "nodes", topology)}
+        return {"when": when, "what": what, "where": where}
+
+    def facts(self) -> dict[str, object]:
+        """Return `describe` with one level of names, to be compared between ranks."""
+        return {f"{axis}.{name}": value for axis, values in self.describe().items() for name, value in values.items()}
+
+    def at(self, topology: TopologyChoice | None) -> Method:
+        """Return the method with another topology; None leaves it."""
+        return self if topology is None else replace(self, where=replace(self.where, topology=topology))
+
+    def replace(self, **knobs: Any) -> Method:
+        """Return the method with other values of some fields of its schedule and its payload.
+
+        Raises:
+            ConfigurationError: neither has such a field, or a value is out of range.
+
+        Example:
+            >>> Method(what=TopK()).replace(rampup_begin_step=10, density=0.01).when.density(10, 0.01)
+            0.01
+        """
+        when, what = sorted_into("The method", knobs, type(self.when), type(self.what))
+        return replace(self, when=replace(self.when, **when), what=replace(self.what, **what))
+
+    def make_peers(self, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Peers:
+        """Return who this rank talks to.
+
+        Collective: all ranks.
+
+        Args:
+            process_group: of flat peers; None is the world.
+            **kwargs: of `where.peers.make_peers`.
+        """
+        return make_peers(
+            self.where.topology,
+            process_group,
+            algorithm=self.where.algorithm,
+            inter_dtype=self.where.dtype_between_nodes,
+            **kwargs,
+        )
+
+    def make_worker(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> Worker:
+        """Return this rank's worker for an optimizer, which is told of each step; see `Worker`.
+
+        Raises:
+            ConfigurationError: the optimizer or the peers cannot be used.
+        """
+        from lightning_lowbw.engine.gradients import GradientWorker
+        from lightning_lowbw.engine.replicas import ReplicaWorker
+
+        if isinstance(self.when, EveryStep):
+            return GradientWorker(self, optimizer, named_parameters, peers)
+        return ReplicaWorker(self, optimizer, named_parameters, peers, named_buffers or {})
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        *,
+        topology: TopologyChoice | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> Worker:
+        """Return this rank's worker for an optimizer of a plain loop, in which `optimizer.step()` does the rest.
+
+        Collective: all ranks.
+
+        Args:
+            optimizer: any torch optimizer but LBFGS.
+            named_parameters: of the whole model; names key the state and select the excluded ones.
+            topology: instead of the method's own.
+            process_group: of flat peers; None is the world.
+            named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
+                ``X.running_var`` belongs to its ``X.running_mean``.
+
+        Raises:
+            ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, or the
+                topology does not go with the world.
+            DisagreementError: on all ranks; their methods differ.
+        """
+        method = self.at(topology)
+        agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
+        peers = method.make_peers(process_group)
+        with failing_together(process_group):
+            worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
+        if isinstance(method.what, TopK):
+            prepare_kernels(worker.device, process_group)
+        worker.install_hooks()
+        return worker
+
+
+def as_method(method: Method | Mapping[str, Any]) -> Method:
+    """Return what the user has given as a value.
+
+    Raises:
+        ConfigurationError: it is no method, or an argument is unknown or out of range.
+    """
+    if isinstance(method, Method):
+        return method
+    if not isinstance(method, Mapping):
+        raise ConfigurationError(
+            f"method={method!r}: give a Method, such as DGC(...) or LocalSGD(...), or a mapping of when, what, where."
+        )
+    return from_mapping(Method, method, "method")
+
+
+def sorted_into(subject: str, knobs: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
+    """Return the knobs that are fields of each of some dataclasses.
+
+    Raises:
+        ConfigurationError: one is a field of none.
+    """
+    names = [[each.name for each in fields(kind) if each.init] for kind in kinds]
+    unknown = [name for name in knobs if not any(name in of_kind for of_kind in names)]
+    if unknown:
+        allowed = ", ".join(name for of_kind in names for name in of_kind)
+        raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {allowed}.")
+    return [{name: value for name, value in knobs.items() if name in of_kind} for of_kind in names]
+
+
+def _value(given: Any, key: str, kinds: Mapping[str, type], axis: str) -> Any:
+    """Return what a mapping with the kind under `key` describes; a value of one of the kinds as it is."""
+    if isinstance(given, Mapping):
+        kind = str(given.get(key))
+        if kind not in kinds:
+            raise ConfigurationError(f"{axis}: {key}={kind!r}: choose one of {', '.join(kinds)}.")
+        return from_mapping(kinds[kind], {name: each for name, each in given.items() if name != key}, axis)
+    if not isinstance(given, tuple(kinds.values())):
+        allowed = ", ".join(kind.__name__ for kind in kinds.values())
+        raise ConfigurationError(f"{axis}={given!r}: give one of {allowed}, or a mapping with {key!r}.")
+    return given
+
+
+def _key_of(value: object, kinds: Mapping[str, type]) -> str:
+    return next(key for key, kind in kinds.items() if isinstance(value, kind))

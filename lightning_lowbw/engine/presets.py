@@ -1,0 +1,176 @@
+"""What names mean: the methods of the literature as cells of when x what x where. The only place that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_lowbw.engine.method import Method, Where, sorted_into
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK, as_compression
+from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, Rule
+from lightning_lowbw.when.every_k import AUTO, EveryK
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.node_peers import Algorithm
+from lightning_lowbw.where.topology_choice import TopologyChoice
+
+# Those of the paper and of PaddlePaddle Fleet: 99.9 % kept back.
+DGC_SPARSITY = (0.999,)
+
+
+def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
+    """Return deep gradient compression: every step, the k largest elements of each tensor.
+
+    Args:
+        topology: as of `Where`.
+        **knobs: fields of `EveryStep` and `TopK`; `sparsity` is 99.9 % unless given.
+
+    Raises:
+        ConfigurationError: a knob is unknown or out of range, or the payload's own density is given beside stairs.
+
+    Example:
+        >>> DGC(sparsity=[0.75, 0.999], rampup_step=100).when.density(50)
+        0.0010000000000000009
+    """
+    if "density" not in knobs:
+        knobs = {"sparsity": DGC_SPARSITY, **knobs}
+    elif "sparsity" in knobs:
+        raise ConfigurationError(
+            f"sparsity={knobs['sparsity']!r} and density={knobs['density']!r}: both say how much is sent; give one."
+        )
+    when, what = sorted_into("DGC", knobs, EveryStep, TopK)
+    return Method(when=EveryStep(**when), what=TopK(**what), where=Where(topology=topology, algorithm="sharded"))
+
+
+def LocalSGD(
+    k_steps: int = 8,
+    begin_step: int | float | str = 1,
+    *,
+    value_dtype: str = "float32",
+    compression: TopK | Mapping[str, Any] | None = None,
+    topology: TopologyChoice = "flat",
+    **knobs: Any,
+) -> Method:
+    """Return local SGD: every k steps, the weights.
+
+    Args:
+        k_steps: local steps between two averages.
+        begin_step: synchronous steps before the first local one.
+        value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what is sent of the parameters is then
+            their change since the last average, with error feedback.
+        compression: None, or what is sent of that change: its largest elements, in few bits, with error feedback
+            (SparseLoCo). A `TopK`, or a mapping of what differs from SparseLoCo's.
+        topology: as of `Where`.
+        **knobs: the other fields of `EveryK`.
+
+    Raises:
+        ConfigurationError: a knob is unknown or out of range, or two do not go together.
+    """
+    (when,) = sorted_into("LocalSGD", knobs, EveryK)
+    sparse = as_compression(compression)
+    if sparse is not None and value_dtype != "float32":
+        raise ConfigurationError(
+            f"value_dtype={value_dtype!r} with a compression: give its own value_dtype, as in "
+            f"compression={{'value_dtype': {value_dtype!r}}}."
+        )
+    what: Whole | Narrow | TopK = Whole() if value_dtype == "float32" else _narrow(value_dtype)
+    return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=sparse or what, where=topology)  # type: ignore[arg-type]
+
+
+def AdaptiveLocalSGD(
+    init_k_steps: int = 1,
+    max_k_steps: int = 16,
+    begin_step: int | float | str = 1,
+    *,
+    rule: Rule = "fleet",
+    **knobs: Any,
+) -> Method:
+    """Return local SGD whose period k follows the learning rate and the loss.
+
+    Args:
+        init_k_steps: the first k.
+        max_k_steps: the largest k.
+        begin_step: synchronous steps before the first local one.
+        rule: "fleet", "adacomm" or "qsr".
+        **knobs: of `LocalSGD`.
+
+    Raises:
+        ConfigurationError: as `LocalSGD`.
+    """
+    if rule == "fixed":
+        raise ConfigurationError("rule='fixed': use LocalSGD(k_steps=...).")
+    if "k_steps" in knobs:
+        raise ConfigurationError(f"k_steps={knobs['k_steps']!r}: the first k is init_k_steps here.")
+    return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
+
+
+def Hierarchical(
+    ranks_per_node: int | None = None,
+    algorithm: Algorithm | None = "sharded",
+    *,
+    inter_dtype: str = "float32",
+    topology: TopologyChoice = "auto",
+) -> Method:
+    """Return DDP on two levels: every step, whole gradients, each node sends its own once.
+
+    Args:
+        ranks_per_node: nodes of so many neighbouring ranks, instead of `topology`.
+        algorithm: as of `Where`.
+        inter_dtype: as of `Where`.
+        topology: as of `Where`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+    if ranks_per_node is not None:
+        if topology != "auto":
+            raise ConfigurationError("ranks_per_node and topology: give one of the two.")
+        topology = ranks_per_node
+    return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a name for `Trainer(strategy=...)` stands for: a family, and what differs from its defaults."""
+
+    family: str
+    arguments: Mapping[str, Any]
+
+
+FAMILIES = {"dgc": DGC, "local_sgd": LocalSGD, "adaptive_local_sgd": AdaptiveLocalSGD, "hierarchical": Hierarchical}
+DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
+STREAMING: dict[str, Any] = {"num_fragments": 4, "delay_steps": AUTO, "mixing": 0.5}
+PRESETS = {
+    "dgc": Preset("dgc", {}),
+    "local_sgd": Preset("local_sgd", {}),
+    "post_local_sgd": Preset("local_sgd", {"begin_step": FIRST_LR_DECAY}),
+    "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),
+    "diloco": Preset("local_sgd", DILOCO),
+    "streaming_diloco": Preset("local_sgd", {**DILOCO, **STREAMING}),
+    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": TopK(**SPARSE_LOCO)}),
+    "hierarchical": Preset("hierarchical", {}),
+}
+
+
+def preset(name: str) -> Method:
+    """Return the method that a name stands for.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+
+    Example:
+        >>> preset("diloco").when.outer
+        'nesterov'
+    """
+    if name not in PRESETS:
+        raise ConfigurationError(f"method {name!r}: choose one of {', '.join(PRESETS)}.")
+    return FAMILIES[PRESETS[name].family](**PRESETS[name].arguments)  # type: ignore[operator]
+
+
+def _narrow(value_dtype: str) -> Narrow:
+    try:
+        return Narrow(value_dtype=value_dtype)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{str(error)[:-1]}, or float32.") from None

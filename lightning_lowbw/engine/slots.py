@@ -1,0 +1,198 @@
+"""The tensors of one step of gradients: what is known of each, and what is said where one cannot be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw.engine.control import control_message, first_fault, is_finite
+from lightning_lowbw.engine.velocities import Velocities
+from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.what.momentum import ErrorFeedback
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.peers import Peers
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.gradients import GradientWorker
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter in this step: its name, its param group, and whether it is sent sparse."""
+
+    name: str
+    parameter: Parameter
+    group: dict[str, Any]
+    is_sparse: bool
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient, which is there."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no gradient that could be summed."""
+        gradient = self.parameter.grad
+        return gradient is None or gradient.layout != torch.strided
+
+    @property
+    def flat_target(self) -> Tensor:
+        """Where a mean is written, float32 and flat: the gradient itself, where it is laid out for that."""
+        if self.gradient.dtype == torch.float32 and self.gradient.is_contiguous():
+            return self.gradient.view(-1)
+        return torch.empty(self.gradient.numel(), device=self.gradient.device)
+
+
+def sparse_of(slots: Sequence[Slot]) -> list[Slot]:
+    """Return those that are sent sparse."""
+    return [slot for slot in slots if slot.is_sparse]
+
+
+def numels_of(slots: Sequence[Slot]) -> dict[str, int]:
+    """Return the elements of each tensor, by name."""
+    return {slot.name: slot.parameter.numel() for slot in slots}
+
+
+def parameters_of(begun: Sequence[tuple[Sequence[Slot], Any]]) -> set[Parameter]:
+    """Return the parameters of exchanges that have been begun."""
+    return {slot.parameter for slots, _ in begun for slot in slots}
+
+
+def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Parameter]) -> list[Slot]:
+    """Return the parameters of a step; the same on all ranks, whatever gradients they happen to have.
+
+    In place:
+        `.grad` of frozen parameters is dropped.
+
+    Args:
+        worker: of the optimizer.
+        what: chooses those that are sent sparse; None in a step that has none.
+        skipped: parameters that are left out.
+
+    Raises:
+        ConfigurationError: a tensor would be sent dense, and gradients are kept for it.
+    """
+    slots = []
+    for group in worker.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in skipped:
+                continue
+            if not parameter.requires_grad:
+                parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
+                continue
+            name = worker.name_of(parameter)
+            is_sparse = what is not None and parameter.is_floating_point() and what.takes(name, parameter.numel())
+            if name in worker.residuals and not is_sparse and worker.peers.num_senders > 1:
+                raise ConfigurationError(
+                    f"Step {worker.step} would send {name!r} dense, but gradients that earlier sparse steps did not "
+                    "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with."
+                )
+            slots.append(Slot(name, parameter, group, is_sparse))
+    return slots
+
+
+def control_of(slots: Sequence[Slot], fault: Tensor, mark: Tensor | int, peers: Peers) -> Tensor:
+    """Return the control message of a step; its sums count the ranks that have a gradient of each parameter."""
+    used = [float(slot.parameter.grad is not None) for slot in slots]
+    return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
+
+
+def take_means(
+    slots: Sequence[Slot], num_users: Sequence[float], means: Mapping[str, Tensor], begun: Collection[Parameter]
+) -> list[Slot]:
+    """Take means over the ranks as gradients; return the slots that are stepped.
+
+    In place:
+        `.grad`; zeros where this rank has none and another has.
+
+    Args:
+        slots: of the step.
+        num_users: ranks that have a gradient, of each; what nobody has used is left alone, as in DDP.
+        means: by name, of those that are averaged whole.
+        begun: parameters that are sent already.
+    """
+    kept = []
+    for slot, number in zip(slots, num_users, strict=True):
+        if round(number) or slot.parameter in begun:
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            if slot.name in means:
+                as_real(slot.gradient).copy_(means[slot.name])
+            kept.append(slot)
+    return kept
+
+
+def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities, peers: Peers) -> dict[str, Any]:
+    """Return what a segment holds beside gradient and residual: velocity, weight, scale and constants."""
+    parameter, own = slot.parameter, peers.part(slot.parameter.numel())
+    scale, constants = correction.scale(parameter, slot.group), correction.constants(parameter, slot.group)
+    # Adam without momentum has a velocity all the same, for it is what is scaled.
+    has_velocity = constants.momentum != 0 or scale is not None
+    return {
+        "momentum_buffer": velocities.part(parameter) if has_velocity else None,
+        "weight": parameter.detach().reshape(-1)[own] if constants.weight_decay != 0 else None,
+        "scale": None if scale is None else scale.reshape(-1)[own],
+        **vars(constants),
+    }
+
+
+def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor]) -> Tensor:
+    """Return 1 + the number of the first slot whose gradient is not finite, else 0; a scalar.
+
+    Negative for a gradient that is not dense: that is known on the host, and only on the rank that has it.
+
+    Args:
+        slots: at least one.
+        known: whether gradients are finite, of those that have been looked at; the others are added.
+    """
+    are_finite = []
+    for number, slot in enumerate(slots):
+        parameter, gradient = slot.parameter, slot.parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            return torch.tensor(-1.0 - number, device=parameter.device)
+        if gradient is None:
+            are_finite.append(torch.ones((), dtype=torch.bool, device=parameter.device))
+            continue
+        if parameter not in known:
+            known[parameter] = is_finite(gradient)
+        are_finite.append(known[parameter])
+    return first_fault(are_finite)
+
+
+def fault_error(
+    fault: int, slots: Sequence[Slot], rank: int, peers: Peers, *, step: int, is_of_node: bool, is_sent: bool
+) -> ConfigurationError | NonFiniteGradientError:
+    """Return what all ranks raise for a fault, as `first_fault_of` numbers it, of a rank.
+
+    Args:
+        fault: not 0.
+        slots: of the step.
+        rank: who has the gradient.
+        peers: for its node.
+        step: optimizer steps completed.
+        is_of_node: whether the gradient is the mean of the rank's node already.
+        is_sent: whether other gradients have been sent during backward.
+    """
+    name, where = slots[abs(fault) - 1].name, f"on rank {rank}"
+    if fault < 0:
+        return ConfigurationError(
+            f"The gradient of {name!r} {where} is sparse; only dense ones are exchanged. Build the layer with "
+            "sparse=False."
+        )
+    if is_of_node and peers.topology is not None:
+        node = peers.topology.node_of(rank)
+        where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
+    lost = "What was sent during backward is lost: go on from a checkpoint."  # its residual was cleared
+    return NonFiniteGradientError(
+        f"Step {step}: the gradient of {name!r} {where} is not finite. {lost if is_sent else 'Nothing was exchanged.'} "
+        "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' such steps "
+        "are skipped."
+    )

@@ -1,0 +1,344 @@
+"""The largest elements of all tensors, from accumulation to average: one implementation for gradients and for weights.
+
+    accumulate   e = e + D, or a correction of D      | `what.selection`, over a table of segments
+    choose       the k largest of e, and encode them  | `what.top_k`
+    exchange     between peers                        | `where.peers`
+    average      1/N of the sum, in one order         | `what.top_k`
+
+What was not sent, or was rounded away, stays in e.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops import gpu
+from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.what.positions import MAX_NUMEL
+from lightning_lowbw.what.residuals import Residuals
+from lightning_lowbw.what.selection import Selection
+from lightning_lowbw.what.sparse_sum import Sparse
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.link import Link, choose
+from lightning_lowbw.where.peers import Peers
+from lightning_lowbw.where.probe import measure_link
+from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
+
+_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+
+
+@dataclass
+class SparseExchange:
+    """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
+
+    On two levels each rank of a node does this for its part of every tensor, among the ranks that have this part in
+    the other nodes; inside the node the messages are gathered.
+
+    Args:
+        payload: what is sent; may be replaced between steps, on all ranks alike.
+        peers: who takes part.
+
+    Attributes:
+        residuals: e of this rank's part of each tensor, by name; float32, flat.
+    """
+
+    payload: TopK
+    peers: Peers
+    residuals: Residuals = field(default_factory=Residuals, init=False)
+    _selections: dict[str, Selection] = field(default_factory=dict, init=False)
+    _link: Link | None = field(default=None, init=False)
+    _last_kind: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._reducer = SparseReduceScatter(self.peers.between, self.payload.codec)
+
+    @property
+    def selection(self) -> Selection:
+        """What finds the largest, as the payload says."""
+        return self._selections.setdefault(self.payload.selection, Selection(self.payload.selection))
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor, flat; a view where the tensor is contiguous."""
+        return tensor.reshape(-1)[self.peers.part(tensor.numel())]
+
+    def parts_of_node_mean(self, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's part of the mean of tensors over the ranks of the node; on one level they are whole.
+
+        Collective: the ranks of a node, blocking; a reduce-scatter.
+
+        Args:
+            flats: by name; float32, 1-d.
+        """
+        num_local, local_rank = self.peers.num_local_ranks, self.peers.local_rank
+        if num_local == 1:
+            return dict(flats)
+        rows = [torch.cat([f[self.peers.part(f.numel(), each)] for f in flats.values()]) for each in range(num_local)]
+        longest = max(row.numel() for row in rows)
+        vector = torch.cat([pad(row, (0, longest - row.numel())) for row in rows])
+        mine = self.peers.reduce_scatter_in_node(vector)[: rows[local_rank].numel()].div_(num_local)
+        sizes = self._local_numels({name: f.numel() for name, f in flats.items()}, local_rank)
+        return dict(zip(flats, mine.split(sizes), strict=True))
+
+    def segments(
+        self, parts: Mapping[str, Tensor], density: float, others: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, Segment]:
+        """Return the table of this rank's parts that are not empty.
+
+        Args:
+            parts: of the gradients, or of the changes of the weights: any floating dtype, flat.
+            density: the fraction that is sent.
+            others: more fields of each segment.
+
+        Raises:
+            ConfigurationError: a part has more elements than there are positions.
+        """
+        for name, part in parts.items():
+            if part.numel() > MAX_NUMEL:
+                raise ConfigurationError(
+                    f"{name!r} has {part.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+                )
+        device = next(iter(parts.values())).device
+        self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device)
+        layouts = {name: self.payload.layout(part.numel(), density) for name, part in parts.items()}
+        return {
+            name: Segment(
+                residual=self.residuals[name],
+                gradient=part,
+                k=layouts[name].k if self.payload.chunk else layouts[name].k_last,
+                chunk=self.payload.chunk,
+                k_last=layouts[name].k_last if self.payload.chunk else 0,
+                **{"momentum_buffer": None, "weight": None, **(others or {}).get(name, {})},
+            )
+            for name, part in parts.items()
+            if part.numel()
+        }
+
+    def begin(
+        self,
+        segments: Mapping[str, Segment],
+        numels: Mapping[str, int],
+        density: float,
+        *,
+        masking: bool = False,
+        tail: Tensor | None = None,
+        kind: str = "all_gather",
+    ) -> SparseWork:
+        """Accumulate, choose and send; return what can be waited for.
+
+        In place:
+            The residuals and velocities of the segments.
+
+        Collective: all ranks, with the same names; an all-gather, on two levels another one inside the node. With
+        another kind than "all_gather" it is waited for here.
+
+        Wire:
+            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node, and the tail behind it.
+
+        Args:
+            segments: of `segments`.
+            numels: elements of each whole tensor.
+            density: the fraction that is sent.
+            masking: whether velocities are cleared where they have been sent.
+            tail: numbers that all ranks get from all; float32, 1-d; with "all_gather".
+            kind: one of `where.link.EXCHANGES`.
+        """
+        if self.payload.decay != 1.0 and segments:
+            torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
+        selected = dict(zip(segments, self.selection.compress_(segments, masking=masking), strict=True))
+        if kind == "reduce_scatter":
+            return SparseWork(self, numels, density, means=self._reduce_scatter(selected, numels, density))
+        if kind == "dense":
+            return SparseWork(self, numels, density, dense=self._all_reduce(selected, numels))
+        return self.send(selected, numels, density, tail)
+
+    def send(
+        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, tail: Tensor | None = None
+    ) -> SparseWork:
+        """Encode and send what has been selected; what is rounded away goes back into the residuals."""
+        device = next(iter(self.residuals.values())).device
+        message = torch.empty(0, dtype=torch.uint8, device=device)
+        if selected:
+            message, rounded = self.payload.encode(
+                list(selected.values()), [self.residuals[name].numel() for name in selected]
+            )
+            if self.payload.value_dtype != "float32":
+                for (name, (positions, _)), error in zip(selected.items(), rounded, strict=True):
+                    self.residuals[name].index_add_(0, positions, error)
+        num_local = self.peers.num_local_ranks
+        sizes = [self.payload.nbytes(self._local_numels(numels, place), density) for place in range(num_local)]
+        message = pad(message, (0, max(sizes) - message.numel()))
+        if tail is not None:
+            message = torch.cat([message, tail.view(torch.uint8)])
+        work = self.peers.begin_gather(message)
+        return SparseWork(self, numels, density, work=work, sizes=sizes, tail_bytes=0 if tail is None else tail.nbytes)
+
+    def nothing(self, numels: Mapping[str, int], density: float) -> dict[str, Sparse]:
+        """Return a selection that changes nothing, of as many elements as all ranks expect."""
+        empty = {}
+        for name, numel in numels.items():
+            part = self.residuals[name]
+            count = self.payload.num_sent(part.numel(), density) if numel else 0
+            empty[name] = torch.arange(count, device=part.device), torch.zeros(count, device=part.device)
+        return empty
+
+    def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
+        """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 says which where it has changed.
+
+        Collective: all ranks, where the link has to be measured.
+        """
+        kind = "all_gather" if self.peers.is_two_level or self.payload.needs_senders else self.payload.exchange
+        if kind == "auto":
+            sizes = list(numels.values())
+            counts = [self.payload.num_sent(numel, density) for numel in sizes]
+            bits = 8 * self.payload.codec.nbytes(counts, sizes) / sum(counts)
+            num_ranks = self.peers.num_senders
+            choice = choose(sizes, density, num_ranks, bits, self._link or Link(0.0, 1.0))
+            if self._link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
+                self._link = measure_link(self.peers.group, next(iter(self.residuals.values()), torch.empty(0)).device)
+                choice = choose(sizes, density, num_ranks, bits, self._link)
+            kind = choice.name
+            if kind != self._last_kind and self._link is not None and self.peers.rank == 0:
+                _logger.info("Step %d, density %.4g: %s.", step, density, choice)
+        self._last_kind = kind
+        return kind
+
+    def _reduce_scatter(
+        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float
+    ) -> dict[str, Sparse]:
+        """Sum at the owners; what does not fit or is rounded away goes back into the residuals."""
+        self._reducer.codec = self.payload.codec
+        counts = [self.payload.num_sent(numels[name], density) for name in selected]
+        averaged = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
+        for name, (positions, values) in zip(selected, averaged.unsent, strict=True):
+            self.residuals[name].index_add_(0, positions, values)
+        return dict(zip(selected, averaged.means, strict=True))
+
+    def _all_reduce(self, selected: Mapping[str, Sparse], numels: Mapping[str, int]) -> dict[str, Tensor]:
+        """Sum the same elements in dense tensors."""
+        sizes = [numels[name] for name in selected]
+        message = torch.zeros(sum(sizes), device=next(iter(self.residuals.values())).device)
+        for mean, (positions, values) in zip(message.split(sizes), selected.values(), strict=True):
+            mean[positions] = values * (1.0 / self.peers.num_senders)
+        self.peers.all_reduce_(message)
+        return dict(zip(selected, message.split(sizes), strict=True))
+
+    def _local_numels(self, numels: Mapping[str, int], local_rank: int) -> list[int]:
+        """Return the elements of a local rank's part of each tensor."""
+        parts = [self.peers.part(numel, local_rank) for numel in numels.values()]
+        return [part.stop - part.start for part in parts]
+
+    def to(self, device: torch.device) -> None:
+        """Move the residuals."""
+        self.residuals.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is neither a residual nor the user's choice."""
+        link = None if self._link is None else (self._link.latency_s, self._link.bandwidth_bytes_per_s)
+        return {"thresholds": dict(self.selection.thresholds), "link": link, "reducer": self._reducer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict` of the same ranks."""
+        self.selection.thresholds = state["thresholds"]
+        self._link = None if state["link"] is None else Link(*state["link"])
+        self._reducer.load_state_dict(state["reducer"])
+
+
+@dataclass
+class SparseWork:
+    """Messages on their way, or what they have been made into.
+
+    Args:
+        exchange: whose they are.
+        numels: elements of each whole tensor, by name.
+        density: the fraction that is sent.
+        work: of the gather; has a `wait()`.
+        sizes: bytes of the elements in the message of each local rank.
+        tail_bytes: of the numbers behind them.
+        means: sparse means that are there.
+        dense: dense means that are there.
+    """
+
+    exchange: SparseExchange
+    numels: Mapping[str, int]
+    density: float
+    work: Any = None
+    sizes: list[int] = field(default_factory=list)
+    tail_bytes: int = 0
+    means: dict[str, Sparse] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    _gathered: Tensor | None = field(default=None, init=False)
+
+    def wait(self) -> Tensor:
+        """Return the messages of all: uint8, shape (local ranks, participants, nbytes)."""
+        if self._gathered is None:
+            device = next(iter(self.exchange.residuals.values())).device
+            with self.exchange.peers.ledger.waiting(device):
+                self._gathered = self.work.wait()
+        return self._gathered
+
+    def tails(self) -> Tensor:
+        """Return the sum of the tails of all ranks: float32, in one order, the same bits everywhere."""
+        gathered = self.wait()
+        tails = gathered[..., gathered.shape[-1] - self.tail_bytes :].contiguous().view(torch.float32).flatten(0, 1)
+        first, *others = tails
+        return sum(others, first)
+
+    def average_(self, outs: Mapping[str, Tensor]) -> None:
+        """Write the means into dense tensors.
+
+        In place:
+            `outs`: of each tensor one of its size: float32, flat, contiguous; overwritten.
+        """
+        if self.dense:
+            for name, out in outs.items():
+                out.copy_(self.dense[name])
+            return
+        parts = {name: [mean] for name, mean in self.means.items()} or self._decode()
+        payload, device = self.exchange.payload, next(iter(outs.values())).device
+        if gpu.is_available(device) and payload.mean_over == "ranks":
+            self._average_on_gpu(outs, parts)
+            return
+        for name, out in outs.items():
+            payload.average_(out, parts[name])
+
+    @staticmethod
+    def _average_on_gpu(outs: Mapping[str, Tensor], parts: Mapping[str, list[Sparse]]) -> None:
+        counts = [parts[name][0][0].numel() for name in outs]
+        by_participant = zip(*(parts[name] for name in outs), strict=True)
+        joined = [tuple(torch.cat(column) for column in zip(*each, strict=True)) for each in by_participant]
+        gpu.scatter_mean_many_(list(outs.values()), counts, joined)  # type: ignore[arg-type]
+
+    def _decode(self) -> dict[str, list[Sparse]]:
+        """Return the sparse vectors of each tensor, one per participant."""
+        peers, gathered = self.exchange.peers, self.wait()
+        pieces: dict[str, list[list[Sparse]]] = {name: [] for name in self.numels}
+        for local_rank, size in enumerate(self.sizes):
+            parts = {name: peers.part(numel, local_rank) for name, numel in self.numels.items()}
+            sizes = {name: part.stop - part.start for name, part in parts.items() if part.stop > part.start}
+            if not sizes:
+                continue
+            messages = list(gathered[local_rank, :, :size])
+            decoded = self.exchange.payload.decode(messages, list(sizes.values()), self.density)
+            for name, of_tensor in zip(sizes, decoded, strict=True):
+                start = parts[name].start
+                shifted = [(positions + start, values) for positions, values in of_tensor] if start else of_tensor
+                pieces[name].append(shifted)
+        return {name: _joined(of_tensor) for name, of_tensor in pieces.items()}
+
+
+def _joined(pieces: list[list[Sparse]]) -> list[Sparse]:
+    """Put the parts of the local ranks behind one another, for each participant."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return [
+        (torch.cat([positions for positions, _ in of_one]), torch.cat([values for _, values in of_one]))
+        for of_one in zip(*pieces, strict=True)
+    ]

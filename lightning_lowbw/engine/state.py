@@ -1,0 +1,386 @@
+"""What a worker saves, loads, and merges where another number of ranks goes on: tensors on the CPU and primitives.
+
+A rank's own state is keyed by the names of parameters. What it keeps of a part of a tensor says which part that is:
+ranks of the same world take theirs as it is, others the mean over the participants of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.engine.average import Average
+from lightning_lowbw.engine.averaging import recalled
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.when.adaptive import Period
+from lightning_lowbw.where.topology import part_of
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.gradients import GradientWorker
+    from lightning_lowbw.engine.replicas import ReplicaWorker
+    from lightning_lowbw.engine.worker import Worker
+
+Named = dict[str, Tensor]
+
+
+# Parts of tensors -----------------------------------------------------------------------------------------------------
+
+
+def _saved(tensors: Mapping[str, Tensor]) -> Named:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _place(worker: Worker) -> tuple[int, int]:
+    """Return which part of every tensor this rank keeps: its local rank, of how many."""
+    return worker.peers.local_rank, worker.peers.num_local_ranks
+
+
+class _Mean:
+    """The mean over participants of tensors of which each rank has a part, added up state by state."""
+
+    def __init__(self) -> None:
+        self._totals: Named = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, name: str, part: Tensor, numel: int, place: tuple[int, int]) -> None:
+        """Add a rank's part, flat, of a tensor with so many elements."""
+        self._dtypes[name] = part.dtype
+        wide = torch.promote_types(part.dtype, torch.float32)
+        total = self._totals.setdefault(name, torch.zeros(numel, dtype=wide))
+        total[part_of(numel, *place)] += part.to(wide)
+
+    def divide(self, num_participants: float) -> Named:
+        """Return the whole means: flat, in the dtype of the parts."""
+        return {name: (total / num_participants).to(self._dtypes[name]) for name, total in self._totals.items()}
+
+
+def _own(whole: Tensor, worker: Worker) -> Tensor:
+    return whole[part_of(whole.numel(), *_place(worker))]
+
+
+def _only_own(whole: Tensor, worker: Worker) -> Tensor:
+    """Return a tensor with zeros but for this rank's part, or the ranks of a node would count it several times."""
+    own, part = torch.zeros_like(whole), part_of(whole.numel(), *_place(worker))
+    own[part] = whole[part]
+    return own.to(worker.device)
+
+
+def _nodes(worker: Worker) -> list[list[int]] | None:
+    """Return the ranks of each node, which say who keeps which parts; None when flat."""
+    topology = worker.peers.topology
+    return None if topology is None else [list(node) for node in topology.nodes]
+
+
+def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
+    """Check, alike on all ranks, that a state is one of this version, and that its parts are those of these nodes."""
+    if "nodes" not in state:
+        raise ConfigurationError(
+            "The state was written by an earlier version of lightning_lowbw, which kept something else. Resume with "
+            "that version, or begin a new run with the weights alone."
+        )
+    is_merged, nodes = state["place"] is None, _nodes(worker)
+    if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
+        raise ConfigurationError(
+            f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(nodes)}, where each keeps "
+            "other parts of the tensors. Resume with the topology of that run, or load what "
+            "lightning_lowbw.engine.state.merge makes of the states of all its ranks."
+        )
+
+
+def _on(nodes: list[list[int]] | None) -> str:
+    return "without nodes" if nodes is None else f"on nodes {nodes}"
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def of_gradients(worker: GradientWorker) -> dict[str, Any]:
+    """Return what differs from rank to rank, and the step."""
+    parameters, optimizer = worker.by_name(), worker.optimizer
+    velocities = {name: worker.velocities.saved(parameters[name]) for name in worker.residuals}
+    local = {
+        name: _saved({key: optimizer.state[parameters[name]][key] for key in worker.correction.local_keys})
+        for name in worker.residuals
+    }
+    return {
+        "step": worker.step,
+        "place": _place(worker),
+        "nodes": _nodes(worker),
+        "num_participants": worker.peers.num_senders,
+        "correction": worker.correction.kind,
+        "shapes": {name: tuple(parameters[name].shape) for name in worker.residuals},
+        "residuals": _saved(worker.residuals),
+        "velocities": _saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
+        "rounded": {} if worker.narrow is None else _saved(worker.narrow.residuals),
+        "local": local,
+        "exchange": None if worker.sparse is None else worker.sparse.state_dict(),
+    }
+
+
+def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
+
+    The update is 1/N sum v_k: the mean over the old participants, given to each of the new ones, leaves it as it was.
+    Reads one state at a time.
+    """
+    merged: dict[str, Any] = {}
+    means = {key: _Mean() for key in ("residuals", "velocities", "rounded")}
+    local: dict[str, Named] = {}
+    num_states, num_places = 0, 1
+    for state in states:
+        num_states, (_, num_places) = num_states + 1, state["place"]
+        merged = merged or {key: state[key] for key in ("step", "correction", "shapes", "num_participants")}
+        for key in ("residuals", "velocities"):
+            for name, part in state[key].items():
+                means[key].add(name, part, math.prod(state["shapes"][name]), state["place"])
+        for name, rounded in state["rounded"].items():  # zeros but for this rank's part
+            means["rounded"].add(name, rounded, rounded.numel(), (0, 1))
+        for name, tensors in state["local"].items():
+            for key, value in tensors.items():
+                of_tensor = local.setdefault(name, {})
+                of_tensor[key] = of_tensor.get(key, torch.zeros(())) + value
+    of_ranks = {name: {key: total / num_states for key, total in tensors.items()} for name, tensors in local.items()}
+    wholes = {key: mean.divide(num_states / num_places) for key, mean in means.items()}
+    return {**merged, "place": None, "nodes": None, "local": of_ranks, "exchange": None, **wholes}
+
+
+def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
+    """Take over `of_gradients` of the same ranks, or `merge_gradients`; see `GradientWorker.load_state_dict`."""
+    _check_origin(worker, state)
+    parameters, kind = worker.by_name(), worker.correction.kind
+    if state["residuals"] and state["correction"] != kind:
+        raise ConfigurationError(
+            f"The checkpoint's residuals are those of {state['correction']!r}; {worker.method.what} with "
+            f"{type(worker.optimizer).__name__} is {kind!r}, to which they mean something else (correction='auto' is "
+            "'momentum' for SGD, 'own_variance' for Adam and AdamW). Resume with the optimizer and the correction that "
+            "it was trained with, or begin anew from its weights."
+        )
+    for name, shape in state["shapes"].items():
+        parameter = parameters.get(name)
+        if parameter is None or tuple(parameter.shape) != tuple(shape):
+            has = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+            raise ConfigurationError(
+                f"The checkpoint keeps a residual of shape {tuple(shape)} for {name!r}; the optimizer has {has}. "
+                "Resume with the model that was saved, or load its weights alone."
+            )
+    if (state["residuals"] and worker.sparse is None) or (state["rounded"] and worker.narrow is None):
+        raise ConfigurationError(
+            f"The checkpoint keeps gradients that have not been sent, and with {worker.method.what} they never would "
+            "be. Resume with the payload of that run, or begin a new run with the weights alone."
+        )
+    is_own = state["place"] is not None
+    worker.step = state["step"]
+    worker.velocities.clear()
+    if worker.narrow is not None:
+        worker.narrow.residuals = {
+            name: _only_own(rounded, worker)
+            for name, rounded in state["rounded"].items()
+            if name in parameters and as_real(parameters[name]).numel() == rounded.numel()
+        }
+    if worker.sparse is not None:
+        own = {name: part if is_own else _own(part, worker) for name, part in state["residuals"].items()}
+        worker.sparse.residuals.load(own, worker.device)
+        if state["exchange"] is not None:
+            worker.sparse.load_state_dict(state["exchange"])
+    for name, part in state["velocities"].items():
+        worker.velocities.load(parameters[name], part if is_own else _own(part, worker))
+    for name, tensors in state["local"].items():
+        for key, value in tensors.items():
+            of_parameter = worker.optimizer.state.get(parameters[name], {})
+            if key in of_parameter:  # of G^2 / N: other ranks go on with their own N
+                factor = state["num_participants"] / worker.peers.num_senders
+                of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
+
+
+# Replicas -------------------------------------------------------------------------------------------------------------
+
+NO_DELAY: dict[str, Any] = {"chosen": None, "average_s": {}}  # another world measures anew
+COUNTERS = ("step", "steps_since_average", "num_averages", "num_samples")
+
+
+def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
+    """Return a rank's weights, the optimizer's state, and where it is in the interval."""
+    averaging, view = worker.averaging, worker.consensus_view
+    tensors, own = view.tensors(), {}
+    if not worker.parameters_agree:
+        own = _saved(tensors if view.own is None else dict(zip(tensors, view.own, strict=True)))
+    return {
+        **{name: getattr(worker, name) for name in COUNTERS},
+        "local_since": worker._local_since,
+        "highest_lr": worker._highest_lr,
+        "period": None if worker._period is None else asdict(worker._period),
+        "loss": worker.loss.state_dict(),
+        "own": own,
+        "place": _place(worker),
+        "nodes": _nodes(worker),
+        "buffers": _saved(averaging.buffers.start),
+        "start": _saved({worker.name_of(p): start for p, start in averaging.start.items()}),
+        "velocity": _saved({worker.name_of(p): u for p, u in averaging.velocity.items()}),
+        "residuals": {} if averaging.sparse is None else _saved(averaging.sparse.residuals),
+        "rounded": {} if averaging.narrow is None else _saved(averaging.narrow.residuals),
+        "exchange": None if averaging.sparse is None else averaging.sparse.state_dict(),
+        "delay": worker.delay.state_dict(),
+        "fragments": [
+            {
+                "names": [worker.name_of(p) for p in fragment.parameters],
+                "steps": fragment.steps,
+                "moved": [worker.name_of(p) for p in fragment.moved],
+                "work": None if fragment.work is None else fragment.work.state_dict(worker.name_of),
+            }
+            for fragment in worker.fragments
+        ],
+        "optimizer": _cpu(worker.optimizer.state_dict()),
+    }
+
+
+def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
+
+    Of what has not been sent it is the mean, too: 1/N of the sum over the participants stays as it is. An average that
+    has been begun and not applied is dropped, and what it has taken from the residuals goes back there.
+    """
+    merged: dict[str, Any] = {}
+    residuals, rounded = _Mean(), _Mean()
+    totals: dict[tuple[Any, str], Tensor] = {}
+    counts: dict[tuple[Any, str], int] = {}
+    num_states, num_places = 0, 1
+    for state in states:
+        num_states, (_, num_places) = num_states + 1, state["place"]
+        merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
+        for name, part in state["residuals"].items():
+            residuals.add(name, part, state["start"][name].numel(), state["place"])
+        for fragment in state["fragments"]:
+            work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
+            for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
+                if name in work["changes"]:  # in the mean over the ranks of a node, which may have stepped alone
+                    back = recalled(work["changes"][name], snapshot, state["start"][name])
+                    residuals.add(name, back / num_places, back.numel(), (0, 1))
+        for name, part in state["rounded"].items():
+            rounded.add(name, part, part.numel(), (0, 1))
+        for index, entry in state["optimizer"]["state"].items():
+            for name, value in entry.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+                    totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
+                    counts[index, name] = counts.get((index, name), 0) + 1
+    num_participants = num_states / num_places
+    merged |= {
+        "place": None,
+        "nodes": None,
+        "exchange": None,
+        "residuals": residuals.divide(num_participants),
+        "rounded": rounded.divide(num_participants),
+        "fragments": [{**fragment, "work": None, "moved": [], "steps": None} for fragment in merged["fragments"]],
+    }
+    optimizer_state = merged["optimizer"]["state"]
+    for (index, name), total in totals.items():
+        entry = optimizer_state.setdefault(index, {})
+        dtype = entry[name].dtype if isinstance(entry.get(name), Tensor) else total.dtype
+        entry[name] = (total / counts[index, name]).to(dtype)
+    return merged
+
+
+def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
+    """Take over `of_replica` of the same ranks, or `merge_replicas`; see `ReplicaWorker.load_state_dict`."""
+    averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
+    _check_replica(worker, state)
+    targets = worker.consensus_view.tensors()
+    for name, own in state["own"].items():
+        targets[name].copy_(own)
+    for name in COUNTERS:
+        setattr(worker, name, state[name])
+    worker._local_since, worker._highest_lr = state["local_since"], state["highest_lr"]
+    worker._period = None if state["period"] is None else Period(**state["period"])
+    worker.loss.load_state_dict(state["loss"], device)
+    averaging.buffers.start = {name: start.to(device) for name, start in state["buffers"].items()}
+    averaging.start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
+    averaging.velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
+    if averaging.sparse is not None:
+        is_own = state["place"] is not None
+        parts = {name: part if is_own else _own(part, worker) for name, part in state["residuals"].items()}
+        averaging.sparse.residuals.load(parts, device)
+        if state["exchange"] is not None:
+            averaging.sparse.load_state_dict(state["exchange"])
+    if averaging.narrow is not None:
+        averaging.narrow.residuals = {name: _only_own(whole, worker) for name, whole in state["rounded"].items()}
+    for fragment, saved in zip(worker.fragments, state["fragments"], strict=True):
+        fragment.parameters = [parameters[name] for name in saved["names"]]
+        fragment.steps = saved["steps"]
+        fragment.moved = {parameters[name]: None for name in saved["moved"]}
+        fragment.work = None if saved["work"] is None else Average.from_state(saved["work"], parameters, device)
+    worker.delay.load_state_dict(state["delay"])
+    worker.optimizer.load_state_dict(state["optimizer"])
+
+
+def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
+    _check_origin(worker, state)
+    if len(state["fragments"]) != len(worker.fragments):
+        raise ConfigurationError(
+            f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
+            f"{len(worker.fragments)}: go on with as many."
+        )
+    if worker.averaging.needs_start and state["own"] and not state["start"]:
+        raise ConfigurationError(
+            "The checkpoint was written between two averages, and not with an outer optimizer, a value_dtype or a "
+            "compression, which need the last consensus. Resume without these, or from a checkpoint written after an "
+            "average."
+        )
+    has_no_averages = worker.peers.num_senders == 1 or worker.when.schedule.is_always_synchronous
+    if state["own"] and worker.peers.num_ranks > 1 and has_no_averages:
+        raise ConfigurationError(
+            "The state was written between two averages, where each rank has weights of its own, and here no average "
+            f"would ever make them equal: {worker.method}. Resume with the schedule and the topology of that run, or "
+            "load what lightning_lowbw.engine.state.merge makes of the states of all its ranks."
+        )
+    targets, parameters, averaging = worker.consensus_view.tensors(), worker.by_name(), worker.averaging
+    shapes = {name: (own.shape, targets.get(name)) for name, own in state["own"].items()}
+    for name, start in state["start"].items():
+        parameter = parameters.get(name)
+        shapes[name] = start.shape, parameter if parameter is None else as_real(parameter)
+    for name, (shape, target) in shapes.items():
+        if target is None or target.shape != shape:
+            raise ConfigurationError(
+                f"The checkpoint has {name!r} of shape {tuple(shape)}; this model has not. Resume with the model it "
+                "was written with."
+            )
+    for name in (name for fragment in state["fragments"] for name in fragment["names"]):
+        if name not in parameters:
+            raise ConfigurationError(
+                f"The checkpoint has {name!r}, and this optimizer no such parameter. Resume with the model it was "
+                "written with."
+            )
+    for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
+        for name, residual in unsent.items():
+            keeps = exchange is not None and averaging.takes(parameters[name])
+            if not keeps and residual.any():
+                raise ConfigurationError(
+                    f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
+                    f"and with {worker.method.what} they never would be. Resume with the compression of that run, or "
+                    'begin a new run with the weights alone: model.load_state_dict(torch.load(path)["state_dict"]).'
+                )
+
+
+def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state every rank of another world starts with, of either driver; reads one state at a time."""
+    iterator = iter(states)
+    first = next(iterator)
+
+    def everything() -> Iterable[Mapping[str, Any]]:
+        yield first
+        yield from iterator
+
+    return merge_replicas(everything()) if "fragments" in first else merge_gradients(everything())
+
+
+def _cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _cpu(item) for key, item in value.items()}
+    return [_cpu(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,55 @@
+"""A run that goes on with one participant: it applies what several have kept back, for it has nobody to send it to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_lowbw.engine.slots import Slot, fault_error, first_fault_of, segment_fields, sparse_of
+from lightning_lowbw.ops.reference import accumulate_, as_real
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.gradients import GradientWorker
+
+
+def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
+    """Add all that is unsent to the gradients of this step.
+
+    In place:
+        `.grad`; residuals are taken out.
+
+    Returns:
+        Whether the step is to be taken.
+
+    Raises:
+        NonFiniteGradientError: a gradient is not finite; nothing has changed then.
+    """
+    correction, rounded = worker.correction, {} if worker.narrow is None else worker.narrow.residuals
+    slots = [
+        Slot(name, parameter, group, name in worker.residuals)
+        for group in worker.optimizer.param_groups
+        for name, parameter in ((worker.name_of(parameter), parameter) for parameter in group["params"])
+        if parameter.grad is not None
+    ]
+    fault = int(first_fault_of(slots, {})) if slots else 0
+    if fault:
+        if skip_nonfinite and fault > 0:
+            return False
+        rank, step = worker.peers.rank, worker.step
+        raise fault_error(fault, slots, rank, worker.peers, step=step, is_of_node=False, is_sent=False)
+    correction.take_over([slot.parameter for slot in sparse_of(slots)])
+    for slot in slots:
+        if slot.name in rounded:
+            gradient = as_real(slot.gradient)
+            gradient.add_(rounded.pop(slot.name).view(gradient.shape))
+        if not slot.is_sparse:  # `take_over` has taken momentum and decay from the optimizer
+            correction.correct_dense(slot.parameter, slot.group)
+            continue
+        assert worker.sparse is not None
+        fields = segment_fields(slot, correction, worker.velocities, worker.peers)
+        table = worker.sparse.segments({slot.name: worker.sparse.part(slot.gradient)}, 1.0, {slot.name: fields})
+        for segment in table.values():  # none of an empty tensor
+            accumulate_(segment, 0.0)
+            slot.gradient.copy_((segment.residual * segment.sign).view(slot.gradient.shape))
+            worker.velocities.keep(slot.parameter, segment.momentum_buffer)
+        worker.sparse.residuals.pop(slot.name)
+    return True

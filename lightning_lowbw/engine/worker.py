@@ -1,0 +1,202 @@
+"""What the two drivers have in common: one rank's side of a method for one optimizer, told of each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from lightning_lowbw.arguments import names_of
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.where.peers import Peers
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.method import Method
+
+
+_with_hooks: WeakSet[Optimizer] = WeakSet()
+
+
+class Worker:
+    """One rank's side of a method for one optimizer; it has a counter of its own.
+
+    In a plain loop `Method.attach` returns one, and `optimizer.step()` is all there is to call: hooks of the optimizer
+    do the rest, also where a closure is given. Three finer tools:
+
+        worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
+        with worker.stepping():       # around a step that may be left out, on all ranks or on none
+            scaler.unscale_(optimizer)
+            if worker.exchange(skip_nonfinite=True):
+                scaler.step(optimizer)
+
+    Attributes:
+        method: the configuration; may be replaced between steps, on all ranks alike.
+        optimizer: the user's own.
+        peers: who this rank talks to.
+        step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
+    """
+
+    # What a step communicates, as the strategies ask. reduces_in_backward: gradients are all-reduced during backward,
+    # as DDP does. reduces_in_node: they are all-reduced inside each node instead, and what follows is the node's.
+    # is_local: nothing is communicated before the optimizer has stepped. clips_before_exchange: gradients are clipped
+    # before it, norms at `clip_factor` times the threshold; else after it, as in DDP.
+    reduces_in_backward: bool
+    reduces_in_node: bool
+    is_local: bool
+    clips_before_exchange: bool
+    clip_factor: float
+
+    def __init__(
+        self,
+        method: Method,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
+    ) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
+            )
+        self.method, self.optimizer, self.peers = method, optimizer, peers
+        self.step = 0
+        self._names = names_of(named_parameters)
+        self._is_prepared = self._is_exchanged = self._is_stepping = self._is_in_step = False
+
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter, by which its state is kept."""
+        if parameter not in self._names:  # not in the module: a loss's own parameter, say
+            number = next(number for number, each in enumerate(self.parameters()) if each is parameter)
+            self._names[parameter] = f"optimizer.{number}"
+        return self._names[parameter]
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters of the optimizer, also frozen ones; once each, in order."""
+        return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
+
+    def by_name(self) -> dict[str, Parameter]:
+        """Return all parameters of the optimizer by name."""
+        return {self.name_of(parameter): parameter for parameter in self.parameters()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.parameters()[0].device
+
+    # A step, in the order of its calls ------------------------------------------------------------------------------
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
+
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+        """List the tensors of this step and look at their gradients; `exchange` does it where nobody has.
+
+        In place:
+            On two levels `.grad` of parameters not in `reduced` becomes the mean of the node.
+
+        Collective: on two levels the ranks of a node, where there are such parameters; else nothing is communicated.
+
+        Args:
+            reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, over the node where
+                `reduces_in_node`.
+            num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
+                one has skipped a step that the others take, are found out.
+        """
+        raise NotImplementedError
+
+    def exchange(self, *, skip_nonfinite: bool = False) -> bool:
+        """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Count the step; average the replicas, if it is time."""
+        raise NotImplementedError
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Enclose `exchange` and the optimizer's own step; afterwards comes `after_step`."""
+        self._is_stepping = True
+        try:
+            yield
+        except BaseException:
+            self.give_back()
+            raise
+        finally:
+            self._is_stepping = self._is_prepared = self._is_exchanged = self._is_in_step = False
+        self.after_step()
+
+    def give_back(self) -> None:
+        """Let the optimizer be as the user has it, after a step or an exception."""
+
+    def install_hooks(self) -> None:
+        """Let `optimizer.step()` exchange, and count.
+
+        Raises:
+            ConfigurationError: another worker does so already.
+        """
+        if self.optimizer in _with_hooks:
+            raise ConfigurationError(
+                f"A method is attached to this {type(self.optimizer).__name__} already, and each step would exchange "
+                "twice. Attach once, or make a new optimizer."
+            )
+        _with_hooks.add(self.optimizer)
+        self.optimizer.register_step_pre_hook(self._before_step)
+        self.optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_in_step:  # the last step raised
+            self.give_back()
+            self._is_prepared = self._is_exchanged = False
+        self._is_in_step = True
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._exchange_once()
+            return None
+        return args[:1], {**kwargs, "closure": self._exchanging(closure)}
+
+    def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that exchanges the gradients it computes, each time it is called."""
+
+        def exchanging_closure() -> Any:
+            self._is_prepared = self._is_exchanged = False  # that was about other gradients
+            result = closure()
+            self._exchange_once()
+            return result
+
+        return exchanging_closure
+
+    def _exchange_once(self) -> None:
+        if not self._is_exchanged:  # by hand
+            self.exchange()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._is_in_step = False
+        if not self._is_stepping:
+            self._is_prepared = self._is_exchanged = False
+            self.after_step()
+
+    # What the strategies ask beside it ------------------------------------------------------------------------------
+
+    def check_schedule(self) -> None:
+        """Raise where the coming step does not go with the state; called when the training starts."""
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return what is worth logging after a step; what costs a pass over memory only where `is_due`."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> None:
+        """Move this rank's own state."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: tensors on the CPU and primitives."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        raise NotImplementedError

@@ -1,0 +1,233 @@
+"""The table of a compress step's segments on a device: one row per tensor, and the room the kernels work in.
+
+The kernels of `gpu` run over all tensors at once and find them by this table. It is built once, and written again only
+when an address, a length or a factor has changed. On a CPU the segments themselves are the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.ops.reference import Segment
+
+BLOCK = 2048  # elements per program
+SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
+SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more lest a small k be missed by chance
+ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
+# In units of the tensor's elements. A candidate takes 16 bytes of room: so the room is a byte per parameter at most.
+# Without a bound it is 8 bytes at a sparsity of 0.9375, as much as a model and its gradient, in the middle of the run.
+MOST_ROOM = 1 / 16
+FREE_ROOM = (
+    256  # candidates, 4 KiB: so much every tensor may have, lest all small ones be sorted, a dozen launches each
+)
+LEAST_ROOM = 1.5  # in units of the candidates aimed at; where there is less, the tensor is sorted
+ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Row(NamedTuple):
+    """What the kernels know of a tensor. Addresses in bytes, 0 for a tensor that is not there; the rest in elements."""
+
+    residual: int
+    momentum_buffer: int
+    gradient: int
+    weight: int
+    momentum_itemsize: int  # in bytes
+    is_nesterov: int
+    numel: int
+    k: int
+    aim: int  # candidates wanted
+    capacity: int  # candidates there is room for; 0: the tensor is sorted
+    stride: int  # of the sample
+    first_block: int
+    first_candidate: int
+    first_output: int
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether so much of the tensor is sent that a threshold would not help, or take too much room."""
+        return self.capacity == 0
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for; aligned: all tensors start at 16 bytes and have a multiple of 8 elements."""
+
+    gradient: torch.dtype
+    momentum_buffer: torch.dtype
+    weight: torch.dtype
+    is_aligned: bool
+
+
+class Workspace:
+    """What `compress_many_` keeps between steps: thresholds, the device's table of the tensors, and room.
+
+    The table is written again when an address or a factor has changed (gradients may come to lie elsewhere in every
+    step), the rest only when the tensors themselves or their k have.
+
+    Attributes:
+        thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 where
+            none is known. They influence the time, never which elements are selected: no checkpoint need keep them.
+    """
+
+    def __init__(self) -> None:
+        self.thresholds = torch.empty(0)
+        self.rows: list[Row] = []
+        self.kinds: list[Kind] = []
+        self.unknown: list[int] = []  # tensors whose threshold is to be estimated
+        self._signature: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory on the device: about a byte per parameter at most, mostly far less."""
+        return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
+
+    def update(self, segments: Sequence[Segment]) -> None:
+        """Take over the tensors of this step; raises as `compress_many_` does."""
+        signature = [_signature(segment) for segment in segments]
+        if signature == self._signature:
+            return
+        device = segments[0].residual.device
+        kinds = [_kind(segment) for segment in segments]
+        rows = _rows(segments, kinds)
+        if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
+            self._allocate(rows, kinds, device)
+        self.table = upload(rows, torch.int64, device)
+        factors = [(segment.momentum, segment.weight_decay, segment.sign) for segment in segments]
+        self.factors = upload(factors, torch.float32, device)
+        self.rows, self.kinds, self._signature = rows, kinds, signature
+
+    def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
+        numbers = {_place(row): number for number, row in enumerate(self.rows)}
+        kept = {new: numbers[_place(row)] for new, row in enumerate(rows) if _place(row) in numbers}
+        unknown = {new for new, old in kept.items() if old in self.unknown} | (set(range(len(rows))) - set(kept))
+        self.unknown = [number for number in sorted(unknown) if not rows[number].is_sorted]
+        thresholds = torch.zeros(len(rows), device=device)
+        if kept:
+            olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
+            thresholds[upload(kept, torch.int64, device)] = olds.to(device)
+        self.thresholds = thresholds
+        num_blocks = [_num_blocks(row.numel) for row in rows]
+        # (kind, its first block, its number of blocks); the blocks of a kind lie behind one another
+        self.launches: list[tuple[Kind, int, int]] = []
+        owners: list[Tensor] = []
+        for kind in dict.fromkeys(kinds):
+            mine = [number for number, other in enumerate(kinds) if other == kind]
+            self.launches.append((kind, rows[mine[0]].first_block, sum(num_blocks[number] for number in mine)))
+            owners += [torch.full((num_blocks[number],), number, dtype=torch.int32) for number in mine]
+        self.owners = torch.cat(owners).to(device)
+        self.everyone = torch.arange(len(rows), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(len(rows), dtype=torch.int32, device=device)
+        self.block_counts = torch.empty_like(self.owners)
+        self.block_bases = torch.empty_like(self.owners)
+        room = sum(row.capacity for row in rows)
+        self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
+        self.values, self.ordered_values = torch.empty(2, room, device=device)
+
+
+def _signature(segment: Segment) -> tuple[Any, ...]:
+    """Return all that the table is made from, fast: it is compared in every step."""
+    gradient, buffer, weight = segment.gradient, segment.momentum_buffer, segment.weight
+    return (
+        segment.residual.data_ptr(),
+        segment.residual.numel(),
+        (gradient.data_ptr(), gradient.dtype, gradient.is_contiguous()),
+        None if buffer is None else (buffer.data_ptr(), buffer.dtype),
+        None if weight is None else (weight.data_ptr(), weight.dtype),
+        (segment.k, segment.momentum, segment.nesterov, segment.weight_decay, segment.sign),
+        (segment.chunk, segment.dampening, segment.scale is None),
+    )
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    """Return what a threshold belongs to."""
+    return row.residual, row.numel, row.k
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def takes(segment: Segment) -> bool:
+    """Return whether the kernels take a segment: in their dtypes, not empty, no chunks, and nothing of Adam's."""
+    buffer, weight = segment.momentum_buffer, segment.weight  # one by one: this is asked of all tensors in every step
+    return (
+        segment.chunk is None
+        and segment.scale is None
+        and segment.dampening == 0
+        and segment.gradient.dtype in DTYPES
+        and (buffer is None or buffer.dtype in DTYPES)
+        and (weight is None or weight.dtype in DTYPES)
+        and segment.residual.numel() > 0
+    )
+
+
+def _kind(segment: Segment) -> Kind:
+    """Return what the kernel that corrects a tensor is compiled for; checks the tensor."""
+    if not takes(segment):
+        raise ValueError(
+            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements, without chunk, scale and "
+            "dampening: leave this one to the reference."
+        )
+    for tensor in segment.tensors:
+        if not tensor.is_contiguous() or tensor.numel() != segment.residual.numel():
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: the kernels take contiguous "
+                "ones of one size."
+            )
+    if segment.residual.dtype != torch.float32:
+        raise ValueError(f"The residual is {segment.residual.dtype}; it must be torch.float32.")
+    return Kind(
+        segment.gradient.dtype,
+        torch.float32 if segment.momentum_buffer is None else segment.momentum_buffer.dtype,
+        torch.float32 if segment.weight is None else segment.weight.dtype,
+        segment.residual.numel() % ALIGNMENT_NUMEL == 0
+        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in segment.tensors),
+    )
+
+
+def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
+    """Return the table; the blocks of one kind lie behind one another, candidates and output are in order."""
+    first_blocks, num_blocks = [0] * len(segments), 0
+    for kind in dict.fromkeys(kinds):
+        for number, segment in enumerate(segments):
+            if kinds[number] == kind:
+                first_blocks[number] = num_blocks
+                num_blocks += _num_blocks(segment.residual.numel())
+    rows: list[Row] = []
+    first_candidate = first_output = 0
+    for segment, first_block in zip(segments, first_blocks, strict=True):
+        numel, buffer, weight = segment.residual.numel(), segment.momentum_buffer, segment.weight
+        aim = SURPLUS * segment.k + MARGIN
+        capacity = min(ROOM * aim, numel, max(FREE_ROOM, int(numel * MOST_ROOM)))
+        capacity = capacity if capacity >= LEAST_ROOM * aim else 0
+        rows.append(
+            Row(
+                residual=segment.residual.data_ptr(),
+                momentum_buffer=0 if buffer is None else buffer.data_ptr(),
+                gradient=segment.gradient.data_ptr(),
+                weight=0 if weight is None or segment.weight_decay == 0 else weight.data_ptr(),
+                momentum_itemsize=0 if buffer is None else buffer.itemsize,
+                is_nesterov=int(segment.nesterov and buffer is not None),
+                numel=numel,
+                k=segment.k,
+                aim=aim,
+                capacity=capacity,
+                stride=max(1, numel // SAMPLE) | 1,  # odd: it does not fall into step with rows of a power of two
+                first_block=first_block,
+                first_candidate=first_candidate,
+                first_output=first_output,
+            )
+        )
+        first_candidate += capacity
+        first_output += segment.num_sent
+    return rows
+
+
+def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
+    tensor = torch.tensor(list(numbers), dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

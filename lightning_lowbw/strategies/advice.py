@@ -1,0 +1,76 @@
+"""What the user is told at the start of a fit: settings that have no effect, or another one than expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import EveryStep
+
+
+def num_steps_of(trainer: pl.Trainer) -> float:
+    """Return the number of optimizer steps of the run; NaN where it cannot be known."""
+    try:
+        return float(trainer.estimated_stepping_batches)
+    except MisconfigurationException:
+        return math.nan
+
+
+def warn_if_alone(strategy: str, num_ranks: int) -> None:
+    """Warn where there is one rank."""
+    if num_ranks == 1:
+        rank_zero_warn(
+            f"{strategy} with one rank: there is no other rank to communicate with, so this trains as without it. Set "
+            "Trainer(devices=..., num_nodes=...) for more."
+        )
+
+
+def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer) -> None:
+    """Warn where the run ends before the sparsity schedule begins."""
+    num_steps = num_steps_of(trainer)
+    if not math.isnan(num_steps) and when.density(int(min(num_steps, 2.0**62)) - 1, otherwise=0.0) == 1.0:
+        rank_zero_warn(
+            f"This run has {num_steps:.0f} optimizer steps, and the first sparse one would come after "
+            f"{when.rampup_begin_step} or more (rampup_begin_step={when.rampup_begin_step}): nothing will be "
+            "compressed. Let it begin earlier, or train longer."
+        )
+
+
+def tell_notes(workers: Iterable[Worker]) -> None:
+    """Say where the arithmetic of an optimizer is another one in sparse steps."""
+    for worker in workers:
+        if isinstance(worker, GradientWorker) and worker.correction.note:
+            rank_zero_info(worker.correction.note)
+
+
+def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:
+    """Warn where all steps of the run are synchronous, or it ends before the first average."""
+    begin = when.begin_step
+    if not isinstance(begin, int):
+        if trainer.lightning_module.automatic_optimization and not trainer.lr_scheduler_configs:
+            rank_zero_warn(
+                f"begin_step={begin!r}, and the module has no learning-rate scheduler: the rate never falls, so this "
+                "trains as DDP. Give a number of steps or a fraction of the run."
+            )
+        return
+    num_steps = num_steps_of(trainer)
+    if when.schedule.is_always_synchronous or math.isnan(num_steps):
+        return
+    if begin >= num_steps:
+        rank_zero_warn(
+            f"This run has {num_steps:.0f} optimizer steps, and the first {begin} are synchronous (begin_step): it "
+            "trains as DDP. Let the local phase begin earlier, or train longer."
+        )
+    elif begin + when.k_steps // when.num_fragments > num_steps:
+        rank_zero_warn(
+            f"This run has {num_steps:.0f} optimizer steps, and with begin_step={begin}, k_steps={when.k_steps} it is "
+            "over before the first average: each rank trains alone, and only the end is averaged. Give a smaller "
+            "k_steps, or train longer."
+        )

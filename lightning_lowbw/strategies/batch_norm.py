@@ -1,0 +1,92 @@
+"""The running statistics of batch norm in the sparse phase: each rank keeps its own, all are shown those of rank 0.
+
+Those of ResNet-50 are 213 KB per forward pass, more than its sparse gradients, and no training step reads them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+class BatchNorm:
+    """Keeps running statistics out of DDP's broadcast of buffers, and shows those of rank 0 for validation.
+
+    Attributes:
+        own: this rank's statistics by name, while those of rank 0 are shown.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.own: dict[str, Tensor] = {}
+        self._others: list[Tensor] | None = None  # buffers other than statistics; once per fit, not per forward pass
+
+    def begin_fit(self) -> None:
+        """Forget the last fit."""
+        self.own, self._others = {}, None
+
+    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        """Return the buffers that rank 0 sends to all before the coming forward pass."""
+        if not self._is_own:
+            return everything
+        if self._others is None:
+            statistics = {id(buffer) for buffer in self._statistics().values()}
+            self._others = [buffer for buffer in everything if id(buffer) not in statistics]
+        return self._others
+
+    def show(self) -> None:
+        """Put the statistics of rank 0 into the model, until `hide`.
+
+        Collective: all ranks.
+        """
+        if self._is_own:
+            self.own = {name: buffer.clone() for name, buffer in self._statistics().items()}
+            self.leave()
+
+    def hide(self) -> None:
+        """Put this rank's own statistics back."""
+        for name, buffer in self._statistics().items():
+            if name in self.own:
+                buffer.copy_(self.own[name])
+        self.own = {}
+
+    def leave(self) -> None:
+        """Put the statistics of rank 0 into the model, for good.
+
+        Collective: all ranks.
+        """
+        if not self._is_own:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._statistics().values():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, src=0)
+            self._strategy.ledger.record(flat.nbytes)
+            for buffer, shown in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(shown.view(buffer.shape))
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether each rank keeps its own statistics in the coming step; not if `broadcast_buffers` is given."""
+        is_left_to_us = self._strategy._ddp_kwargs.get("broadcast_buffers") is None
+        return is_left_to_us and any(not worker.reduces_in_backward for worker in self._strategy.workers)
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Return the buffers of the layers that keep running statistics, by name."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        return {
+            f"{name}.{key}": buffer
+            for name, layer in module.named_modules()
+            if isinstance(layer, _NormBase)
+            for key, buffer in layer.named_buffers(recurse=False)
+        }

@@ -1,0 +1,45 @@
+"""Steps that the user takes past Lightning: their gradients have not been exchanged, so they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_lowbw.errors import ConfigurationError
+
+
+class BypassGuard:
+    """Knows which optimizer Lightning is stepping, and refuses the steps of others."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._stepping: Optimizer | None = None
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Look at each step of some optimizers, until `release`."""
+        self._handles += [optimizer.register_step_pre_hook(self._check) for optimizer in optimizers]
+
+    def release(self) -> None:
+        """Look at them no longer."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def allowing(self, optimizer: Optimizer) -> Iterator[None]:
+        """Allow the steps of one optimizer in a `with` block."""
+        outer, self._stepping = self._stepping, optimizer
+        try:
+            yield
+        finally:
+            self._stepping = outer
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() was called past Lightning, so the gradients of the ranks were not "
+                "exchanged. Call step() of what self.optimizers() returns."
+            )

@@ -1,0 +1,33 @@
+"""The one place where it follows from the method what a strategy does beside the exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.strategies.replicas import Replicas
+from lightning_lowbw.strategies.synchronous import Synchronous
+from lightning_lowbw.strategies.uneven import Policy
+from lightning_lowbw.strategies.words import in_words
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
+    """Return what a strategy does beside the exchange.
+
+    Raises:
+        ConfigurationError: `uneven` or `audit` are out of range, or have no meaning for the method.
+    """
+    if not isinstance(audit, bool):
+        raise ConfigurationError(f"audit={audit!r}: give True or False.")
+    if strategy.method.averages_weights:
+        return Replicas(strategy, uneven, audit)
+    if audit or uneven != "finish":
+        raise ConfigurationError(
+            f"uneven={uneven!r}, audit={audit!r}: these are for methods that average weights after some steps; the "
+            f"method given communicates in every step ({in_words(strategy.method)}). Leave them out."
+        )
+    return Synchronous(strategy)

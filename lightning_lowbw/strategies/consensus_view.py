@@ -1,0 +1,128 @@
+"""The consensus view: validation, checkpoints and the end of the fit see the mean of the replicas.
+
+Looking changes nothing: afterwards each rank goes on with its own weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.where.agreement import checksum
+from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.mean import MeanInFlight
+
+
+class ConsensusView:
+    """Shows the replicas' mean in place of this rank's weights, and hides it again.
+
+    Attributes:
+        own_buffers: this rank's own, while those of the consensus are shown.
+    """
+
+    def __init__(self) -> None:
+        self.own_buffers: dict[str, Tensor] = {}
+        self._shown: list[ReplicaWorker] = []
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model holds the consensus of replicas that differ."""
+        return bool(self._shown)
+
+    def show(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> None:
+        """Put the consensus into the model, until `hide`.
+
+        Collective: all ranks, unless the replicas are equal; not while an exception unwinds, where the ranks need not
+        all be here: then each has its own weights.
+        """
+        if self.is_shown:
+            return
+        if module.trainer.interrupted:
+            if not all(worker.parameters_agree for worker in workers):
+                rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
+            return
+        if all(worker.consensus_view.is_there for worker in workers):
+            return
+        self.own_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        for worker in workers:
+            worker.consensus_view.show()
+        self._shown = list(workers)
+
+    def hide(self) -> None:
+        """Give this rank its own weights back."""
+        for worker in self._shown:
+            worker.consensus_view.hide()
+        self.keep()
+
+    def keep(self) -> None:
+        """Leave in the model what is shown."""
+        self.own_buffers, self._shown = {}, []
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state that stays as it is when the view is hidden: it may be written to disk only later."""
+        if not self.is_shown:
+            return state
+        return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
+def agree_on_weights_(module: torch.nn.Module, ledger: TrafficLedger, device: torch.device) -> None:
+    """Average weights that differ after the last average: a callback (weight averaging) may have put in its own.
+
+    In place:
+        Parameters and floating buffers.
+
+    Collective: all ranks, blocking; two numbers, and the tensors where they differ.
+    """
+    tensors = [p.detach() for p in module.parameters()]
+    tensors += [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
+    bits = torch.as_tensor(checksum(tensors), dtype=torch.int64, device=device)
+    extremes = torch.stack([bits, -bits])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if int(extremes[0]) != -int(extremes[1]):
+        nothing_beside = torch.zeros(1, device=device)
+        mean = MeanInFlight(tensors, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
+        for tensor, value in zip(tensors, mean.wait()[0], strict=True):
+            as_real(tensor).copy_(value)
+
+
+def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:
+    """Replace the metrics that callbacks and schedulers monitor by their mean over ranks: all ranks then decide alike.
+
+    Collective: all ranks, blocking.
+    """
+    names = _monitored(trainer)
+    if not names:
+        return
+    metrics = trainer.callback_metrics
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    for index, name in enumerate(names):
+        if name in metrics:
+            sums[index] = torch.tensor([float(metrics[name]), 1.0])
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    results = trainer._results
+    for name, (total, count) in zip(names, sums.tolist(), strict=True):
+        if not count:
+            continue
+        mean = torch.tensor(total / count, device=device)
+        for _, metric in () if results is None else results.valid_items():
+            assert results is not None
+            if name in results._forked_name(metric, on_step=False) and metric._computed is not None:
+                metric._computed = mean.to(metric._computed.dtype) if isinstance(metric._computed, Tensor) else mean
+        trainer._logger_connector._callback_metrics[name] = mean.to(torch.float32)
+
+
+def _monitored(trainer: pl.Trainer) -> list[str]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    names = {getattr(each, "monitor", None) for each in callbacks if isinstance(each, (Checkpoint, EarlyStopping))}
+    names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    return sorted(str(name) for name in names if name)

@@ -1,0 +1,94 @@
+"""What all ranks must agree on before the first step, and models that cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.where.agreement import agree, failing_together
+
+PLAIN = (bool, int, float, str, tuple, type(None))  # what can be compared between ranks
+
+
+def plain_values(values: Mapping[str, object]) -> dict[str, object]:
+    """Return those of some named values that can be compared between ranks."""
+    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
+
+
+def agree_on_configuration(
+    strategy: str, method: Mapping[str, object], ddp_kwargs: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Check that all ranks were given the same strategy, method and keywords of DDP.
+
+    Collective: all ranks, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    agree(f"configuration of {strategy}", {"class": strategy, **method, **plain_values(ddp_kwargs)})
+
+
+def agree_on_model(module: torch.nn.Module) -> None:
+    """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
+
+    DDP's own error about models that differ does not say where they do.
+
+    Collective: all ranks, blocking.
+
+    Raises:
+        ConfigurationError: on all ranks; a layer has gradients of torch's sparse layout.
+        DisagreementError: on all ranks; names, shapes, dtypes, layouts or what is frozen differ.
+    """
+    with failing_together():
+        refuse_sparse_gradients(module)
+    facts = {
+        f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
+        for name, p in module.named_parameters()
+    }
+    agree("model", facts)
+
+
+def agree_on_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that the optimizers, their param groups and the plain values in these are the same on all ranks.
+
+    Collective: all ranks, blocking.
+
+    Raises:
+        ConfigurationError: on all ranks; two optimizers have a parameter in common.
+        DisagreementError: on all ranks.
+    """
+    with failing_together():
+        refuse_shared_parameters(optimizers)
+    names = {id(parameter): name for name, parameter in named_parameters}
+    facts: dict[str, object] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            prefix = f"optimizer {number}, param group {index}"
+            facts[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in group["params"]]
+            facts |= {f"{prefix}, {key}": value for key, value in plain_values(group).items()}
+    agree("optimizers", facts)
+
+
+def refuse_sparse_gradients(module: torch.nn.Module) -> None:
+    """Raise ConfigurationError where a layer has gradients of torch's sparse layout."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+            raise ConfigurationError(
+                f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
+                "Build it with sparse=False: a compressing method sends few elements of it all the same."
+            )
+
+
+def refuse_shared_parameters(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigurationError where two optimizers have a parameter in common."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if len({p for group in groups for p in group["params"]}) < sum(len(group["params"]) for group in groups):
+        raise ConfigurationError(
+            "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter to "
+            "one optimizer."
+        )

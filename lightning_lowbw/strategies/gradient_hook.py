@@ -1,0 +1,147 @@
+"""The first seam: what DDP's communication hook does with a bucket, on gloo as well as on NCCL.
+
+In a dense step the bucket is all-reduced during backward; in a sparse or local one inside the node, or not at all.
+"""
+# No `from __future__ import annotations` here: DDP checks the hook's annotations, which must be real objects.
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future, collect_all
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.volume import all_reduce_bytes
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+Reduction = Callable[[Tensor], Future[Tensor]]
+
+
+class GradientHook:
+    """Reduces DDP's buckets as the workers ask, each parameter as the worker of its optimizer does."""
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+        self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently."""
+        model.register_comm_hook(state=None, hook=self.reduce)
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Return the bucket's future: all-reduced as DDP does, all-reduced inside the node, or as it is.
+
+        Collective: all ranks (inside the node: those of the node), in the same order of buckets; waits for none.
+        """
+        workers = self._strategy.workers
+        for worker in workers:
+            worker.begin(bucket.parameters())
+        reductions = {self._reduction(worker) for worker in workers} or {self._all_reduce}
+        if len(reductions) > 1:
+            return self._reduce_by_parameter(bucket)
+        (reduction,) = reductions
+        return completed(bucket.buffer()) if reduction is None else reduction(bucket.buffer())
+
+    def count_wait(self) -> None:
+        """Add to the ledger how long the training has waited since the last bucket was sent; on the CPU only."""
+        if self._last_launch_s is not None and self._strategy.root_device.type == "cpu":
+            self._strategy.ledger.exposed_s += time.perf_counter() - self._last_launch_s
+        self._last_launch_s = None
+
+    def _reduction(self, worker: Worker) -> Reduction | None:
+        """Return how the gradients of a worker are reduced in the coming step; None: not at all."""
+        if worker.reduces_in_backward:
+            return self._all_reduce
+        return self._all_reduce_in_node if worker.reduces_in_node else None
+
+    def _all_reduce(self, buffer: Tensor) -> Future[Tensor]:
+        peers = self._strategy.groups.gradients
+        peers.ledger.dense_bytes += all_reduce_bytes(buffer.nbytes, peers.num_ranks)
+        buffer.mul_(1.0 / peers.num_ranks)  # as the reducer does; a division has other bits unless N is a power of two
+        future = peers.begin_all_reduce_(buffer, exact=False).get_future()
+        self._last_launch_s = time.perf_counter()
+        return future
+
+    def _all_reduce_in_node(self, buffer: Tensor) -> Future[Tensor]:
+        peers = self._strategy.groups.gradients
+        buffer.mul_(1.0 / peers.node.num_ranks)
+        future = peers.begin_all_reduce_in_node_(buffer).get_future()
+        self._last_launch_s = time.perf_counter()
+        return future
+
+    def _reduce_by_parameter(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Reduce each parameter as the worker of its optimizer does: optimizers may be in different phases."""
+        by_parameter = {
+            parameter: self._reduction(worker)
+            for worker in self._strategy.workers
+            for group in worker.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        pending = []
+        for reduction in (self._all_reduce, self._all_reduce_in_node):
+            views = [
+                view
+                for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+                if by_parameter.get(parameter, self._all_reduce) == reduction
+            ]
+            if views:
+                pending.append((views, reduction(torch.cat([view.reshape(-1) for view in views]))))
+        return copied_back(bucket.buffer(), pending)
+
+
+def completed(buffer: Tensor) -> Future[Tensor]:
+    """Return a future of a bucket that is as it should be, once what has been queued on the current stream is done."""
+    # A future without devices records no event, and nobody waits for the stream.
+    future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
+    future.set_result(buffer)
+    return future
+
+
+def copied_back(buffer: Tensor, pending: Sequence[tuple[list[Tensor], Future[Tensor]]]) -> Future[Tensor]:
+    """Return a future of a bucket whose views get the values of some futures.
+
+    In place:
+        The views, when the futures are done.
+    """
+    if not pending:
+        return completed(buffer)
+    if buffer.is_cuda:
+        # On a stream that waits for each of them in turn; the host and the backward pass go on. `collect_all` would
+        # return a future without devices, and DDP would read the bucket before the reduction has run.
+        with _side_stream(buffer.device):
+            for views, future in pending:
+                _copy_back(views, future)
+            return completed(buffer)
+    copies = [future.then(functools.partial(_copy_back, views)) for views, future in pending]
+
+    def finished(done: Future[list[Future[None]]]) -> Tensor:
+        for copy in done.value():
+            copy.value()  # raises what the reduction has raised
+        return buffer
+
+    return collect_all(copies).then(finished)
+
+
+def _copy_back(views: list[Tensor], future: Future[Tensor]) -> None:
+    values = future.wait()
+    if values.is_cuda:  # allocated on another stream
+        values.record_stream(torch.cuda.current_stream(values.device))
+    for view, value in zip(views, values.split([view.numel() for view in views]), strict=True):
+        view.copy_(value.view(view.shape))
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _side_stream(device: torch.device) -> AbstractContextManager[None]:
+    return torch.cuda.stream(_stream_of(device))

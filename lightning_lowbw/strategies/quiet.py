@@ -1,0 +1,173 @@
+"""Between two averages no rank sends anything: neither DDP, nor Lightning's signals and timers.
+
+DDP's reductions, broadcasts of buffers and bitmaps of unused parameters are off. Lightning (2.6) broadcasts before
+every batch whether rank 0 got a SIGTERM, and timers ask rank 0 after every batch: both wait for an average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, Timer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.audit import CollectiveAudit
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+def is_timed(callback: Callback) -> bool:
+    """Return whether a callback asks rank 0 for the time after every batch."""
+    saves_by_time = isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+    return isinstance(callback, Timer) or saves_by_time
+
+
+class Quiet:
+    """Turns off and defers what would communicate in local steps, and audits it if asked to.
+
+    Attributes:
+        save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
+    """
+
+    def __init__(self, strategy: Strategy, audit: bool) -> None:
+        self._strategy = strategy
+        self._audit = CollectiveAudit() if audit else None
+        self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
+        self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
+        self.save_is_due = False
+
+    # The fit ----------------------------------------------------------------------------------------------------
+
+    def defer(self, trainer: pl.Trainer, workers: list[ReplicaWorker]) -> None:
+        """Let signals and timers wait for averages."""
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, "_broadcast_sigterm_tensor"):
+            self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._defer_signals(trainer, workers)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+            if self._audit is not None and isinstance(callback, Checkpoint):
+                hook = functools.partial(self._allow, callback.on_train_batch_end)
+                self._replace(callback, "on_train_batch_end", hook)
+            if is_timed(callback):
+                hook = functools.partial(self._call_if_communicating, callback.on_train_batch_end)
+                self._replace(callback, "on_train_batch_end", hook)
+
+    def begin_audit(self) -> None:
+        """Look at the collectives of the world from now on; those inside nodes and between peers are not its."""
+        if self._audit is not None:
+            self._audit.install(ignoring=self._strategy.groups.process_groups)
+
+    def restore(self) -> None:
+        """Undo all replacements; a tuner in a callback starts the training twice."""
+        if self._audit is not None:
+            self._audit.uninstall()
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            vars(owner).pop(name, None)
+
+    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
+        setattr(owner, name, value)
+        self._replaced.append((owner, name))
+
+    def _defer_signals(self, trainer: pl.Trainer, workers: list[ReplicaWorker]) -> None:
+        """Let SIGTERM and SLURM's signal set a request, which the next average tells all ranks."""
+        connector = trainer._signal_connector
+
+        def request_stop(signum: int, frame: Any) -> None:
+            for worker in workers:
+                worker.stop_requested = True
+
+        def request_save(signum: int, frame: Any) -> None:
+            for worker in workers:
+                worker.save_requested = True
+
+        if threading.current_thread() is not threading.main_thread():
+            return
+        deferred = {connector._sigterm_notifier_fn: request_stop, connector._slurm_sigusr_handler_fn: request_save}
+        if connector.received_sigterm:  # on this rank, before there were others to tell
+            connector.received_sigterm = False
+            request_stop(signal.SIGTERM, None)
+        for signum in signal.valid_signals():
+            handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
+            handlers[:] = [deferred.get(each, each) for each in handlers]
+
+    def _allow(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        assert self._audit is not None
+        with self._audit.allowing():
+            hook(*args, **kwargs)
+
+    def _call_if_communicating(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._may_communicate:
+            hook(*args, **kwargs)
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """Begin to look for collectives, if all optimizers are to step locally."""
+        all_local = all(worker.is_local for worker in self._strategy.workers)
+        self._may_communicate = not all_local
+        self.choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
+        if self._audit is not None and all_local:
+            self._audit.check()
+            self._audit.begin()
+
+    def end_backward(self, worker: Worker) -> None:
+        """Check that a local step's backward pass has sent nothing."""
+        if self._audit is not None and worker.is_local:
+            self._audit.check()
+
+    def end_step(self, has_communicated: bool) -> None:
+        """Let callbacks communicate up to the next batch, if the step has."""
+        if has_communicated:
+            self._may_communicate = True
+            if self._audit is not None:
+                self._audit.pause()
+        self.choose_backward_sync()
+
+    def choose_backward_sync(self) -> None:
+        """Let DDP reduce in synchronous steps, on two levels inside the node in local ones, and else do nothing."""
+        model, workers = self._strategy.model, self._strategy.workers
+        assert isinstance(model, DistributedDataParallel)
+        if model.require_backward_grad_sync and not all(worker.reduces_in_backward for worker in workers):
+            # Due in the next forward pass, and a broadcast: better now, while all ranks are here.
+            with contextlib.nullcontext() if self._audit is None else self._audit.allowing():
+                model.reducer._rebuild_buckets()
+        model.require_backward_grad_sync = any(self.ddp_reduces(worker) for worker in workers)
+
+    def ddp_reduces(self, worker: Worker) -> bool:
+        """Return whether DDP reduces in the coming step.
+
+        Not inside the node where DDP would ask the world which parameters were used.
+        """
+        model = self._strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        return worker.reduces_in_backward or (worker.reduces_in_node and not model.find_unused_parameters)
+
+    def pause_audit(self) -> None:
+        """Allow collectives up to the next local batch, and none before."""
+        if self._audit is not None:
+            self._audit.check()
+            self._audit.pause()
+
+    def hear(self, worker: ReplicaWorker) -> None:
+        """Take in what the ranks have asked of each other with the last average."""
+        if worker.stop_agreed:
+            self._strategy.trainer._signal_connector.received_sigterm = True  # Lightning raises it after the batch
+        self.save_is_due |= worker.save_agreed
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Save and requeue, as SLURM's signal asked for."""
+        self.save_is_due = False
+        trainer._signal_connector._slurm_sigusr_handler_fn(
+            signal.SIGUSR1,
+            None,  # type: ignore[arg-type]  # the frame, of which it makes no use
+        )

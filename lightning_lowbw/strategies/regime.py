@@ -1,0 +1,104 @@
+"""What a strategy does beside the exchange, which follows from when the ranks communicate: the moments of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.what.top_k import TopK
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+class Regime:
+    """The moments of a fit, in their order; here nothing is done in them. See `Synchronous` and `Replicas`."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Buffers of this rank by name, while others are shown."""
+        return {}
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Raise ConfigurationError where the Trainer asks for what cannot be done."""
+
+    def begin_fit(self) -> None:
+        """Forget the last fit."""
+
+    def buffers_of(self, optimizer: Optimizer) -> dict[str, Tensor] | None:
+        """Return the buffers that are averaged with an optimizer's parameters."""
+        return None
+
+    def set_up(self, trainer: pl.Trainer) -> None:
+        """Called at the end of the strategy's `setup`, for validation and the like as well."""
+
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        """Called when the state of a resume has been loaded, and callbacks have set schedules."""
+        for worker in self.strategy.workers:
+            worker.check_schedule()
+        if isinstance(self.strategy.method.what, TopK) and self.strategy.world_size > 1:
+            prepare_kernels(self.strategy.root_device)
+
+    def begin_batch(self, batch: Any) -> None:
+        """Called before each batch."""
+
+    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        """Return the buffers that rank 0 sends to all before the coming forward pass."""
+        return everything
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Called before each backward pass."""
+
+    @contextmanager
+    def stepping(self, worker: Worker) -> Iterator[None]:
+        """Enclose a step of an optimizer, with its closure and what the worker does after it."""
+        yield
+
+    def end_backward(self, worker: Worker) -> None:
+        """Called at the end of the closure, before gradients are exchanged."""
+
+    def ddp_has_reduced(self, worker: Worker) -> bool:
+        """Return whether the backward pass has reduced gradients where the worker asks for it."""
+        return True
+
+    def begin_validation(self) -> None:
+        """Called before validation."""
+
+    def end_validation(self) -> None:
+        """Called after validation, when all others have seen what is shown."""
+
+    def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the weights for a checkpoint."""
+        return take()
+
+    def end_save(self) -> None:
+        """Called when a checkpoint has been written."""
+
+    def end_training(self) -> None:
+        """Called after all callbacks at the end of the training."""
+
+    def tear_down(self) -> None:
+        """Give Lightning's objects back as they were."""
+
+
+def choose_buffers(model: DistributedDataParallel, choose: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    """Let DDP broadcast in each forward pass what is chosen, instead of all buffers."""
+    everything = list(model.modules_buffers)
+    will_sync_buffers = model.will_sync_module_buffers
+
+    def choose_then_ask() -> bool:
+        model.modules_buffers = choose(everything)
+        return will_sync_buffers()
+
+    model.will_sync_module_buffers = choose_then_ask  # type: ignore[method-assign]

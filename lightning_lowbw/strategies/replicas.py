@@ -1,0 +1,291 @@
+"""Methods that average weights now and then: between two averages each rank trains alone, and sends nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.advice import num_steps_of, warn_if_never_local
+from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.quiet import Quiet
+from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.strategies.uneven import Policy, Uneven
+from lightning_lowbw.when.every_k import EveryK
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+class Replicas(Regime):
+    """Connects the consensus view, the quiet between averages and uneven data to the moments of a fit.
+
+    Args:
+        strategy: the strategy.
+        uneven: as in `Strategy`.
+        audit: as in `Strategy`.
+
+    Attributes:
+        quiet: keeps the steps between averages free of communication.
+        uneven: ends the epochs of ranks with different numbers of batches.
+        view: of the consensus.
+
+    Raises:
+        ConfigurationError: a value is out of range, or does not go together with averages.
+    """
+
+    def __init__(self, strategy: Strategy, uneven: Policy, audit: bool) -> None:
+        super().__init__(strategy)
+        when = strategy.method.when
+        assert isinstance(when, EveryK)
+        if strategy.method.where.topology == "flat" and when.node_k_steps != 1:
+            raise ConfigurationError(
+                f"node_k_steps={when.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
+            )
+        if strategy._ddp_kwargs.get("broadcast_buffers"):
+            raise ConfigurationError(
+                "broadcast_buffers=True sends the buffers of rank 0 in every forward pass; local SGD averages them "
+                "with the parameters. Leave it out."
+            )
+        self.quiet = Quiet(strategy, audit)
+        self.uneven = Uneven(strategy, uneven, self._hear)
+        self.view = ConsensusView()
+        self._callback = FirstCallback(self)
+        self._losses: list[Tensor] = []  # since the last step of any optimizer
+
+    @property
+    @override
+    def own_buffers(self) -> dict[str, Tensor]:
+        return self.view.own_buffers
+
+    @property
+    def workers(self) -> list[ReplicaWorker]:
+        """The strategy's workers."""
+        return [worker for worker in self.strategy.workers if isinstance(worker, ReplicaWorker)]
+
+    # Setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        if self.strategy._layer_sync is not None:
+            raise ConfigurationError(
+                "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD is to send nothing "
+                "between averages, which include batch norm's statistics. Leave it out."
+            )
+
+    @override
+    def begin_fit(self) -> None:
+        self._losses.clear()
+        self.view.keep()
+        self.uneven.begin_fit()
+        self.quiet.save_is_due = False
+
+    @override
+    def buffers_of(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        module = self.strategy.lightning_module
+        assert module is not None
+        return buffers_by_optimizer(module, self.strategy.optimizers)[id(optimizer)]
+
+    @override
+    def set_up(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self.strategy.workers and self.strategy.world_size > 1 and self._callback not in callbacks:
+            callbacks.insert(0, self._callback)
+
+    @override
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        resolve_begin(self.strategy, trainer)
+        super().begin_training(trainer)
+        if self.strategy.world_size == 1:
+            return
+        self.quiet.restore()
+        assert isinstance(self.strategy.method.when, EveryK)
+        warn_if_never_local(self.strategy.method.when, trainer)
+        self.uneven.compare_data(trainer, self.workers)
+        self.uneven.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        self.quiet.defer(trainer, self.workers)
+        for worker in self.workers:
+            worker.begin_local()
+        self.quiet.choose_backward_sync()
+        self.quiet.begin_audit()
+
+    @override
+    def tear_down(self) -> None:
+        self.quiet.restore()
+        module = self.strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def begin_batch(self, batch: Any) -> None:
+        self.view.hide()  # whoever asked for the consensus last has not ended it
+        if self.strategy.world_size > 1:
+            self.uneven.count(batch, self.workers)
+            self.quiet.begin_batch()
+
+    @override
+    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        return everything if any(worker.reduces_in_backward for worker in self.workers) else []
+
+    @override
+    def begin_backward(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    @override
+    @contextmanager
+    def stepping(self, worker: Worker) -> Iterator[None]:
+        assert isinstance(worker, ReplicaWorker)
+        num_averages, was_local = worker.num_averages, worker.is_local
+        yield
+        if self.strategy.world_size > 1:
+            has_averaged = worker.steps_since_average == 0 or worker.num_averages != num_averages
+            self.quiet.end_step(has_averaged or not was_local)
+            if has_averaged or not was_local:
+                self._hear(worker)
+
+    @override
+    def end_backward(self, worker: Worker) -> None:
+        assert isinstance(worker, ReplicaWorker)
+        for loss in self._losses:
+            worker.observe_loss(loss)
+        self._losses.clear()
+        self.quiet.end_backward(worker)
+
+    @override
+    def ddp_has_reduced(self, worker: Worker) -> bool:
+        return self.quiet.ddp_reduces(worker)
+
+    def _hear(self, worker: ReplicaWorker) -> None:
+        self.quiet.hear(worker)
+        self.uneven.hear(worker)
+
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """Wait for ranks with more batches, and save if that was asked for; on uneven data at the end of the epoch."""
+        self.uneven.end_batch(trainer)
+        if self.quiet.save_is_due and (self.uneven.has_ended_epoch or not self.uneven.is_uneven):
+            self.quiet.save(trainer)
+
+    # The consensus view -----------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Put the consensus into the model, until the next batch, the end of validation or the end of a save."""
+        module = self.strategy.lightning_module
+        if module is None or module._trainer is None or self.view.is_shown:
+            return
+        if not module.trainer.interrupted:
+            self.quiet.pause_audit()
+            self.uneven.check_view(module.trainer)
+        self.view.show(self.workers, module)
+
+    @override
+    def end_validation(self) -> None:
+        self.view.hide()
+
+    @override
+    def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        module = self.strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if self.workers and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.show()
+        return self.view.copied(take())
+
+    @override
+    def end_save(self) -> None:
+        if not self.strategy.trainer.validating:
+            self.view.hide()
+
+    def leave_consensus(self) -> None:
+        """Leave the consensus in the model, before the callbacks' `on_train_end`."""
+        self.uneven.finish_epoch(is_over=True)  # a callback may have stopped the training in mid-epoch
+        self.show()
+        self.view.keep()
+        for worker in self.workers:
+            worker.finish()
+
+    @override
+    def end_training(self) -> None:
+        module = self.strategy.lightning_module
+        assert module is not None
+        if self.strategy.world_size > 1:
+            agree_on_weights_(module, self.strategy.ledger, self.strategy.root_device)
+
+
+class FirstCallback(Callback):
+    """Is the first in the list of callbacks, so that all others see the consensus, and metrics that agree."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._replicas.end_batch(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._replicas.uneven.begin_epoch(trainer, self._replicas.workers)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._replicas.show()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            agree_on_monitored(trainer, trainer.strategy.root_device)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._replicas.quiet.pause_audit()
+        agree_on_monitored(trainer, trainer.strategy.root_device)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._replicas.leave_consensus()
+
+
+def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
+    """Turn a `begin_step` that is a fraction of the run into a number of steps.
+
+    Collective: all ranks.
+
+    Raises:
+        ConfigurationError: on all ranks; the length of the run is not known.
+    """
+    when = strategy.method.when
+    assert isinstance(when, EveryK)
+    begin = when.begin_step
+    if not isinstance(begin, float):
+        return
+    num_steps = num_steps_of(trainer)
+    if not math.isfinite(num_steps):
+        raise ConfigurationError(
+            f"begin_step={begin} of a run whose number of steps is not known: give a number of steps."
+        )
+    step = round(begin * num_steps)
+    strategy.reconfigure(strategy.method.replace(begin_step=step))
+    rank_zero_info(f"{type(strategy).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
+
+
+def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, dict[str, Tensor]]:
+    """Return, by id of the optimizer, the buffers of layers whose parameters it trains; all others with the first."""
+    owner = {p: id(optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    shares: dict[int, dict[str, Tensor]] = {id(optimizer): {} for optimizer in optimizers}
+    seen: set[int] = set()
+    for prefix, layer in module.named_modules():
+        owners = [owner[p] for p in layer.parameters(recurse=False) if p in owner]
+        for name, buffer in layer.named_buffers(recurse=False):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                share = shares[owners[0] if owners else id(optimizers[0])]
+                share[f"{prefix}.{name}" if prefix else name] = buffer
+    return shares

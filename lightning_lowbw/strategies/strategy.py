@@ -1,0 +1,330 @@
+"""`DDPStrategy` with three seams into a Lightning step, and a method that communicates in them.
+
+1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through;
+2. the end of the wrapped closure: look for faults, clip, exchange;
+3. after the step: the method's counters and averages, and the user's values back in the param groups.
+
+Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. What
+else there is to do is one concern per file; `choice.regime_of` decides which of them a method needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowbw.engine.method import Method, as_method
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies import facts
+from lightning_lowbw.strategies.advice import warn_if_alone
+from lightning_lowbw.strategies.backwards import Backwards
+from lightning_lowbw.strategies.bypass import BypassGuard
+from lightning_lowbw.strategies.checkpoint import Checkpoints
+from lightning_lowbw.strategies.choice import regime_of
+from lightning_lowbw.strategies.clipping import Clipping
+from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.groups import Groups
+from lightning_lowbw.strategies.keywords import check_keywords
+from lightning_lowbw.strategies.regime import choose_buffers
+from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
+from lightning_lowbw.strategies.uneven import Policy
+from lightning_lowbw.strategies.velocities import with_whole_velocities
+from lightning_lowbw.strategies.words import in_words, where_in_words
+from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.topology_choice import TopologyChoice
+
+SETTLE_S = 0.02
+
+
+class Strategy(DDPStrategy):
+    """DDP whose communication is a method's.
+
+    Args:
+        method: when the ranks communicate, what they send, and to whom; a `Method`, such as `DGC(...)` or
+            `LocalSGD(...)` return, or a mapping, as `Method.describe` does.
+        topology: instead of the method's own: "flat" or, for two levels, "auto" (asks the launcher and the host
+            names), a number of ranks per node, the ranks of each node, or a `Topology`.
+        uneven: for averages of weights: what ranks do that have more batches than others in an epoch: "finish" them, or
+            "stop" at the next average. Replicas are then weighted by samples, and averaged at the end of each epoch.
+        audit: for averages of weights: fail where a collective is issued between two of them, and name it.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`, checked
+            against their signatures.
+
+    Attributes:
+        method: the configuration; see `reconfigure`.
+        ledger: the traffic of this rank since the start of the fit.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword is unknown or cannot be combined with a communication
+            hook.
+
+    Example:
+        >>> from lightning_lowbw import LocalSGD
+        >>> Strategy(LocalSGD(k_steps=4), topology=2)
+        Strategy(every 4 steps after step 1, whole parameters in float32; topology=2)
+    """
+
+    def __init__(
+        self,
+        method: Method | Mapping[str, Any],
+        *,
+        topology: TopologyChoice | None = None,
+        uneven: Policy = "finish",
+        audit: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        check_keywords(type(self), kwargs)
+        super().__init__(**kwargs)
+        self.method = as_method(method).at(topology)
+        self.ledger = TrafficLedger()
+        self.groups = Groups()
+        self.clipping = Clipping(self)
+        self.regime = regime_of(self, uneven, audit)
+        self._options = {"uneven": uneven, "audit": audit}
+        self._hook = GradientHook(self)
+        self._guard = BypassGuard()
+        self._backwards = Backwards()
+        self._checkpoints = Checkpoints(self)
+        self._workers: dict[int, Worker] = {}  # by id of the optimizer
+        self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(Strategy).parameters
+        chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
+        options = {**where_in_words(self.method), **chosen, **facts.plain_values(self._ddp_kwargs)}
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"{type(self).__name__}({in_words(self.method)}; {shown})"
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The method's workers, in the order of the optimizers, of the present fit or the last one."""
+        return list(self._workers.values())
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the present fit."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def worker_of(self, optimizer: Any) -> Worker:
+        """Return the worker of an optimizer.
+
+        Raises:
+            ConfigurationError: `configure_optimizers` has not returned it.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if id(optimizer) not in self._workers:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
+                f"{type(self).__name__} exchanges gradients for those only."
+            )
+        return self._workers[id(optimizer)]
+
+    def reconfigure(self, method: Method) -> None:
+        """Replace the method's configuration, for the steps to come.
+
+        Collective: all ranks.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
+        facts.agree_on_configuration(type(self).__name__, method.facts())
+        self.method = method
+        for worker in self.workers:
+            worker.method = method
+
+    # Setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            self.regime.set_up(trainer)
+            return
+        self.regime.check(trainer)
+        self.ledger = TrafficLedger()
+        self._workers.clear()
+        self._backwards.begin_fit()
+        self.regime.begin_fit()
+        super().setup(trainer)
+        assert isinstance(self.model, DistributedDataParallel)
+        named_parameters = list(trainer.lightning_module.named_parameters())
+        with failing_together():
+            for optimizer in self.optimizers:
+                buffers = self.regime.buffers_of(optimizer)
+                worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, buffers)
+                self._workers[id(optimizer)] = worker
+        facts.agree_on_optimizers(self.optimizers, named_parameters)
+        self._guard.watch(self.optimizers)
+        self._checkpoints.begin_fit()
+        self.clipping.install()
+        self.regime.set_up(trainer)
+        warn_if_alone(type(self).__name__, self.world_size)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        facts.agree_on_configuration(type(self).__name__, self.method.facts(), self._ddp_kwargs)
+        facts.agree_on_model(self.model)
+        group = self._ddp_kwargs.get("process_group")
+        self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)
+        # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
+        self._reduced_by_ddp = frozenset(p for p in self.model.parameters() if p.requires_grad)
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        choose_buffers(self.model, self.regime.buffers_to_broadcast)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self._hook.register(self.model)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.regime.begin_training(self.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.regime.end_training()
+
+    @override
+    def teardown(self) -> None:
+        self.regime.tear_down()
+        self.clipping.restore()
+        self.groups.close()
+        self._guard.release()
+        for worker in self.workers:
+            worker.to(torch.device("cpu"))
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        super().teardown()
+        if trainer is not None and not trainer.interrupted:  # no collective while an exception unwinds
+            # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
+            # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
+            time.sleep(SETTLE_S)
+            self.barrier()
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._checkpoints.begin_batch()
+        self.regime.begin_batch(batch)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._backwards.num += 1
+        self.regime.begin_backward(closure_loss)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        worker = self.worker_of(optimizer)
+
+        def exchanging_closure() -> Any:
+            result = closure()
+            self._end_closure(worker)
+            return result
+
+        with self._guard.allowing(worker.optimizer), self.regime.stepping(worker), worker.stepping():
+            return super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+
+    @torch.no_grad()
+    def _end_closure(self, worker: Worker) -> None:
+        """Turn the gradients of the optimizer that steps into those it is to step with."""
+        self.regime.end_backward(worker)
+        if worker.is_local:  # Lightning alone clips and scales
+            self._exchange(worker)
+            return
+        self._hook.count_wait()
+        if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
+            if not worker.reduces_in_backward:
+                worker.optimizer.zero_grad(set_to_none=True)
+            return
+        scaler = scaler_of(self.precision_plugin)
+        if scaler is None:
+            self._exchange(worker)
+            return
+        scale = scaler.get_scale()
+        scale_gradients_(worker.optimizer, 1.0 / scale)
+        if self._exchange(worker, skip_nonfinite=True):
+            scale_gradients_(worker.optimizer, scale)  # which the plugin takes out again
+        else:
+            let_scaler_skip_(worker.optimizer)
+
+    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
+        """Look for faults, clip, exchange; return whether the step is to be taken."""
+        reduced = self._reduced_by_ddp if self.regime.ddp_has_reduced(worker) else frozenset()
+        worker.prepare(reduced=reduced, num_backwards=self._backwards.num)
+        if worker.clips_before_exchange and self.clipping.is_asked_for:
+            self.clipping.clip(worker)
+        return worker.exchange(skip_nonfinite=skip_nonfinite)
+
+    # Validation and checkpoints ---------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.regime.begin_validation()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.regime.end_validation()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.regime.state_dict(super().lightning_module_state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        if self.trainer.interrupted:  # the ranks of a node need not all be here
+            return state
+        return with_whole_velocities(state, self.worker_of(optimizer))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        checkpoint, filepath = self._checkpoints.save_shard(checkpoint, filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.regime.end_save()
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.remove_shards(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._checkpoints.note_path(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._checkpoints.load_shards(checkpoint)

@@ -1,0 +1,83 @@
+"""Methods that exchange gradients in every step: replicas' weights are equal, running statistics and velocities not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.advice import tell_notes, warn_if_never_sparse
+from lightning_lowbw.strategies.batch_norm import BatchNorm
+from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.strategies.scaling import scaler_of
+from lightning_lowbw.strategies.velocities import leave_whole_velocities_
+from lightning_lowbw.when.every_step import EveryStep
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+class Synchronous(Regime):
+    """Shows the running statistics of rank 0, and leaves whole velocities at the end."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self._batch_norm = BatchNorm(strategy)
+
+    @property
+    @override
+    def own_buffers(self) -> dict[str, Tensor]:
+        return self._batch_norm.own
+
+    @override
+    def begin_fit(self) -> None:
+        self._batch_norm.begin_fit()
+
+    @override
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        super().begin_training(trainer)
+        method = self.strategy.method
+        if not isinstance(method.when, EveryStep) or not method.compresses_gradients or self.strategy.world_size == 1:
+            return
+        if method.when.overlap:
+            self._check_overlap(trainer)
+        warn_if_never_sparse(method.when, trainer)
+        tell_notes(self.strategy.workers)
+
+    def _check_overlap(self, trainer: pl.Trainer) -> None:
+        """Refuse what needs whole gradients, or does not say during backward which step they are for."""
+        ddp = self.strategy._ddp_kwargs
+        obstacles = {
+            "gradient clipping": self.strategy.clipping.is_asked_for,
+            "a GradScaler (precision='16-mixed')": scaler_of(self.strategy.precision_plugin) is not None,
+            "manual optimization": not trainer.lightning_module.automatic_optimization,
+            "find_unused_parameters=True": bool(ddp.get("find_unused_parameters")),  # buckets hold unused ones, too
+            "static_graph=True": bool(ddp.get("static_graph")),
+        }
+        found = [name for name, is_there in obstacles.items() if is_there]
+        if found:
+            raise ConfigurationError(
+                f"overlap=True sends gradients during backward, which cannot be combined with {', '.join(found)}: "
+                "leave out one of them."
+            )
+
+    @override
+    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+        return self._batch_norm.buffers_to_broadcast(everything)
+
+    @override
+    def begin_validation(self) -> None:
+        self._batch_norm.show()
+
+    @override
+    def end_validation(self) -> None:
+        self._batch_norm.hide()
+
+    @override
+    def end_training(self) -> None:
+        for worker in self.strategy.workers:
+            leave_whole_velocities_(worker)
+        self._batch_norm.leave()

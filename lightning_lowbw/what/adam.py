@@ -1,0 +1,153 @@
+"""Momentum correction for Adam and AdamW: Adam's step on a rank's own gradient goes into the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.momentum import Constants, ErrorFeedback, Group, MomentumCorrection
+
+
+class AdamCorrection(ErrorFeedback):
+    """Adam's step on this rank's own gradient, into the residual; for Adam and AdamW. N ranks, t steps taken:
+
+        m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N
+        r = r + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled; Adam's own goes into G.
+    The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
+
+    b1 is at most `LARGEST_BETA1` here: what is sent late is a mean over steps already, as momentum is.
+
+    G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
+    which is so for all but a few elements and steps, that is the mean square of one divided by N.
+
+    Source: momentum correction of arXiv 1712.01887, on what Adam preconditions; chosen by `benchmarks/adam.py`.
+    """
+
+    kind = "own_variance"
+    velocity_key = "exp_avg"
+    is_complete = True
+    masks = False
+    LARGEST_BETA1 = 0.7
+
+    @property
+    def note(self) -> str:
+        largest = self.LARGEST_BETA1
+        lowered = sorted({b for group in self.optimizer.param_groups if (b := float(group["betas"][0])) > largest})
+        if not lowered:
+            return ""
+        return (
+            f"{type(self.optimizer).__name__}: beta1={', '.join(map(str, lowered))} is lowered to {largest} for sparse "
+            "tensors in the sparse phase: what is sent late is a mean over steps already."
+        )
+
+    @property
+    def local_keys(self) -> tuple[str, ...]:
+        has_largest = any(group["amsgrad"] for group in self.optimizer.param_groups)
+        return ("exp_avg_sq", "max_exp_avg_sq") if has_largest else ("exp_avg_sq",)
+
+    def check(self) -> None:
+        for group in self.optimizer.param_groups:
+            for name in ("capturable", "differentiable"):
+                if group.get(name):
+                    raise ConfigurationError(
+                        f"{type(self.optimizer).__name__}({name}=True): the sparse steps of {name} Adam are not "
+                        f'corrected. Leave {name} out, or set correction="error_feedback".'
+                    )
+
+    def constants(self, parameter: Parameter, group: Group) -> Constants:
+        beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
+        return Constants(
+            momentum=beta1,
+            dampening=beta1,
+            weight_decay=0.0 if self._is_decoupled(group) else float(group["weight_decay"]),
+            sign=-1.0 if group.get("maximize") else 1.0,
+        )
+
+    def _is_decoupled(self, group: Group) -> bool:
+        return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
+
+    def scale(self, parameter: Parameter, group: Group) -> Tensor:
+        assert parameter.grad is not None
+        second_moment = self._take_square(parameter, group, parameter.grad, 1.0 / self.num_participants)
+        beta1, beta2 = self.constants(parameter, group).momentum, float(group["betas"][1])
+        step = float(self.optimizer.state[parameter]["step"])
+        denominator = second_moment.div_(1.0 - beta2**step).sqrt_().add_(group["eps"])
+        return denominator.mul_(1.0 - beta1**step).reciprocal_().to(torch.float32)
+
+    def _take_square(self, parameter: Parameter, group: Group, gradient: Tensor, share: float) -> Tensor:
+        """Step v with a share of the square of a gradient; return it (for amsgrad the largest), float32 or wider."""
+        state, beta2 = self._state(parameter, group), float(group["betas"][1])
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        if group["weight_decay"] != 0 and not self._is_decoupled(group):
+            wide = (wide.neg() if group.get("maximize") else wide).add(parameter, alpha=group["weight_decay"])
+        state["step"] += 1
+        second_moment: Tensor = state["exp_avg_sq"].to(wide.dtype).mul(beta2)
+        second_moment.addcmul_(wide, wide, value=(1.0 - beta2) * share)
+        state["exp_avg_sq"].copy_(second_moment)
+        if group["amsgrad"]:
+            state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], state["exp_avg_sq"]))
+            second_moment.copy_(state["max_exp_avg_sq"])
+        return second_moment
+
+    def _state(self, parameter: Parameter, group: Group) -> dict[str, Any]:
+        """Return Adam's state of a parameter, made as Adam makes it at the first step."""
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        if not state:
+            device = parameter.device if group.get("fused") else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for key in (self.velocity_key, *self.local_keys):
+                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def take_over(self, sparse: Sequence[Parameter]) -> None:
+        """Step the sparse parameters where the optimizer gathers those of a group: after all hooks of the closure."""
+        optimizer, ours = self.optimizer, set(sparse)
+        gather: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
+
+        def step_ours_and_gather_the_others(group: Group, *lists: list[Any]) -> Any:
+            mine = [p for p in group["params"] if p in ours and p.grad is not None]
+            for parameter in mine if self._unscale([p.grad for p in mine]) else ():
+                self._step(parameter, group)
+            return gather(optimizer, {**group, "params": [p for p in group["params"] if p not in ours]}, *lists)
+
+        optimizer._init_group = step_ours_and_gather_the_others  # type: ignore[attr-defined]
+
+    def _unscale(self, gradients: Sequence[Tensor]) -> bool:
+        """Do for a fused optimizer what a GradScaler leaves to its kernel; return whether the step is to be taken."""
+        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is not None:
+            for gradient in gradients:
+                gradient.div_(scale)
+        return found_inf is None or not found_inf
+
+    def _step(self, parameter: Parameter, group: Group) -> None:
+        lr = float(group["lr"])
+        assert parameter.grad is not None
+        with torch.no_grad():
+            if self._is_decoupled(group):
+                parameter.mul_(1.0 - lr * float(group["weight_decay"]))
+            parameter.add_(parameter.grad, alpha=lr if group.get("maximize") else -lr)
+
+    def give_back(self) -> None:
+        vars(self.optimizer).pop("_init_group", None)
+
+
+def correction_for(optimizer: Optimizer, choice: str, num_participants: int) -> ErrorFeedback:
+    """Return the correction of an optimizer: "auto" for its own, "error_feedback" for any.
+
+    A subclass of torch's optimizers has a step of its own, which need not be the one corrected here.
+    """
+    kind = type(optimizer)
+    if choice == "auto" and kind is SGD:
+        return MomentumCorrection(optimizer, num_participants)
+    if choice == "auto" and kind in (Adam, AdamW):
+        return AdamCorrection(optimizer, num_participants)
+    return ErrorFeedback(optimizer, num_participants)

@@ -1,0 +1,154 @@
+"""How a gradient enters the residual: error feedback for any optimizer, momentum correction for SGD.
+
+A correction says how a gradient enters the residual (the constants of `ops.reference.Segment`), which state of the
+optimizer is the velocity, and what is left to the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
+1712.01887. Adam and AdamW: `what.adam`. All others: error feedback, and the optimizer does the rest with what arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.errors import ConfigurationError
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """How a gradient enters the residual of a param group's tensors, as in `ops.reference.Segment`."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    sign: float = 1.0
+
+
+class ErrorFeedback:
+    """``v = v + G``. The optimizer applies its own momentum and decay to what arrives.
+
+    Attributes:
+        kind: by which a checkpoint tells what its residuals and velocities mean.
+        velocity_key: of the optimizer's state that is u; None without.
+        is_complete: whether nothing of the optimizer's arithmetic is left out.
+        masks: whether velocities are cleared where they have been sent, unless the user says.
+    """
+
+    kind = "error_feedback"
+    velocity_key: str | None = None
+    is_complete = False
+    masks = True
+
+    def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
+        self.optimizer, self.num_participants = optimizer, num_participants
+
+    @property
+    def local_keys(self) -> tuple[str, ...]:
+        """Names of other states of the optimizer that differ between ranks."""
+        return ()
+
+    @property
+    def note(self) -> str:
+        """What the user is to be told when the training starts; empty for nothing."""
+        return ""
+
+    def check(self) -> None:
+        """Raise ConfigurationError where a param group asks for what cannot be corrected."""
+
+    def constants(self, parameter: Parameter, group: Group) -> Constants:
+        """Return the constants of a parameter of a group, as the user has them."""
+        return Constants()
+
+    def velocity(self, parameter: Parameter) -> Tensor:
+        """Return u of a parameter: the optimizer's own, in the parameter's shape; zeros where there is none yet."""
+        assert self.velocity_key is not None
+        state = self.optimizer.state[parameter]
+        if state.get(self.velocity_key) is None:
+            state[self.velocity_key] = torch.zeros_like(parameter, requires_grad=False)
+        velocity: Tensor = state[self.velocity_key]
+        return velocity
+
+    def scale(self, parameter: Parameter, group: Group) -> Tensor | None:
+        """Return what the velocity is multiplied with, elementwise, on its way into the residual; None for 1.
+
+        Called once per sparse step that is taken, before the velocity is brought up to date.
+        """
+        return None
+
+    def take_over(self, sparse: Sequence[Parameter]) -> None:
+        """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""
+
+    def give_back(self) -> None:
+        """Let the optimizer step as it did."""
+
+    def correct_dense(self, parameter: Parameter, group: Group) -> None:
+        """Make of an averaged gradient, in place, what the optimizer is to step with after `take_over`."""
+
+
+class MomentumCorrection(ErrorFeedback):
+    """``g = G + c w; u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); what arrives is a plain SGD step.
+
+    `take_over` sets momentum and weight decay of the param groups to 0.
+    """
+
+    kind = "momentum"
+    velocity_key = "momentum_buffer"
+    is_complete = True
+
+    def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
+        super().__init__(optimizer, num_participants)
+        self._user_values: list[tuple[Group, Group]] = []
+
+    def check(self) -> None:
+        for group in self.optimizer.param_groups:
+            if group["momentum"] != 0 and group["dampening"] != 0:
+                raise ConfigurationError(
+                    f"SGD with dampening={group['dampening']} has no momentum correction. Set dampening=0 and lower "
+                    "the learning rate instead."
+                )
+
+    def constants(self, parameter: Parameter, group: Group) -> Constants:
+        values = {**group, **next((values for changed, values in self._user_values if changed is group), {})}
+        return Constants(
+            momentum=float(values["momentum"]),
+            nesterov=bool(values["nesterov"]),
+            weight_decay=float(values["weight_decay"]),
+            sign=-1.0 if group.get("maximize") else 1.0,
+        )
+
+    def take_over(self, sparse: Sequence[Parameter]) -> None:
+        if self._user_values:  # a closure that ran twice
+            return
+        for group in self.optimizer.param_groups:
+            self._user_values.append((group, {key: group[key] for key in ("momentum", "weight_decay")}))
+            group.update(momentum=0.0, weight_decay=0.0)
+
+    def give_back(self) -> None:
+        for group, values in self._user_values:
+            group.update(values)
+        self._user_values.clear()
+
+    def correct_dense(self, parameter: Parameter, group: Group) -> None:
+        """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
+        constants, gradient = self.constants(parameter, group), parameter.grad
+        assert gradient is not None
+        if constants.sign < 0:  # as torch's SGD does, before the decay
+            gradient.neg_()
+        if constants.weight_decay != 0:
+            gradient.add_(parameter.detach(), alpha=constants.weight_decay)
+        if constants.momentum != 0:
+            velocity = self.velocity(parameter)
+            velocity.mul_(constants.momentum).add_(gradient)
+            gradient = gradient.add(velocity, alpha=constants.momentum) if constants.nesterov else velocity
+        assert parameter.grad is not None
+        parameter.grad.copy_(gradient)
+        if constants.sign < 0:
+            parameter.grad.neg_()

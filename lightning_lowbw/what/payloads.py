@@ -1,0 +1,34 @@
+"""What is sent of a tensor, as values: all of it, all of it in few bits per value, or its largest elements.
+
+`Whole` and `Narrow` are here, `TopK` has a module of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.narrow_values import NARROW_NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow:
+    """Every element in few bits, with error feedback: what is rounded away is added to the next message.
+
+    Args:
+        value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values.
+
+    Raises:
+        ConfigurationError: the dtype is none of these.
+    """
+
+    value_dtype: str = "int8"
+
+    def __post_init__(self) -> None:
+        if self.value_dtype not in NARROW_NAMES:
+            raise ConfigurationError(f"value_dtype={self.value_dtype!r}: choose one of {', '.join(NARROW_NAMES)}.")

@@ -1,0 +1,105 @@
+"""What has not been sent yet, of every tensor: the one store of error feedback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
+
+
+class Residuals(Mapping[str, Tensor]):
+    """Residuals by the name of their parameter: flat float32 views into one buffer.
+
+    Where tensors lie behind one another, a pass over all of them is a pass over one piece of memory. Tensors that come
+    later get a buffer of their own, until `to` or `load` puts all into one again.
+
+    Example:
+        >>> residuals = Residuals()
+        >>> residuals.ensure({"weight": 4, "bias": 1}, torch.device("cpu"))
+        >>> residuals["weight"][0] = 3.0
+        >>> residuals["bias"][0] = 4.0
+        >>> residuals.norm(), list(residuals)
+        (5.0, ['weight', 'bias'])
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the residual of a tensor, to be changed in place: float32, shape (numel,)."""
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def ensure(self, numels: Mapping[str, int], device: torch.device) -> None:
+        """Allocate zeros for the names that are not there yet, in one buffer, and move the others to the device.
+
+        Args:
+            numels: elements of each tensor, by name.
+            device: where they are to be.
+
+        Raises:
+            ValueError: a residual is there with another number of elements; nothing has changed then.
+        """
+        views = self._views
+        for name, numel in numels.items():
+            if name in views and views[name].numel() != numel:
+                raise ValueError(
+                    f"The residual of {name!r} has {views[name].numel()} elements, and {numel} are asked for: take it "
+                    "out (pop) before the parameter changes its size."
+                )
+        if device.index is None:  # "cuda" is some "cuda:0"
+            device = torch.empty(0, device=device).device
+        apart = {name: numel for name, numel in numels.items() if name not in views or views[name].device != device}
+        for name, view in _allocate(apart, device).items():
+            if name in views:
+                view.copy_(views[name])
+            views[name] = view
+
+    def to(self, device: torch.device) -> None:
+        """Move all of them, into one buffer; those that are there already stay."""
+        self.ensure({name: view.numel() for name, view in self._views.items()}, device)
+
+    def norm(self) -> float:
+        """Return the 2-norm of all of them together; waits for the device."""
+        norms = [view.norm().double() for view in self._views.values()]
+        by_device = {norm.device: [other for other in norms if other.device == norm.device] for norm in norms}
+        return math.sqrt(sum(float(torch.stack(each).square().sum()) for each in by_device.values()))
+
+    def pop(self, name: str) -> Tensor:
+        """Take a residual out and return it; its memory is free again when the whole buffer is."""
+        return self._views.pop(name)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._views.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies on the CPU, by name, each with memory of its own: a checkpoint holds no more than that."""
+        return {name: view.to("cpu", copy=True) for name, view in self._views.items()}
+
+    def load(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+        """Take over what `state` returned, instead of what is there.
+
+        Args:
+            state: by name; of any shape and dtype, kept flat and in float32.
+            device: where they are to be; the CPU by default.
+        """
+        self._views = _allocate({n: each.numel() for n, each in state.items()}, device or torch.device("cpu"))
+        for name, view in self._views.items():
+            view.copy_(state[name].reshape(-1))
+
+
+def _allocate(numels: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Return flat views of zeros into one new buffer, each of which starts at a multiple of the alignment."""
+    sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
+    parts = torch.zeros(sum(sizes), device=device).split(sizes) if sizes else ()
+    return {name: part[:numel] for (name, numel), part in zip(numels.items(), parts, strict=True)}

@@ -1,0 +1,115 @@
+"""Every k local steps: ranks step on their own gradients, and their weights are averaged now and then.
+
+Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
+mini-batches, use local SGD", arXiv 1808.07217 (post-local); Douillard et al., "Streaming DiLoCo with overlapping
+communication", arXiv 2501.18512 (fragments).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from lightning_lowbw.arguments import is_number
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.when.adaptive import PeriodSchedule, Rule
+from lightning_lowbw.when.outer import OuterName, OuterOptimizer
+
+InnerMomentum = Literal["local", "average", "reset"]
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryK:
+    """Average the replicas after every k-th local step.
+
+    Args:
+        k_steps: local steps between two averages; for the adaptive rules the first k. 1 is DDP.
+        begin_step: synchronous steps before the first local one: a number of steps, a fraction of the run (float in
+            (0, 1)), or "first_lr_decay"; see `PeriodSchedule`.
+        rule: "fixed", "fleet", "adacomm" or "qsr", as in `PeriodSchedule`.
+        max_k_steps: the largest k of the adaptive rules.
+        qsr_alpha: for "qsr".
+        outer: "none", "slowmo" or "nesterov" (DiLoCo), as in `OuterOptimizer`.
+        outer_lr: of the outer optimizer.
+        outer_momentum: of the outer optimizer.
+        inner_momentum: what an average does with the inner optimizer's momentum: leaves it "local", takes the
+            "average" (of Adam's second moment, too; SGD, Adam and AdamW), or does a "reset" of the first moment to 0.
+        delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
+            with the progress made meanwhile kept. 0 waits for it. Less than k_steps. "auto" waits for the first two,
+            and takes what the second took, in local steps; the same on all ranks, but not from run to run.
+        num_fragments: the parameters are averaged in so many parts of nearly one size, each every k steps, one after
+            another: the peak of the traffic is divided by it.
+        mixing: alpha, the share of its own weights that a rank keeps when a delayed average is applied:
+            ``x = alpha x + (1 - alpha) average``. None keeps the progress made meanwhile: ``x = x + average - x then``.
+        node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
+            on the mean of their gradients.
+
+    Raises:
+        ConfigurationError: a value is out of range, or two do not go together.
+    """
+
+    k_steps: int = 8
+    begin_step: int | float | str = 1
+    rule: Rule = "fixed"
+    max_k_steps: int = 16
+    qsr_alpha: float = 0.01
+    outer: OuterName = "none"
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    inner_momentum: InnerMomentum = "local"
+    delay_steps: int | str = 0
+    num_fragments: int = 1
+    mixing: float | None = None
+    node_k_steps: int = 1
+    schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
+    outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        schedule = PeriodSchedule(self.k_steps, self.begin_step, self.rule, self.max_k_steps, self.qsr_alpha)
+        object.__setattr__(self, "schedule", schedule)
+        outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
+        object.__setattr__(self, "outer_optimizer", outer_optimizer)
+        if self.inner_momentum not in get_args(InnerMomentum):
+            raise ConfigurationError(
+                f"inner_momentum={self.inner_momentum!r}: choose one of {', '.join(get_args(InnerMomentum))}."
+            )
+        for name, default in (("outer", "none"), ("inner_momentum", "local")):
+            if schedule.is_always_synchronous and getattr(self, name) != default:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} with k_steps=1, which is DDP: it is for averages of weights. Give "
+                    "k_steps > 1, or leave it out."
+                )
+        for name in ("node_k_steps", "num_fragments"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
+        self._check_delay()
+        if self.num_fragments > 1 and (self.rule != "fixed" or self.node_k_steps > 1):
+            raise ConfigurationError(
+                f"num_fragments={self.num_fragments} requires a fixed period, the same for all ranks: leave out rule "
+                "and node_k_steps."
+            )
+        if self.num_fragments > self.k_steps:
+            raise ConfigurationError(
+                f"num_fragments={self.num_fragments} with k_steps={self.k_steps}: give at most one fragment per step."
+            )
+
+    def _check_delay(self) -> None:
+        delay, mixing = self.delay_steps, self.mixing
+        is_count = isinstance(delay, int) and not isinstance(delay, bool) and 0 <= delay < max(self.k_steps, 1)
+        if not is_count and delay != AUTO:
+            raise ConfigurationError(
+                f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1, or "
+                f"{AUTO!r}."
+            )
+        if delay and self.inner_momentum != "local":
+            raise ConfigurationError(
+                f"delay_steps={delay!r} with inner_momentum={self.inner_momentum!r}: an average that is applied later "
+                "leaves the momentum alone. Leave one of them out."
+            )
+        if mixing is not None:
+            if not is_number(mixing) or not 0 <= mixing <= 1:
+                raise ConfigurationError(f"mixing={mixing!r}: give a number in [0, 1], or None.")
+            if not delay:
+                raise ConfigurationError(f"mixing={mixing!r} is for averages that are applied later: give delay_steps.")

@@ -1,0 +1,76 @@
+"""All ranks alike, as peers: what is done inside a node is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.where.collectives import Collectives, Reduction, TensorWork
+from lightning_lowbw.where.ledger import TrafficLedger
+
+
+class FlatPeers:
+    """All ranks of a group alike: each is a participant of its own. See `where.peers.Peers`.
+
+    Args:
+        group: the process group; None is the world, or one rank where torch.distributed is not initialised.
+        ledger: where the traffic is written down.
+    """
+
+    topology = None
+    groups: Sequence[dist.ProcessGroup | None] = ()
+    local_rank, num_local_ranks, is_two_level = 0, 1, False
+
+    def __init__(self, group: dist.ProcessGroup | None = None, ledger: TrafficLedger | None = None) -> None:
+        self.group = group
+        self.ledger = TrafficLedger() if ledger is None else ledger
+        self.between = Collectives(group, self.ledger)
+        self.node = Collectives(group, self.ledger, is_alone=True)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.between.num_ranks
+
+    @property
+    def rank(self) -> int:
+        return self.between.rank
+
+    @property
+    def num_senders(self) -> int:
+        return self.between.num_ranks
+
+    def check_parts(self) -> None:
+        pass
+
+    def part(self, numel: int, local_rank: int | None = None) -> slice:
+        return slice(0, numel)
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
+        return self.between.begin_all_reduce_(tensor)
+
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        self.between.all_reduce_(tensor, op)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        self.between.broadcast_(tensor)
+
+    def begin_all_reduce_in_node_(self, tensor: Tensor) -> Reduction:
+        return Reduction(tensor)
+
+    def begin_gather(self, message: Tensor) -> TensorWork:
+        return self.between.begin_all_gather(message, message.new_empty((1, self.num_ranks, message.numel())))
+
+    def gather(self, message: Tensor) -> Tensor:
+        with self.ledger.waiting(message.device):
+            return self.begin_gather(message).wait()
+
+    def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
+        return part[:numel]
+
+    def close(self) -> None:
+        pass

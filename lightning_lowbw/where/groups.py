@@ -1,0 +1,33 @@
+"""Process groups of some ranks of the world, made once, with the user's timeout; and what their backend can do."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_groups: dict[tuple[object, ...], dist.ProcessGroup | None] = {}
+
+
+def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Return the process group of some ranks, made at the first call.
+
+    Collective: all ranks of the world, those outside of the group as well, in the same order of calls.
+
+    Args:
+        ranks: of the world; a group has them in ascending order.
+        purpose: what runs at the same time needs groups of its own, for the ranks may not begin it in one order.
+        timeout: after which a collective of the group fails; None is the backend's default, not that of the world.
+    """
+    for stale in [key for key in _groups if key[0] is not dist.group.WORLD]:
+        del _groups[stale]  # a world that was made anew has groups of its own
+    key = (dist.group.WORLD, ranks, purpose, timeout)
+    if key not in _groups:
+        _groups[key] = dist.new_group(list(ranks), timeout=timeout)
+    return _groups[key]
+
+
+def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether a group's collectives on tensors of a device are gloo's, where it has several backends, too."""
+    return device.type == "cpu" or dist.get_backend(group) == "gloo"

@@ -1,0 +1,126 @@
+"""Work of several collectives, one after another, beside the caller's: on a thread with gloo, on a stream with NCCL.
+
+The work comes in the order in which it was asked for, which is the same on all ranks. It starts when what was queued
+on the caller's stream before it has ended, and who waits for it on another stream waits for its end there.
+
+The host has no streams, so on a CPU a test sees only what is called; that the order holds on a GPU is not tested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+_cuda: Any = torch.cuda  # replaced in tests
+_streams: dict[tuple[torch.device, str], Any] = {}
+_threads: dict[str, tuple[ThreadPoolExecutor, WeakSet[SideQueue]]] = {}  # by purpose, with the queues that use it
+
+
+def new_future(device: torch.device) -> Future[Tensor]:
+    """Return a future of a tensor on a device, whose `wait` is a wait of the current stream where there are streams.
+
+    A future that was made without its device would return from `wait` at once: DDP would go on with a bucket before
+    it has been reduced.
+    """
+    return Future() if device.type == "cpu" else Future(devices=[device])
+
+
+class SideQueue:
+    """Runs collectives in the order of calls, beside what the caller does next.
+
+    Args:
+        purpose: queues of one purpose share a thread, and a stream of a device, for they share process groups, whose
+            collectives must come in one order; those of two do not wait for one another.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
+
+    def begin(
+        self, collectives: Callable[[], object], result: Tensor, reads: tuple[Tensor, ...] = (), *, in_thread: bool
+    ) -> Future[Tensor]:
+        """Begin to run collectives; return the future of their result.
+
+        Collective: all ranks, in the same order of calls.
+
+        Args:
+            collectives: blocking ones; fill `result`.
+            result: of the caller's stream; where it was filled there before, with `in_thread` the thread waits for it.
+            reads: other tensors that the collectives read.
+            in_thread: for gloo, whose collectives block the host; else they are queued on a stream from here.
+        """
+        future = new_future(result.device)
+        order = _HostOrder() if result.device.type == "cpu" else _StreamOrder(result.device, self.purpose)
+        tensors = (result, *reads)
+        if in_thread:
+            if self.purpose not in _threads:
+                _threads[self.purpose] = ThreadPoolExecutor(1, f"lightning_lowbw {self.purpose}"), WeakSet()
+            thread, users = _threads[self.purpose]
+            users.add(self)
+            thread.submit(_run, collectives, order, tensors, future, in_thread)
+        else:
+            _run(collectives, order, tensors, future, in_thread)
+        return future
+
+    def close(self) -> None:
+        """End the thread, unless another queue uses it; what has been begun is finished."""
+        thread, users = _threads.get(self.purpose, (None, WeakSet()))
+        users.discard(self)
+        if thread is not None and not users:
+            thread.shutdown(wait=False)
+            del _threads[self.purpose]
+
+
+class _HostOrder:
+    """Nothing to order: what was computed before is there."""
+
+    @contextmanager
+    def side_stream(self, tensors: tuple[Tensor, ...], *, in_thread: bool) -> Iterator[None]:
+        yield
+
+
+class _StreamOrder:
+    """After what is on the device's current stream now; on a stream beside it."""
+
+    def __init__(self, device: torch.device, purpose: str) -> None:
+        self._stream = _side_stream(device, purpose)
+        self._ready = _cuda.Event()
+        self._ready.record(_cuda.current_stream(device))
+
+    @contextmanager
+    def side_stream(self, tensors: tuple[Tensor, ...], *, in_thread: bool) -> Iterator[None]:
+        if in_thread:  # gloo reads from the host
+            self._ready.synchronize()
+        self._stream.wait_event(self._ready)
+        for tensor in tensors:  # whose memory is not to be used again before this stream has done with it
+            tensor.record_stream(self._stream)
+        with _cuda.stream(self._stream):
+            yield
+
+
+def _side_stream(device: torch.device, purpose: str) -> Any:
+    if (device, purpose) not in _streams:
+        _streams[device, purpose] = _cuda.Stream(device)
+    return _streams[device, purpose]
+
+
+def _run(
+    collectives: Callable[[], object],
+    order: _HostOrder | _StreamOrder,
+    tensors: tuple[Tensor, ...],
+    future: Future[Tensor],
+    in_thread: bool,
+) -> None:
+    try:
+        with torch.no_grad(), order.side_stream(tensors, in_thread=in_thread):
+            collectives()
+            future.set_result(tensors[0])  # here: it records an event on the side stream
+    except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
+        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

@@ -1,0 +1,74 @@
+"""What the user may say about the nodes, and the `Topology` that it means in a world."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.topology import Topology
+
+# "flat", "auto", ranks per node, the ranks of each node, or these as a value
+TopologyChoice = str | int | Sequence[Sequence[int]] | Topology
+# What tells nodes apart that share a host name (containers, the lab), in the words of torchrun, Lightning and SLURM.
+NODE_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+
+
+def check_choice(choice: object) -> Topology | None:
+    """Return the topology that a choice spells out; None for "flat", "auto" and numbers, which need a world.
+
+    Raises:
+        ConfigurationError: it is none of `TopologyChoice`.
+    """
+    if isinstance(choice, Topology):
+        return choice
+    if isinstance(choice, int) and not isinstance(choice, bool):
+        Topology.blocks(choice, choice)  # a number of ranks at all
+        return None
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        nodes = [tuple(node) if isinstance(node, Sequence) else () for node in choice]
+        if all(isinstance(rank, int) and not isinstance(rank, bool) for node in nodes for rank in node) and all(nodes):
+            return Topology(tuple(nodes))
+    elif choice in ("flat", "auto"):
+        return None
+    raise ConfigurationError(
+        f"topology={choice!r}: give 'flat', 'auto' (asks the launcher and the host names), a number of ranks per node, "
+        "the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
+    )
+
+
+def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
+    """Return the topology of the world; None where it is to be flat.
+
+    Collective: all ranks, blocking; none where torch.distributed is not initialised.
+
+    Raises:
+        ConfigurationError: on all ranks; the choice does not fit the world.
+    """
+    with failing_together():
+        topology = check_choice(choice)
+        if isinstance(choice, int):
+            topology = Topology.blocks(world_size, choice)
+        if topology is not None and topology.world_size != world_size:
+            raise ConfigurationError(
+                f"The topology {topology} has {topology.world_size} ranks, the world {world_size}."
+            )
+    return discover() if choice == "auto" else topology
+
+
+def discover() -> Topology:
+    """Return which ranks share a node, by host name and by the launcher's number of the node.
+
+    Collective: all ranks, blocking; none where torch.distributed is not initialised, which is one rank.
+    """
+    number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
+    host = f"{socket.gethostname()}/{number}"
+    if not dist.is_initialized():
+        return Topology.of_hosts([host])
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host)
+    return Topology.of_hosts(hosts)

@@ -1,0 +1,73 @@
+"""Every method that makes a promise, a row each: a new method joins here, and nowhere else in this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_lowbw import (
+    DGC,
+    AdaptiveLocalSGD,
+    EveryK,
+    EveryStep,
+    Hierarchical,
+    LocalSGD,
+    Method,
+    Narrow,
+    TopK,
+    Whole,
+)
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
+NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+RMSPROP = partial(torch.optim.RMSprop, lr=0.01, eps=1e-3)
+SMALL: dict[str, Any] = {"min_numel": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method, with an optimizer, on so many ranks."""
+
+    method: Method
+    optimizer: Callable[..., torch.optim.Optimizer] = SGD
+    num_ranks: int = 2
+
+
+TWO_LEVELS: dict[str, Any] = {"topology": ((0, 2), (1, 3))}
+STAIRS: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.9), **SMALL}
+ROWS = {
+    "whole": Row(Method(when=EveryStep(), what=Whole())),
+    "hierarchical": Row(Hierarchical(2), ADAMW, 4),
+    "dgc": Row(DGC(**STAIRS)),
+    "dgc nesterov": Row(DGC(**STAIRS, value_dtype="float32", selection="exact"), NESTEROV),
+    "dgc adamw": Row(DGC(**STAIRS, value_dtype="int8"), ADAMW),
+    "dgc by error feedback": Row(DGC(**STAIRS, correction="error_feedback"), RMSPROP),
+    "dgc by reduce-scatter": Row(DGC(**STAIRS, exchange="reduce_scatter")),
+    "dgc, dense exchange": Row(DGC(**STAIRS, exchange="dense")),
+    "dgc, small tensors in few bits": Row(DGC(**{**STAIRS, "min_numel": 300}, dense_dtype="int8")),
+    "dgc on two levels": Row(DGC(**STAIRS, **TWO_LEVELS), SGD, 4),
+    "dgc adamw on two levels": Row(DGC(**STAIRS, **TWO_LEVELS), ADAMW, 4),
+    "chunks every step": Row(DGC(density=0.1, chunk=64, decay=0.9, mean_over="senders", **SMALL)),
+    "int8 every step": Row(Method(when=EveryStep(), what=Narrow(value_dtype="int8"))),
+    "int4 every step": Row(Method(when=EveryStep(rampup_begin_step=2), what=Narrow(value_dtype="int4")), ADAMW),
+    "bfloat16 on two levels": Row(Method(what=Narrow(value_dtype="bfloat16"), where=TWO_LEVELS["topology"]), SGD, 4),
+    "local_sgd": Row(LocalSGD(3)),
+    "local_sgd, averaged momentum": Row(LocalSGD(3, inner_momentum="average"), ADAMW),
+    "adaptive_local_sgd": Row(AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1)),
+    "local_sgd on two levels": Row(LocalSGD(3, **TWO_LEVELS), ADAMW, 4),
+    "diloco": Row(LocalSGD(3, 0, outer="nesterov"), ADAMW),
+    "slowmo, hidden": Row(LocalSGD(4, outer="slowmo", delay_steps=2)),
+    "streaming": Row(LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=1, mixing=0.5)),
+    "int8 every k": Row(LocalSGD(3, value_dtype="int8")),
+    "bfloat16 every k on two levels": Row(LocalSGD(3, value_dtype="bfloat16", **TWO_LEVELS), SGD, 4),
+    "sparse_loco": Row(LocalSGD(3, 0, compression={"min_numel": 100, "chunk": 128}), ADAMW),
+    "sparse_loco, hidden, of tensors": Row(
+        Method(when=EveryK(k_steps=3, delay_steps=1), what=TopK(density=0.1, value_dtype="int4", min_numel=100))
+    ),
+    "sparse_loco on two levels": Row(LocalSGD(3, compression={"min_numel": 100}, **TWO_LEVELS), SGD, 4),
+}

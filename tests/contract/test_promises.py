@@ -1,0 +1,179 @@
+"""What every method promises, in a plain loop on real ranks: one test a promise, one row a method."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import ConfigurationError, Method
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.agreement import digest
+from tests.contract.rows import ROWS, Row
+from tests.engine.problem import AWKWARD, Parameters, backward, make_parameters
+from tests.ranks import run_ranks
+
+STEPS = 11
+EVERY_ROW = pytest.mark.parametrize("name", list(ROWS))
+
+
+def attach(row: Row) -> tuple[Worker, Parameters, dict[str, Tensor]]:
+    parameters = make_parameters(AWKWARD)
+    buffers = {"norm.running_mean": torch.zeros(5), "norm.running_var": torch.ones(5)}
+    optimizer = row.optimizer(parameters.values())
+    method = row.method if dist.is_initialized() and dist.get_world_size() > 1 else row.method.at("flat")
+    return method.attach(optimizer, parameters.items(), named_buffers=buffers), parameters, buffers
+
+
+def step(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor], number: int) -> None:
+    worker.optimizer.zero_grad()
+    backward(parameters, number)
+    buffers["norm.running_mean"].add_(0.1 * (number + dist.get_rank() if dist.is_initialized() else 0))
+    worker.optimizer.step()
+
+
+def everything(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor]) -> str:
+    """Return a digest of weights, buffers and the optimizer's state of this rank."""
+    state = [
+        value
+        for entry in worker.optimizer.state_dict()["state"].values()
+        for _, value in sorted(entry.items())
+        if isinstance(value, Tensor)
+    ]
+    return digest([*parameters.values(), *buffers.values(), *state])
+
+
+def train(name: str, look: str = "") -> tuple[list[str], list[str], bool]:
+    """Return digests of the weights, of everything, and whether the weights have moved; after each step."""
+    worker, parameters, buffers = attach(ROWS[name])
+    start, weights, all_of_it = digest(parameters.values()), [], []
+    for number in range(STEPS):
+        step(worker, parameters, buffers, number)
+        if look:
+            worker.metrics(True)
+            worker.state_dict()
+            if isinstance(worker, ReplicaWorker):
+                with worker.consensus():
+                    pass
+        weights.append(digest(parameters.values()))
+        all_of_it.append(everything(worker, parameters, buffers))
+    if isinstance(worker, ReplicaWorker):
+        worker.finish()
+    weights.append(digest(parameters.values()))
+    return weights, all_of_it, weights[-1] != start
+
+
+@EVERY_ROW
+def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
+    row = ROWS[name]
+    results = run_ranks(train, row.num_ranks, name)
+    ends = {weights[-1] for weights, _, _ in results}
+    assert len(ends) == 1, "the ranks end with different weights"
+    assert all(has_moved for _, _, has_moved in results)
+    by_step = [len({weights[number] for weights, _, _ in results}) for number in range(STEPS)]
+    if row.method.averages_weights:
+        assert max(by_step) > 1, "no step was local"
+    else:
+        assert by_step == [1] * STEPS, "replicas differ after a step"
+
+
+@EVERY_ROW
+def test_looking_changes_nothing(name: str) -> None:
+    num_ranks = ROWS[name].num_ranks
+    assert run_ranks(train, num_ranks, name, "look") == run_ranks(train, num_ranks, name)
+
+
+def stop_and_resume(name: str, stop: int) -> tuple[list[str], list[str]]:
+    """Return everything after each step of a run, and of one that is saved after `stop` steps and begun anew."""
+    worker, parameters, buffers = attach(ROWS[name])
+    straight, saved = [], io.BytesIO()
+    for number in range(STEPS):
+        if number == stop:
+            state = {
+                "worker": worker.state_dict(),
+                "weights": {key: p.detach().clone() for key, p in parameters.items()},
+                "buffers": copy.deepcopy(buffers),
+                "optimizer": copy.deepcopy(worker.optimizer.state_dict()),
+            }
+            torch.save(state, saved)
+        step(worker, parameters, buffers, number)
+        straight.append(everything(worker, parameters, buffers))
+    worker, parameters, buffers = attach(ROWS[name])
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)  # tensors and primitives only
+    with torch.no_grad():
+        for key, weight in state["weights"].items():
+            parameters[key].copy_(weight)
+        for key, buffer in state["buffers"].items():
+            buffers[key].copy_(buffer)
+    worker.optimizer.load_state_dict(state["optimizer"])
+    worker.load_state_dict(state["worker"])
+    resumed = []
+    for number in range(stop, STEPS):
+        step(worker, parameters, buffers, number)
+        resumed.append(everything(worker, parameters, buffers))
+    return straight[stop:], resumed
+
+
+@EVERY_ROW
+@pytest.mark.parametrize("stop", [4, 8])
+def test_a_run_that_is_stopped_in_mid_interval_resumes_to_the_bit(name: str, stop: int) -> None:
+    for straight, resumed in run_ranks(stop_and_resume, ROWS[name].num_ranks, name, stop):
+        assert resumed == straight
+
+
+def plain(name: str) -> list[str]:
+    parameters = make_parameters(AWKWARD)
+    optimizer = ROWS[name].optimizer(parameters.values())
+    digests = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, number)
+        optimizer.step()
+        digests.append(digest(parameters.values()))
+    return digests
+
+
+@EVERY_ROW
+@pytest.mark.filterwarnings("ignore")
+def test_one_rank_is_plain_training(name: str) -> None:
+    ((weights, _, _),) = run_ranks(train, 1, name)
+    assert weights[:STEPS] == plain(name)
+
+
+@EVERY_ROW
+def test_a_method_is_a_value(name: str) -> None:
+    method = ROWS[name].method
+    assert Method(**method.describe()) == method
+    assert all(isinstance(value, (bool, int, float, str, tuple, type(None))) for value in method.facts().values())
+    with pytest.raises(ConfigurationError, match="no such_knob"):
+        method.replace(such_knob=1)
+
+
+def test_whole_gradients_are_those_of_ddp() -> None:
+    """So are averages after every step: both are momentum SGD on the mean gradient."""
+    for weights in run_ranks(train_beside_the_mean, 2):
+        for mine, expected in weights:
+            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+
+
+def train_beside_the_mean() -> list[tuple[Tensor, Tensor]]:
+    worker, parameters, buffers = attach(ROWS["whole"])
+    twins = make_parameters(AWKWARD)
+    optimizer: Any = ROWS["whole"].optimizer(twins.values())
+    for number in range(STEPS):
+        step(worker, parameters, buffers, number)
+        optimizer.zero_grad()
+        backward(twins, number)
+        for twin in twins.values():
+            assert twin.grad is not None
+            dist.all_reduce(twin.grad)
+            twin.grad.div_(dist.get_world_size())
+        optimizer.step()
+    return [(parameters[key].detach(), twins[key].detach()) for key in parameters]

@@ -1,0 +1,71 @@
+"""The control message: sums, faults and marks of all ranks in one row of numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, is_finite, make_mark
+
+CPU = torch.device("cpu")
+
+
+def messages(faults: list[float], marks: list[Tensor | int]) -> list[Tensor]:
+    num_ranks = len(faults)
+    return [
+        control_message([1.0, 0.5 * rank], faults[rank], marks[rank], rank, num_ranks, CPU) for rank in range(num_ranks)
+    ]
+
+
+def test_it_is_summed_and_read() -> None:
+    rows = messages([0.0, 3.0, -2.0], [7, 7, torch.tensor(8)])
+    assert all(row.dtype == torch.float32 and row.shape == (2 + 2 * 3,) for row in rows)
+    control = Control.read(sum(rows, torch.zeros(8)), 3)
+    assert control == Control([3.0, 1.5], [0, 3, -2], [7, 7, 8])
+    assert control.first_fault == (1, 3)
+    assert Control([], [0, 0], [1, 1]).first_fault is None
+
+
+def test_a_rank_writes_only_numbers_of_its_own() -> None:
+    for rank, row in enumerate(messages([5.0, 5.0], [9, 9])):
+        own = torch.zeros(4).index_fill_(0, torch.tensor([rank, rank + 2]), 1.0).bool()
+        assert torch.equal(row[2:] != 0, own)
+
+
+def test_marks_are_exact_in_float32() -> None:
+    largest = make_mark(MODULUS - 1, [torch.tensor([MODULUS - 1], dtype=torch.int32).view(torch.float32)])
+    assert int(largest) == MODULUS**2 - 1
+    assert Control.read(sum(messages([0.0] * 2, [largest] * 2), torch.zeros(6)), 2).marks == [MODULUS**2 - 1] * 2
+
+
+def test_marks_tell_counts_and_weights_apart() -> None:
+    weights = [torch.randn(5), torch.randn(3, 2), torch.randn(2, dtype=torch.complex64)]
+    mark = int(make_mark(3, weights))
+    assert mark == int(make_mark(3 + MODULUS, [weight.clone() for weight in weights])) != int(make_mark(4, weights))
+    assert divmod(mark, MODULUS)[1] == 3 == make_mark(3, None)
+    weights[1][2, 1] = torch.nextafter(weights[1][2, 1], torch.tensor(math.inf))
+    assert int(make_mark(3, weights)) != mark
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
+    assert is_finite(torch.zeros(0, 3, dtype=dtype)).item()
+    assert is_finite(torch.zeros((), dtype=dtype)).item()
+    largest = torch.finfo(dtype).max
+    assert is_finite(torch.full((4, 3), largest, dtype=dtype)).item(), "a norm would overflow"
+    for bad in (math.nan, math.inf, -math.inf):
+        tensor = torch.full((4, 3), -largest, dtype=dtype)
+        tensor[2, 1] = complex(0, bad) if dtype.is_complex else bad
+        assert not is_finite(tensor).item()
+
+
+@pytest.mark.parametrize(
+    ("are_finite", "fault"), [([True], 0), ([True] * 3, 0), ([False], 1), ([True, True, False, False], 3)]
+)
+def test_the_first_that_is_not_finite_is_named(are_finite: list[bool], fault: int) -> None:
+    told = first_fault([torch.tensor(each) for each in are_finite])
+    assert told.dtype == torch.float32
+    assert told.item() == fault

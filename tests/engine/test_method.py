@@ -1,0 +1,193 @@
+"""A method is one value; a cell that makes no sense is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw import (
+    DGC,
+    AdaptiveLocalSGD,
+    ConfigurationError,
+    EveryK,
+    EveryStep,
+    LocalSGD,
+    Method,
+    Narrow,
+    TopK,
+    Topology,
+    Where,
+    Whole,
+)
+from lightning_lowbw.engine.presets import PRESETS, preset
+from tests.ranks import run_ranks
+
+NODES = ((0, 1), (2, 3))
+VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, Narrow, TopK, Topology, Where, Whole)}
+METHODS = {
+    "ddp": Method(),
+    "int8 gradients": Method(what=Narrow(value_dtype="int8")),
+    "int4 averages": Method(when=EveryK(k_steps=4), what=Narrow(value_dtype="int4")),
+    "chunked gradients": Method(when=EveryStep(rampup_begin_step=10), what=TopK(chunk=64, density=0.1)),
+    "nodes": DGC(sparsity=[0.75, 0.999], rampup_step=10, exclude=["*.bias"], topology=Topology(NODES)),
+    "lists": Method(where=Where(topology=[[0, 1], [2, 3]], algorithm="leader", inter_dtype="bfloat16")),
+    "ranks per node": DGC(topology=2),
+    **{name: preset(name) for name in PRESETS},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_a_value(name: str) -> None:
+    method = METHODS[name]
+    assert method == replace(method)
+    assert hash(method) == hash(replace(method))
+    assert pickle.loads(pickle.dumps(method)) == method
+    assert eval(repr(method), VALUES) == method
+    assert [other for other in METHODS.values() if other == method] == [method]
+    description = method.describe()
+    assert Method(**description) == method
+    assert Method(**json.loads(json.dumps(description))) == method  # as YAML has it: lists, no tuples
+    assert {key.split(".")[0] for key in method.facts()} == {"when", "what", "where"}
+
+
+def test_describe_names_everything() -> None:
+    assert METHODS["nodes"].describe() == {
+        "when": {
+            "every": "step",
+            "rampup_begin_step": 0,
+            "rampup_step": 10,
+            "sparsity": (0.75, 0.999),
+            "overlap": False,
+        },
+        "what": {
+            "payload": "top_k",
+            "density": 0.001,
+            "chunk": None,
+            "value_dtype": "bfloat16",
+            "min_numel": 16384,
+            "exclude": ("*.bias",),
+            "selection": "sampled",
+            "decay": 1.0,
+            "mean_over": "ranks",
+            "clip_to_median": False,
+            "exchange": "auto",
+            "dense_dtype": "float32",
+            "correction": "auto",
+            "momentum_masking": None,
+        },
+        "where": {"topology": NODES, "algorithm": "sharded", "inter_dtype": "float32"},
+    }
+
+
+def test_a_topology_is_one_value_however_it_is_written() -> None:
+    written: list[Any] = [NODES, [[0, 1], [2, 3]], [(1, 0), (3, 2)], Topology(NODES)]
+    assert len({Method(where=topology) for topology in written}) == 1
+    assert Method().at(NODES) == Method(where=NODES) != Method()  # type: ignore[arg-type]
+    assert Method().at(None) == Method()
+
+
+def test_replacing_knobs() -> None:
+    method = DGC(sparsity=[0.9]).replace(rampup_begin_step=5, min_numel=7)
+    assert (method.when, method.what) == (EveryStep(rampup_begin_step=5, sparsity=(0.9,)), TopK(min_numel=7))
+    with pytest.raises(
+        ConfigurationError, match=r"The method has no k_steps: choose among rampup_begin_step, .*density"
+    ):
+        method.replace(k_steps=5)
+    with pytest.raises(ConfigurationError, match="The method has no min_numel"):
+        Method().replace(min_numel=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"what": Narrow(), "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Narrow\(.*what=TopK\(\)"),
+        ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
+        ({"when": EveryStep(overlap=True)}, r"overlap=True with Whole\(\): .*overlapped by DDP itself"),
+        ({"what": Narrow(), "when": EveryStep(overlap=True)}, r"overlap=True with Narrow"),
+        ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
+        ({"what": TopK(), "when": EveryStep(rampup_step=3)}, r"rampup_step=3 without sparsity: .*Give sparsity"),
+        ({"what": Narrow(), "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Narrow\(.*cannot be hidden"),
+        ({"what": Narrow(), "when": EveryK(delay_steps="auto")}, r"delay_steps='auto' with Narrow\("),
+        ({"what": Narrow(), "when": EveryK(k_steps=1)}, r"k_steps=1 with Narrow\(.*nothing would be compressed"),
+        ({"what": TopK(), "when": EveryK(k_steps=1)}, r"k_steps=1 with TopK\(.*use when=EveryStep\(\)"),
+        ({"what": TopK(correction="error_feedback"), "when": EveryK()}, r"correction='error_feedback' every k steps"),
+        ({"what": TopK(exchange="dense"), "when": EveryK()}, r"exchange='dense' every k steps: .*when=EveryStep\(\)"),
+        ({"what": TopK(dense_dtype="int8"), "when": EveryK()}, r"dense_dtype='int8' every k steps"),
+        ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
+        ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
+        ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, narrow, top_k"),
+        ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),
+        ({"what": {"payload": "narrow", "bits": 8}}, r"what has no bits: choose among value_dtype"),
+        ({"what": {"payload": "narrow", "value_dtype": "int2"}}, r"value_dtype='int2': choose one of bfloat16"),
+        ({"when": {"every": "step", "k_steps": 8}}, r"when has no k_steps: choose among"),
+        ({"where": {"nodes": 2}}, r"where has no nodes: choose among topology, algorithm, inter_dtype"),
+        ({"where": "two"}, r"topology='two': give 'flat', 'auto'"),
+        ({"where": [[0, 1], [1, 2]]}, r"each rank from 0 on belongs to exactly one node"),
+        ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
+        ({"where": {"inter_dtype": "int8"}}, r"inter_dtype='int8': choose one of float32, bfloat16, float16"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Method(**arguments)
+
+
+def test_an_unknown_axis_raises() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Method(how="fast")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DGC(k_steps=8), r"DGC has no k_steps: choose among rampup_begin_step"),
+        (lambda: DGC(density=0.1, sparsity=[0.9]), r"both say how much is sent; give one"),
+        (lambda: LocalSGD(sparsity=[0.9]), r"LocalSGD has no sparsity"),
+        (lambda: LocalSGD(value_dtype="int2"), r"value_dtype='int2': choose one of .*int4, or float32"),
+        (lambda: LocalSGD(value_dtype="int8", compression={}), r"value_dtype='int8' with a compression"),
+        (lambda: LocalSGD(compression={"bits": 2}), r"compression has no bits: choose among density"),
+        (lambda: AdaptiveLocalSGD(rule="fixed"), r"rule='fixed': use LocalSGD\(k_steps=...\)"),
+        (lambda: AdaptiveLocalSGD(k_steps=2), r"k_steps=2: the first k is init_k_steps here"),
+        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, local_sgd"),
+    ],
+)
+def test_presets_refuse(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_a_process_group_and_a_topology_exclude_each_other() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigurationError, match="a topology is of all ranks"):
+        Method().attach(
+            torch.optim.SGD([parameter], lr=0.1),
+            [("weight", parameter)],
+            topology=NODES,
+            process_group=object(),  # type: ignore[arg-type]
+        )
+
+
+def attach_what_differs() -> list[str]:
+    weight, messages = torch.nn.Parameter(torch.ones(8)), []
+    own = {"dampening": 0.5 * dist.get_rank()}
+    attempts: list[tuple[Method, dict[str, float]]] = [
+        (Method(what=Narrow(value_dtype=("int4", "int8")[dist.get_rank()])), {}),
+        (DGC(), {"momentum": 0.9, **own}),
+    ]
+    for method, knobs in attempts:
+        with pytest.raises(ConfigurationError) as refused:
+            method.attach(torch.optim.SGD([weight], lr=0.1, **knobs), [("w", weight)])
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_attaching_fails_on_all_ranks_or_on_none() -> None:
+    for differ, one_fails in run_ranks(attach_what_differs, 2):
+        assert "what.value_dtype: rank 0 has 'int4', rank 1 has 'int8'" in differ
+        assert "dampening=0.5" in one_fails

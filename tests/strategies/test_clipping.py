@@ -1,0 +1,75 @@
+"""Clipping acts before a sparse exchange on this rank's own gradient, and after a dense one as in DDP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.strategies.watching import STEPS, fit
+from tests.tiny import Tiny, sgd, weights_of
+
+
+def own_norm(module: pl.LightningModule) -> float:
+    return math.sqrt(sum(float(p.grad.norm()) ** 2 for p in module.parameters() if p.grad is not None))
+
+
+class ClipsInItsOwnWay(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool, float]] = []
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        is_sparse = not self.trainer.strategy.workers[0].reduces_in_backward
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.seen.append(("clip", is_sparse, own_norm(self)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(("step", not self.trainer.strategy.workers[0].reduces_in_backward, own_norm(self)))
+
+
+def clip_in_its_own_way() -> list[tuple[str, bool, float]]:
+    model = ClipsInItsOwnWay()
+    fit(model)
+    return model.seen
+
+
+def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
+    for seen in run_ranks(clip_in_its_own_way, 2):
+        dense = [entry for entry in seen if not entry[1]]
+        sparse = [entry for entry in seen if entry[1]]
+        # Once per step; DDP clips the mean after the hook, DGC clips its own gradient before the exchange.
+        assert [name for name, _, _ in dense] == ["step", "clip"] * 2
+        assert [name for name, _, _ in sparse] == ["clip", "step"] * (STEPS - 2)
+        assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in dense if name == "clip")
+        clipped = [norm for name, _, norm in sparse if name == "clip"]
+        assert all(norm == pytest.approx(0.1 * math.sqrt(2), rel=1e-3) for norm in clipped)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper with an attribute `optimizer`, as many have: it is the one Lightning knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = sgd(list(parameters), weight_decay=0.0)
+        super().__init__(self.optimizer.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.optimizer.step()
+        return loss
+
+
+def clip_a_wrapper() -> str:
+    model = Tiny(Lookahead)
+    fit(model, gradient_clip_val=0.3)
+    return weights_of(model)
+
+
+def test_an_optimizer_that_wraps_another() -> None:
+    assert len(set(run_ranks(clip_a_wrapper, 2))) == 1

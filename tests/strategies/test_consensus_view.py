@@ -1,0 +1,125 @@
+"""Validation, checkpoints and the end of the fit see the replicas' mean, which changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_lowbw import LocalSGDStrategy
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
+from tests.tiny import Tiny, make_data, make_trainer, sgd
+
+STEPS = 10
+
+
+def fit_and_look(look: bool, kwargs: dict[str, Any], folder: str) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    model, trace = Tiny(adamw, data_by_step=True), Trace()  # no dropout: a validation loader draws a random number
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "callbacks": [trace]}
+    if look:
+        options |= {"val_check_interval": 2, "num_sanity_val_steps": 1}
+        options["callbacks"] += [ModelCheckpoint(folder, monitor="val_loss", every_n_train_steps=3, save_top_k=-1)]
+        options["enable_checkpointing"] = True
+    trainer = make_trainer(LocalSGDStrategy(**kwargs), num_ranks, **options)
+    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 2) if look else None)
+    assert len(set(gathered(weights(model)))) == 1, "no consensus after the fit"
+    shown = gathered(trace.shown)
+    assert all(len(set(each)) == 1 for each in zip(*shown, strict=True)), "somebody saw no consensus"
+    assert len(trace.shown) > 5 or not look
+    return {"after": trace.after, "end": weights(model)}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"k_steps": 4},
+        {"k_steps": 5, "delay_steps": 3},
+        {"k_steps": 3, "outer": "slowmo"},
+        {"k_steps": 20},
+        {"k_steps": 4, "compression": SPARSE},
+        {"k_steps": 4, "num_fragments": 3, "delay_steps": 2, "mixing": 0.25, "compression": SPARSE},
+    ],
+)
+def test_validating_and_saving_change_nothing(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    quiet = run_ranks(fit_and_look, 2, False, kwargs, "")
+    looked = run_ranks(fit_and_look, 2, True, kwargs, str(tmp_path))
+    assert quiet == looked
+    assert quiet[0]["after"][2] != quiet[1]["after"][2], "the ranks were not local"
+
+
+def look_at_buffers(accumulate: int) -> list[str]:
+    """Look after the last synchronous step, right after averages, and in the middle of an accumulation."""
+    num_ranks = dist.get_world_size()
+    trace = Trace()
+    trainer = make_trainer(
+        LocalSGDStrategy(k_steps=2, begin_step=3 if accumulate == 1 else 0),
+        num_ranks,
+        callbacks=[trace],
+        val_check_interval=1,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS), make_data(num_ranks, 1))
+    return trace.shown[2 * 3 if accumulate == 1 else 2 :]  # before: as in DDP, and the sanity check
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_all_ranks_see_the_same_buffers(accumulate: int) -> None:
+    first, second = run_ranks(look_at_buffers, 2, accumulate)
+    assert len(first) > 12
+    assert first == second
+
+
+class Biased(Tiny):
+    """Each rank logs a number of its own, without sync_dist."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        epoch = self.trainer.current_epoch
+        values = [[5.0, 1.0], [1.0, 3.0], [4.0, 4.5], [5.0, 5.0]][min(epoch, 3)]  # means 3, 2, 4.25, 5
+        self.log("val_own", torch.tensor(values[self.global_rank]))
+
+
+def fit_monitored(folder: str) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    best = ModelCheckpoint(folder, monitor="val_own", filename="{epoch}")
+    stop = EarlyStopping("val_own", patience=1)
+    trainer = make_trainer(
+        LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[best, stop], max_epochs=6, enable_checkpointing=True
+    )
+    trainer.fit(Biased(), make_data(num_ranks, 3), make_data(num_ranks, 1))
+    return {
+        "path": Path(best.best_model_path).name,
+        "score": float(best.best_model_score or 0),
+        "stopped": stop.stopped_epoch,
+        "epochs": trainer.current_epoch,
+    }
+
+
+def test_monitored_metrics_are_means_over_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(fit_monitored, 2, str(tmp_path))
+    assert first == second
+    assert first == {"path": "epoch=1.ckpt", "score": 2.0, "stopped": 2, "epochs": 3}
+
+
+def fit_with_swa() -> list[str]:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    num_ranks = dist.get_world_size()
+    model = nn.Sequential()
+    model = Tiny(sgd)
+    callbacks = [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+    trainer = make_trainer(LocalSGDStrategy(k_steps=3), num_ranks, callbacks=callbacks, max_epochs=4)
+    trainer.fit(model, make_data(num_ranks, 4))
+    return [digest(model.parameters())]
+
+
+def test_weights_that_a_callback_leaves_at_the_end_are_averaged_too() -> None:
+    first, second = run_ranks(fit_with_swa, 2)
+    assert first == second

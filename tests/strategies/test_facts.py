@@ -1,0 +1,107 @@
+"""Ranks that were given different things, and models that cannot be trained, are refused before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_lowbw import ConfigurationError, DisagreementError
+from tests.ranks import run_ranks
+from tests.strategies.watching import meet_an_error
+from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd
+
+
+class Differs(Tiny):
+    """A module that is not the same on all ranks."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        rank = dist.get_rank()
+        if what == "shape":
+            self.extra = nn.Linear(4, 4 + rank)
+        if what == "frozen" and rank == 1:
+            self.head.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        rank = dist.get_rank()
+        if self.what == "momentum":
+            return sgd(self.parameters(), momentum=0.9 + 0.05 * rank)
+        if self.what == "optimizer" and rank == 1:
+            return torch.optim.Adam(self.parameters())
+        if self.what == "dampening":
+            return sgd(self.parameters(), dampening=0.1)
+        if self.what == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
+        return super().configure_optimizers()
+
+
+def refuse(what: str, strategy: dict[str, Any]) -> tuple[str, str, int]:
+    num_ranks = dist.get_world_size()
+    model = Differs(what)
+    if what == "config":
+        strategy = {"sparsity": [0.9 + 0.01 * dist.get_rank()]}
+    if what == "exclude":
+        strategy = {"exclude": ["embedding.*"]}
+    if what == "ddp":
+        strategy = {"bucket_cap_mb": 1 + dist.get_rank()}
+    trainer = make_trainer(make_strategy("dgc", **strategy), num_ranks)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(model, make_data(num_ranks, 2))
+    return type(caught.value).__name__, str(caught.value), trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "words"),
+    [
+        ("config", DisagreementError, ["sparsity", "rank 0 has (0.9,)", "rank 1 has (0.91,)"]),
+        ("ddp", DisagreementError, ["bucket_cap_mb", "rank 1 has 2"]),
+        ("shape", DisagreementError, ["model", "extra.weight", "(4, 4)", "(5, 4)"]),
+        ("frozen", DisagreementError, ["head.weight", "frozen"]),
+        ("momentum", DisagreementError, ["momentum", "0.9", "0.95"]),
+        ("optimizer", DisagreementError, ["SGD", "Adam"]),
+        ("dampening", ConfigurationError, ["dampening=0.1"]),
+        ("lbfgs", ConfigurationError, ["LBFGS"]),
+        ("exclude", ConfigurationError, ["'embedding.*' matches no parameter", "wide.weight"]),
+    ],
+)
+def test_refused_on_all_ranks_before_the_first_step(what: str, error: type[Exception], words: list[str]) -> None:
+    for name, message, steps in run_ranks(refuse, 2, what, {}):
+        assert name == error.__name__
+        assert steps == 0
+        for word in words:
+            assert word in message
+
+
+class SparseEmbedding(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, 16, sparse=True)
+
+
+def refuse_sparse() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(make_strategy("dgc"), dist.get_world_size()).fit(SparseEmbedding(), make_data(2, 2))
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    for message in run_ranks(refuse_sparse, 2):
+        assert "'words'" in message
+        assert "sparse=False" in message
+
+
+class Shares(Tiny):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [sgd(self.wide.parameters()), sgd([*self.wide.parameters(), *self.head.parameters()])]
+
+
+def test_two_optimizers_of_one_parameter_are_refused() -> None:
+    for message, step in run_ranks(meet_an_error, 2, Shares, 2):
+        assert "parameter in common" in message
+        assert step == 0

@@ -1,0 +1,191 @@
+"""Between two averages nothing is sent, and signals and timers wait for an average."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, Timer
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_lowbw import LocalSGDStrategy, TrafficMonitor, UnexpectedCollectiveError
+from tests.ranks import run_ranks
+from tests.strategies.watching import SPARSE, Kill, Trace, gathered, weights
+from tests.tiny import Tiny, make_data, make_trainer
+
+STEPS = 10
+
+
+def fit_audited(accumulate: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    trace = Trace()
+    strategy = LocalSGDStrategy(audit=True, **kwargs)
+    trainer = make_trainer(
+        strategy, num_ranks, callbacks=[trace, TrafficMonitor(prog_bar=False)], accumulate_grad_batches=accumulate
+    )
+    trainer.fit(Tiny(unused=bool(kwargs.get("find_unused_parameters"))), make_data(num_ranks, STEPS * accumulate))
+    by_rank = gathered(trace.after)
+    same = [len(set(step)) == 1 for step in zip(*by_rank, strict=True)]
+    return {"same": same, "averages": trace.averages, "steps": trainer.global_step}
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "kwargs"),
+    [
+        (1, {"k_steps": 3, "begin_step": 2}),
+        (2, {"k_steps": 3, "begin_step": 2}),
+        (1, {"k_steps": 3, "begin_step": 0}),
+        (1, {"k_steps": 4, "delay_steps": 2}),
+        (1, {"k_steps": 3, "compression": SPARSE}),
+        (1, {"k_steps": 4, "delay_steps": 3, "compression": SPARSE}),
+        (1, {"k_steps": 3, "find_unused_parameters": True}),
+        (1, {"k_steps": 3, "static_graph": True}),
+        (1, {"k_steps": 3, "gradient_as_bucket_view": True}),
+    ],
+)
+def test_averages_come_when_they_should_and_nothing_is_sent_between(accumulate: int, kwargs: dict[str, Any]) -> None:
+    for result in run_ranks(fit_audited, 2, accumulate, kwargs):
+        assert result["steps"] == STEPS
+        begin, k, delay = kwargs.get("begin_step", 1), kwargs["k_steps"], kwargs.get("delay_steps", 0)
+        due = [step for step in range(1, STEPS + 1) if step > begin and (step - begin - delay) % k == 0]
+        due = [step for step in due if step - delay > begin]
+        averages = result["averages"][accumulate - 1 :: accumulate]
+        assert [
+            step for step in range(1, STEPS + 1) if averages[step - 1] > (averages[step - 2] if step > 1 else 0)
+        ] == due
+        if not delay:
+            same = result["same"][accumulate - 1 :: accumulate]
+            assert [step for step in range(begin + 1, STEPS + 1) if same[step - 1]] == due
+
+
+class Chatty(Tiny):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+def fit_chatty() -> str:
+    num_ranks = dist.get_world_size()
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4, audit=True), num_ranks)
+    try:
+        trainer.fit(Chatty(), make_data(num_ranks, STEPS))
+    except UnexpectedCollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_the_audit_names_a_collective_between_averages() -> None:
+    for message in run_ranks(fit_chatty, 2):
+        assert "all_reduce" in message
+        assert "test_quiet.py" in message
+        assert "training_step" in message
+
+
+class Sleepy(Tiny):
+    """Rank 0 sleeps in some steps, rank 1 in others."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx % 2 == self.global_rank and batch_idx > 0:
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def time_fit(strategy: str) -> float:
+    num_ranks = dist.get_world_size()
+    chosen = pl.strategies.DDPStrategy() if strategy == "ddp" else LocalSGDStrategy(k_steps=10, begin_step=1)
+    trainer = make_trainer(chosen, num_ranks)
+    started = time.perf_counter()
+    trainer.fit(Sleepy(), make_data(num_ranks, 21))
+    return time.perf_counter() - started
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_wait_for_another_between_averages() -> None:
+    """20 steps, each slow on one of two ranks: 20 x 0.1 s in lock-step, 10 x 0.1 s alone."""
+    local, dense = max(run_ranks(time_fit, 2, "local")), max(run_ranks(time_fit, 2, "ddp"))
+    assert dense - local > 0.6
+
+
+def fit_until_killed(folder: str, begin_step: int, delay: int) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    model = Tiny()
+    trace = Trace()
+    callbacks = [Kill(), trace, OnExceptionCheckpoint(folder)]
+    strategy = LocalSGDStrategy(k_steps=4, begin_step=begin_step, delay_steps=delay)
+    trainer = make_trainer(strategy, num_ranks, callbacks=callbacks, enable_checkpointing=True)
+    try:
+        trainer.fit(model, make_data(num_ranks, 20))
+    except SIGTERMException:
+        return {"steps": trainer.global_step, "weights": weights(model)}
+    return {}
+
+
+@pytest.mark.parametrize(("begin_step", "delay", "expected"), [(1, 0, 5), (10, 0, 4), (1, 2, 7)])
+def test_a_sigterm_on_one_rank_ends_all_at_the_next_average(
+    begin_step: int, delay: int, expected: int, tmp_path: Path
+) -> None:
+    first, second = run_ranks(fit_until_killed, 2, str(tmp_path), begin_step, delay)
+    assert first["steps"] == second["steps"] == expected
+    (path,) = tmp_path.glob("*.ckpt")
+    assert torch.load(path, weights_only=False)["global_step"] == expected
+
+
+def fit_until_requeued() -> list[tuple[int, str]]:
+    num_ranks = dist.get_world_size()
+    saved: list[tuple[int, str]] = []
+
+    class Slurm(pl.Callback):
+        """What SLURM's environment registers, and its signal on one rank."""
+
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            connector = trainer._signal_connector
+            connector._slurm_sigusr_handler_fn = lambda *_: saved.append((trainer.global_step, weights(module)))
+            connector._register_signal(signal.SIGUSR1, _HandlersCompose([connector._slurm_sigusr_handler_fn]))
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[Slurm()])
+    trainer.fit(Tiny(), make_data(num_ranks, STEPS))
+    return saved
+
+
+def test_slurms_signal_on_one_rank_saves_on_all_after_the_next_average() -> None:
+    first, second = run_ranks(fit_until_requeued, 2)
+    assert [step for step, _ in first] == [5]
+    assert first == second
+
+
+def fit_timed() -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    asked: list[int] = []
+
+    class Slow(Timer):
+        def _check_time_remaining(self, trainer: pl.Trainer) -> None:
+            asked.append(trainer.global_step)
+            super()._check_time_remaining(trainer)
+
+        def time_elapsed(self, stage: Any = "train") -> float:
+            return 1e6 if asked and asked[-1] >= 5 and dist.get_rank() == 0 else 0.0
+
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4, audit=True), num_ranks, callbacks=[Slow({"seconds": 100})])
+    trainer.fit(Tiny(), make_data(num_ranks, 12))
+    return {"asked": asked, "steps": trainer.global_step}
+
+
+def test_timers_ask_after_averages_only() -> None:
+    first, second = run_ranks(fit_timed, 2)
+    assert first["steps"] == second["steps"] == 5
+    assert first["asked"][-1] == 5
+    assert not {2, 3, 4} & set(first["asked"])

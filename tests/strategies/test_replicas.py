@@ -1,0 +1,250 @@
+"""Averages of weights in Lightning: equal to DDP in synchronous steps, one counter per optimizer, schedules."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_lowbw import (
+    AdaptiveLocalSGDStrategy,
+    AveragingSchedule,
+    ConfigurationError,
+    LocalSGDStrategy,
+    NonFiniteGradientError,
+    TrafficMonitor,
+)
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.volume import all_reduce_bytes
+from tests.ranks import run_ranks
+from tests.strategies.watching import Trace, adamw, gathered, weights
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
+
+STEPS = 10
+
+
+def fit_against_ddp(kwargs: dict[str, Any]) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    states = []
+    for strategy in (pl.strategies.DDPStrategy(), LocalSGDStrategy(**kwargs)):
+        model = Tiny(adamw)
+        make_trainer(strategy, num_ranks, gradient_clip_val=0.5).fit(model, make_data(num_ranks, STEPS))
+        states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return {"same": all(torch.equal(states[0][name], states[1][name]) for name in states[0]), "weights": states}
+
+
+@pytest.mark.parametrize("kwargs", [{"k_steps": 1}, {"begin_step": STEPS}])
+def test_synchronous_steps_are_those_of_ddp_to_the_bit(kwargs: dict[str, Any]) -> None:
+    for result in run_ranks(fit_against_ddp, 2, kwargs):
+        assert result["same"]
+
+
+def monitor() -> tuple[list[dict[str, float]], int, list[float]]:
+    rows: list[dict[str, float]] = []
+    distances = []
+
+    class Logged(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            rows.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("traffic/")})
+
+    model = Tiny(partial(torch.optim.SGD, lr=1e-12))  # the fifth step moves nothing: what differs has been set here
+
+    class Drift(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            if trainer.global_step == 4:
+                with torch.no_grad():
+                    for p in module.parameters():
+                        if p.requires_grad:
+                            p.add_(0.1 * (dist.get_rank() + 1) * torch.randn(p.shape))
+                own = torch.cat([p.detach().reshape(-1) for p in module.parameters() if p.requires_grad])
+                mean = torch.stack(gathered(own)).mean(0)
+                distances.append(float((own - mean).norm() / mean.norm()))
+
+    callbacks = [TrafficMonitor(prog_bar=False), Logged(), Drift()]
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4), dist.get_world_size(), callbacks=callbacks)
+    trainer.fit(model, make_data(2, 9))
+    return rows, sum(p.numel() for p in model.parameters() if p.requires_grad), distances
+
+
+def test_what_is_logged() -> None:
+    for rows, numel, distances in run_ranks(monitor, 2):
+        buffers = 2 * 64  # running mean and variance; the count of batches is apart
+        average = all_reduce_bytes(4 * (numel + buffers + 8 + 2 * 2), 2) + all_reduce_bytes(8, 2)
+        sent = [row["traffic/bytes_sent"] for row in rows]
+        assert sent[1:] == [0, 0, 0, average, 0, 0, 0, average]
+        assert [row["traffic/averages"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+        assert {row["traffic/k_steps"] for row in rows} == {4.0}
+        assert rows[4]["traffic/compression_ratio"] == pytest.approx(4 * all_reduce_bytes(4 * numel, 2) / average)
+        assert rows[1]["traffic/exposed_s"] == 0.0
+        assert rows[4]["traffic/exposed_s"] > 0.0
+        assert rows[4]["traffic/consensus_distance"] == pytest.approx(distances[0], rel=1e-3)
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers by hand; the second steps in every other batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.first = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+        self.second = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        one, two = self.optimizers()
+        for optimizer in (one, two):
+            if optimizer is two and batch_idx % 2:
+                continue
+            loss = (self.second(self.first(batch[0])) - batch[1][:, None]).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.first.parameters(), 1e-2), torch.optim.SGD(self.second.parameters(), 1e-2)
+
+
+def fit_gan(adaptive: bool) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    model = Gan()
+    strategy = AdaptiveLocalSGDStrategy(3, audit=True) if adaptive else LocalSGDStrategy(3, audit=True)
+    trace = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            trace.append((digest(model.first.parameters()), digest(model.second.parameters())))
+
+    trainer = make_trainer(strategy, num_ranks, callbacks=[Watch()])
+    trainer.fit(model, make_data(num_ranks, 14))
+    buffers = [sorted(worker.averaging.buffers.floating) for worker in strategy.workers]
+    return {
+        "trace": trace,
+        "averages": [w.num_averages for w in strategy.workers],
+        "steps": [w.step for w in strategy.workers],
+        "buffers": buffers,
+        "end": weights(model),
+    }
+
+
+def fit_gan_with_unused() -> int:
+    strategy = LocalSGDStrategy(3, audit=True, find_unused_parameters=True)
+    make_trainer(strategy, dist.get_world_size()).fit(Gan(), make_data(2, 8))
+    return strategy.workers[0].num_averages
+
+
+def test_manual_optimization_is_local_where_ddp_looks_for_unused_parameters() -> None:
+    assert run_ranks(fit_gan_with_unused, 2) == [2, 2]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_each_optimizer_has_its_own_counter(adaptive: bool) -> None:
+    first, second = run_ranks(fit_gan, 2, adaptive)
+    assert first["steps"] == [14, 7]
+    assert first["end"] == second["end"]
+    assert first["averages"] == second["averages"]
+    assert first["buffers"] == [
+        ["first.1.running_mean", "first.1.running_var"],
+        ["second.1.running_mean", "second.1.running_var"],
+    ]
+    if not adaptive:
+        assert first["averages"] == [4, 2]
+        same = [
+            tuple(a == b for a, b in zip(x, y, strict=True))
+            for x, y in zip(first["trace"], second["trace"], strict=True)
+        ]
+        assert [i + 1 for i, (one, _) in enumerate(same) if one] == [1, 4, 7, 10, 13]
+        assert [i + 1 for i, (_, two) in enumerate(same) if two] == [1, 2, 7, 8, 13, 14]
+
+
+def fit_with_inf(amp: bool) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    trace = Trace()
+    options = {"plugins": [amp_with_scaler()]} if amp else {}
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[trace], **options)
+    model = Tiny(poison=(1, 3))
+    try:
+        trainer.fit(model, make_data(num_ranks, STEPS))
+    except NonFiniteGradientError as error:
+        return {"error": str(error)}
+    scaler = trainer.precision_plugin.scaler
+    return {"averages": trace.averages, "scale": scaler.get_scale(), "end": weights(model)}
+
+
+def test_an_inf_on_one_rank_skips_its_step_alone() -> None:
+    first, second = run_ranks(fit_with_inf, 2, True)
+    assert first["averages"] == second["averages"]
+    assert second["scale"] == first["scale"] / 2
+    assert first["end"] == second["end"]
+
+
+def test_an_inf_without_a_scaler_is_named_on_all_ranks() -> None:
+    for result in run_ranks(fit_with_inf, 2, False):
+        assert "rank 1" in result["error"]
+
+
+def fit_scheduled(callback: dict[str, Any], strategy: dict[str, Any]) -> tuple[Any, int]:
+    num_ranks = dist.get_world_size()
+    callbacks = [AveragingSchedule(**callback)] if callback else []
+    trainer = make_trainer(LocalSGDStrategy(**strategy), num_ranks, callbacks=callbacks, max_epochs=2)
+    trainer.fit(Tiny(), make_data(num_ranks, 8))
+    (worker,) = trainer.strategy.workers
+    return worker.when.begin_step, worker.num_averages
+
+
+@pytest.mark.parametrize(
+    ("callback", "strategy", "expected"),
+    [
+        ({"k_steps": 4, "begin_epoch": 1}, {}, (8, 2)),
+        ({"begin_step": 0.25}, {"k_steps": 3}, (4, 4)),
+        ({}, {"k_steps": 3, "begin_step": 0.5}, (8, 2)),
+        ({"k_steps": 2, "begin_step": "first_lr_decay"}, {}, ("first_lr_decay", 0)),
+    ],
+)
+def test_begin_in_epochs_and_in_fractions(callback: dict[str, Any], strategy: dict[str, Any], expected: Any) -> None:
+    assert run_ranks(fit_scheduled, 2, callback, strategy) == [expected] * 2
+
+
+def fit_with_finder(folder: str) -> list[str]:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    num_ranks = dist.get_world_size()
+
+    class WithRate(Tiny):
+        lr = 0.01
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    model = WithRate()
+    options = {
+        "callbacks": [LearningRateFinder(num_training_steps=12)],
+        "max_time": {"hours": 1},
+        "default_root_dir": folder,
+    }
+    trainer = make_trainer(LocalSGDStrategy(k_steps=3), num_ranks, **options)
+    trainer.fit(model, make_data(num_ranks, 20))
+    return [digest(model.parameters())]
+
+
+def test_a_tuner_in_a_callback_starts_the_training_twice(tmp_path: Path) -> None:
+    first, second = run_ranks(fit_with_finder, 2, str(tmp_path))
+    assert first == second
+
+
+def fit_with_sync_batchnorm() -> str:
+    try:
+        make_trainer(LocalSGDStrategy(), 2, sync_batchnorm=True).fit(Tiny(), make_data(2, 4))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_synchronised_batch_norm_is_refused() -> None:
+    for message in run_ranks(fit_with_sync_batchnorm, 2):
+        assert "sync_batchnorm" in message

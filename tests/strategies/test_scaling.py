@@ -1,0 +1,96 @@
+"""GradScaler: the scale does not reach the residual, and an infinite gradient on one rank skips the step on all."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import NonFiniteGradientError
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+from tests.strategies.watching import STEPS, fit
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
+
+
+def inf_on_one_rank(phase: str) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    bad_batch = {"dense": 1, "sparse": 6}[phase]
+    model = Tiny(poison=(1, bad_batch))
+    trace: list[dict[str, Any]] = []
+
+    class Trace(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            (worker,) = trainer.strategy.workers
+            buffers = [s["momentum_buffer"] for s in worker.optimizer.state.values()]
+            trace.append(
+                {
+                    "weights": weights_of(module),
+                    "residuals": digest(worker.residuals.values()),
+                    "momentum": digest(buffers),
+                    "scale": trainer.precision_plugin.scaler.get_scale(),
+                    "step": worker.step,
+                    "param_group": {k: v for k, v in worker.optimizer.param_groups[0].items() if k != "params"},
+                }
+            )
+
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, plugins=[amp_with_scaler()], callbacks=[Trace()])
+    trainer.fit(model, make_data(num_ranks, STEPS))
+    return {"bad": bad_batch, "trace": trace}
+
+
+@pytest.mark.parametrize("phase", ["dense", "sparse"])
+def test_an_inf_on_one_rank_skips_the_step_on_all(phase: str) -> None:
+    results = run_ranks(inf_on_one_rank, 2, phase)
+    for result in results:
+        before, after = result["trace"][result["bad"] - 1], result["trace"][result["bad"]]
+        for unchanged in ("weights", "residuals", "momentum", "param_group"):
+            assert before[unchanged] == after[unchanged], unchanged
+        assert after["scale"] == before["scale"] / 2
+        assert after["step"] == before["step"] + 1
+        assert result["trace"][-1]["weights"] != after["weights"]  # and goes on
+        assert result["trace"][-1]["param_group"]["momentum"] == 0.9
+    for here, there in zip(results[0]["trace"], results[1]["trace"], strict=True):
+        assert (here["weights"], here["scale"], here["step"]) == (there["weights"], there["scale"], there["step"])
+
+
+def scaled_and_unscaled(clip: float | None, optimizer: Any) -> list[list[Tensor]]:
+    weights = []
+    for init_scale in (1.0, 2.0**8):
+        model = Tiny(optimizer).double().float()
+        plugin = amp_with_scaler(init_scale)
+        plugin.forward_context = contextlib.nullcontext  # type: ignore[method-assign]
+        # the scaler alone: fp16 would round otherwise
+        fit(model, plugins=[plugin], gradient_clip_val=clip)
+        weights.append([p.detach() for p in model.parameters()])
+    return weights
+
+
+FUSED = [partial(sgd, fused=True), partial(torch.optim.AdamW, lr=0.01, fused=True)]  # unscale inside their step
+
+
+@pytest.mark.parametrize(("clip", "optimizer"), [(None, sgd), (0.3, sgd), *((None, fused) for fused in FUSED)])
+def test_the_scale_does_not_reach_the_residual(clip: float | None, optimizer: Any) -> None:
+    unscaled, scaled = run_ranks(scaled_and_unscaled, 2, clip, optimizer)[0]
+    for a, b in zip(unscaled, scaled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def nonfinite_without_scaler() -> str:
+    model = Tiny(poison=(1, 6))
+    with pytest.raises(NonFiniteGradientError) as caught:
+        fit(model)
+    return str(caught.value)
+
+
+def test_a_nonfinite_gradient_is_an_error_on_all_ranks() -> None:
+    messages = run_ranks(nonfinite_without_scaler, 2)
+    assert messages[0] == messages[1]
+    assert "rank 1" in messages[0]
+    assert "wide.weight" in messages[0]

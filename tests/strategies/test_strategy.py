@@ -1,0 +1,367 @@
+"""The Lightning step: what the strategy makes of automatic, accumulated and manual optimization, and of other fits."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+
+from lightning_lowbw import DGC, DGCStrategy, DisagreementError
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+from tests.strategies.watching import STEPS, fit, meet_an_error
+from tests.tiny import BATCH, MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
+
+
+def trainer_and_plain_loop(optimizer: Any, accumulate: int, clip: float | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Train the same by Lightning, and by a plain loop around the method that has its own tests."""
+    by_trainer = Tiny(optimizer)
+    fit(by_trainer, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+
+    model = Tiny(optimizer)
+    optimizer = model.configure_optimizers()
+    method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL, selection="exact")
+    worker = method.attach(optimizer, model.named_parameters())
+    x, y = make_data(dist.get_world_size(), STEPS).dataset.tensors
+    for first in range(0, STEPS, accumulate):
+        optimizer.zero_grad()
+        for batch in range(first, min(STEPS, first + accumulate)):
+            part = slice(batch * BATCH, (batch + 1) * BATCH)
+            (nn.functional.cross_entropy(model(x[part]), y[part]) / accumulate).backward()
+        # Before the exchange while sparse, else after it.
+        if worker.clips_before_exchange:
+            worker.prepare()
+        else:
+            worker.exchange()
+        nn.utils.clip_grad_norm_(list(model.parameters()), (clip or 1e9) * worker.clip_factor)
+        optimizer.step()
+    return [p.detach() for p in by_trainer.parameters()], [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "accumulate", "clip"),
+    [
+        (sgd, 1, None),
+        (partial(sgd, nesterov=True), 2, 0.3),
+        (partial(sgd, momentum=0.0), 1, 0.3),
+        (partial(torch.optim.AdamW, lr=1e-2), 1, None),
+    ],
+)
+def test_the_trainer_does_what_the_method_says(optimizer: Any, accumulate: int, clip: float | None) -> None:
+    results = run_ranks(trainer_and_plain_loop, 2, optimizer, accumulate, clip)
+    for by_trainer, by_loop in results:
+        for a, b in zip(by_trainer, by_loop, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def half_batches(accumulate: int) -> tuple[str, int, int]:
+    """An epoch whose length is no multiple of the accumulation: the last batches step all the same."""
+    model = Tiny()
+    trainer = fit(model, steps=7, accumulate_grad_batches=accumulate)
+    (worker,) = trainer.strategy.workers
+    return weights_of(model), worker.step, trainer.strategy.ledger.steps
+
+
+def test_one_exchange_per_optimizer_step() -> None:
+    results = run_ranks(half_batches, 2, 3)
+    assert results[0] == results[1]
+    assert results[0][1:] == (3, 3)
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers with toggling; the discriminator steps every other batch."""
+
+    def __init__(self, kinds: tuple[Any, Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.kinds = kinds
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.closures = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        real, _ = batch
+        noise = torch.randn(len(real), 4, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
+        make, judge = self.optimizers()
+        self.toggle_optimizer(make)
+        loss = -self.discriminator(self.generator(noise)).mean()
+        make.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(make, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        make.step()
+        self.untoggle_optimizer(make)
+        if batch_idx % 2:
+            return
+        self.toggle_optimizer(judge)
+
+        def closure() -> None:
+            self.closures += 1
+            judge.zero_grad()
+            gap = self.discriminator(self.generator(noise).detach()).mean() - self.discriminator(real).mean()
+            self.manual_backward(gap)
+
+        judge.step(closure=closure)
+        self.untoggle_optimizer(judge)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.kinds[0](self.generator.parameters()), self.kinds[1](self.discriminator.parameters())]
+
+
+def train_gan(kinds: tuple[Any, Any], name: str) -> tuple[str, list[int], int]:
+    model = Gan(kinds)
+    trainer = fit(model, strategy=make_strategy(name, find_unused_parameters=True), max_epochs=2)
+    steps = [worker.step for worker in trainer.strategy.workers] if name != "ddp" else []
+    return weights_of(model), steps, model.closures
+
+
+@pytest.mark.parametrize(
+    "kinds", [(sgd, sgd), (partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.AdamW, lr=1e-2))]
+)
+def test_two_optimizers_in_manual_optimization(kinds: tuple[Any, Any]) -> None:
+    results = run_ranks(train_gan, 2, kinds, "dgc")
+    assert results[0] == results[1]
+    assert results[0][1] == [18, 10]  # a counter per optimizer: each goes through the warm-up at its own pace
+    assert results[0][2] == 10
+    # While both are dense it is DDP, also with one optimizer's gradients in buckets of the other.
+    assert run_ranks(train_gan, 2, kinds, "dense")[0][0] == run_ranks(train_gan, 2, kinds, "ddp")[0][0]
+
+
+def fit_twice_and_evaluate() -> list[str]:
+    num_ranks = dist.get_world_size()
+    data = make_data(num_ranks, STEPS)
+    model = Tiny()
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, max_epochs=1)
+    trainer.validate(model, data, verbose=False)
+    digests = []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(model, data)
+        digests += [weights_of(model), digest(model.buffers())]
+        trainer.test(model, data, verbose=False)
+        assert weights_of(model) == digests[-2]
+    assert [worker.step for worker in trainer.strategy.workers] == [STEPS]  # of the second fit
+    trainer.predict(model, torch.utils.data.DataLoader(data.dataset.tensors[0], batch_size=BATCH))
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+    return digests
+
+
+def test_fit_twice_validate_test_predict() -> None:
+    results = run_ranks(fit_twice_and_evaluate, 2)
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 4
+
+
+def dev_run() -> str:
+    model = Tiny()
+    fit(model, fast_dev_run=3)
+    return weights_of(model)
+
+
+def test_fast_dev_run() -> None:
+    assert len(set(run_ranks(dev_run, 2))) == 1
+
+
+class Thawing(pl.Callback):
+    """Unfreeze a layer in the middle of the run, as BaseFinetuning does."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Tiny, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            module.frozen.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(module.frozen.parameters()), "lr": 0.01})
+
+
+def unfreeze(name: str) -> tuple[str, bool]:
+    model = Tiny()
+    before = model.frozen.weight.detach().clone()
+    fit(model, strategy=make_strategy(name), callbacks=[Thawing()])
+    return weights_of(model), bool((model.frozen.weight != before).any())
+
+
+def test_a_layer_unfrozen_later_stays_the_same_on_all_ranks() -> None:
+    """Stock DDP lets it drift apart: parameters that are frozen when it wraps are never reduced."""
+    for name in ("dgc", "dense"):
+        results = run_ranks(unfreeze, 2, name)
+        assert results[0] == results[1], name
+        assert results[0][1]
+    stock = run_ranks(unfreeze, 2, "ddp")
+    assert stock[0][0] != stock[1][0]
+
+
+def average_weights() -> str:
+    """StochasticWeightAveraging ends with an epoch that steps without a backward, for the batch norm statistics."""
+    model = Tiny()
+    swa = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    fit(model, callbacks=[swa], max_epochs=3)
+    return weights_of(model)
+
+
+def test_stochastic_weight_averaging() -> None:
+    assert len(set(run_ranks(average_weights, 2))) == 1
+
+
+class Scheduled(Tiny):
+    """OneCycleLR rewrites the momentum after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS)
+        self.momenta: list[float] = []
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.momenta.append(self.trainer.optimizers[0].param_groups[0]["momentum"])
+
+
+def cycle() -> tuple[str, list[float]]:
+    model = Scheduled()
+    fit(model)
+    return weights_of(model), model.momenta
+
+
+def test_the_user_sees_their_own_momentum() -> None:
+    (weights, momenta), other = run_ranks(cycle, 2)
+    assert (weights, momenta) == other
+    reference = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(reference, max_lr=0.1, total_steps=STEPS)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(reference.param_groups[0]["momentum"])
+        reference.step()
+        scheduler.step()
+    assert momenta == expected
+
+
+def one_rank() -> tuple[str, str, int]:
+    model = Tiny()
+    with pytest.warns(UserWarning, match="one rank"):
+        trainer = fit(model)
+    plain = Tiny()
+    stock = pl.Trainer(
+        strategy="auto",
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        max_epochs=1,
+        enable_progress_bar=False,
+    )
+    stock.fit(plain, make_data(1, STEPS))
+    return weights_of(model), weights_of(plain), trainer.strategy.ledger.sent_bytes
+
+
+def test_one_rank_is_plain_sgd() -> None:
+    ((weights, plain, sent),) = run_ranks(one_rank, 1)
+    assert weights == plain
+    assert sent == 0
+
+
+class HasLearningRate(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.05
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def find_learning_rate(num_training: int) -> tuple[str, int]:
+    """The tuner trains on the live strategy, then puts everything back."""
+    model = HasLearningRate()
+    trainer = make_trainer(make_strategy("dgc"), dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    if num_training:
+        Tuner(trainer).lr_find(model, make_data(2, 30), num_training=num_training, update_attr=False)
+    trainer.fit(model, make_data(2, STEPS))
+    return weights_of(model), trainer.strategy.workers[0].step
+
+
+def test_the_tuner_leaves_no_trace() -> None:
+    blind = run_ranks(find_learning_rate, 2, 0)
+    assert run_ranks(find_learning_rate, 2, 12) == blind
+    assert blind[0] == blind[1]
+
+
+def with_precision(precision: str) -> tuple[str, set[torch.dtype], set[torch.dtype]]:
+    model = Tiny()
+    trainer = fit(model, precision=precision)
+    residuals = {residual.dtype for residual in trainer.strategy.workers[0].residuals.values()}
+    return weights_of(model), {p.dtype for p in model.parameters()}, residuals
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+)
+def test_precisions(precision: str, dtype: torch.dtype) -> None:
+    results = run_ranks(with_precision, 2, precision)
+    assert results[0] == results[1]
+    assert results[0][1:] == ({dtype}, {torch.float32})
+
+
+class Drifts(Tiny):
+    """Changes a weight on one rank."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 101 and self.global_rank == 1:
+            with torch.no_grad():
+                self.wide.weight[0, 0] += 1e-6
+
+
+def test_weights_that_drift_apart_are_an_error_on_all_ranks() -> None:
+    for message, step in run_ranks(meet_an_error, 2, Drifts, 210, timeout_s=60.0):
+        assert "weights differ" in message
+        assert step == 200
+
+
+def exchange_out_of_step() -> str:
+    model = Tiny()
+    worker = DGC(sparsity=(0.9,), min_numel=MIN_NUMEL).attach(sgd(model.wide.parameters()), model.named_parameters())
+    model.wide(torch.randn(BATCH, 16)).sum().backward()
+    worker.prepare(num_backwards=5 + dist.get_rank())  # rank 1 has skipped a step
+    with pytest.raises(DisagreementError) as caught:
+        worker.exchange()
+    assert not worker.residuals
+    return str(caught.value)
+
+
+def test_ranks_that_are_at_different_steps_do_not_mix_their_gradients() -> None:
+    for message in run_ranks(exchange_out_of_step, 2):
+        assert "different numbers of backward passes" in message
+
+
+class FailsOnRankOne(Tiny):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.global_rank == 1:
+            raise RuntimeError("this rank has had enough")
+        return super().training_step(batch, batch_idx)
+
+
+def fail() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer(make_strategy("dgc"), dist.get_world_size()).fit(FailsOnRankOne(), make_data(2, 8))
+    return str(caught.value)
+
+
+def test_an_error_on_one_rank_unwinds_without_a_collective() -> None:
+    """The rank that failed leaves at once; its peers are ended by their launcher, or by the closed connection."""
+    with pytest.raises(AssertionError, match="Rank 1 left"):
+        run_ranks(fail_and_leave, 2, timeout_s=30.0)
+
+
+def fail_and_leave() -> None:
+    if dist.get_rank() == 1:
+        raise AssertionError(f"Rank 1 left: {fail()}")
+    make_trainer(make_strategy("dgc"), dist.get_world_size()).fit(FailsOnRankOne(), make_data(2, 8))
+
+
+def test_a_strategy_can_be_copied_and_pickled_before_the_fit() -> None:
+    import pickle
+
+    strategy = DGCStrategy(sparsity=[0.5], start_method="spawn")
+    assert pickle.loads(pickle.dumps(strategy)).method == strategy.method == copy.deepcopy(strategy).method

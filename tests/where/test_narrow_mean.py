@@ -1,0 +1,115 @@
+"""The mean in few bits: nothing is lost, all ranks get the same bits, and the bytes are those of the formula."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
+from lightning_lowbw.where.narrow import narrow_mean
+from lightning_lowbw.where.peers import make_peers
+from lightning_lowbw.where.volume import all_gather_bytes, narrow_mean_bytes
+from tests.ranks import run_ranks
+
+TOPOLOGIES: dict[str, Any] = {
+    "flat": ((0,), (1,), (2,), (3,)),
+    "blocks": ((0, 1), (2, 3)),
+    "crossed": ((0, 2), (1, 3)),
+}
+NUMELS = (0, 1, 2, 3, 7, 130, 1001)
+DTYPES = (torch.float32, torch.float64)
+STEPS = 3
+# What rounding takes at most, in units of the largest value: half a step, on each of the two ways.
+LIMITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1.02 / 254, "int4": 1.02 / 14}
+
+Results = dict[tuple[str, str, int, torch.dtype], dict[str, Any]]
+
+
+def vector_of(participant: int, step: int, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + participant)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def average() -> Results:
+    """Several means in a row, each with what the last has left over."""
+    results: Results = {}
+    for topology, nodes in TOPOLOGIES.items():
+        peers = make_peers(nodes if len(nodes) < 4 else "flat")
+        participant = next(index for index, node in enumerate(nodes) if peers.rank in node)
+        for name in NARROW_NAMES:
+            for numel in NUMELS:
+                for dtype in DTYPES:
+                    means, unsent, before = [], torch.zeros(numel, dtype=dtype), peers.ledger.sent_bytes
+                    for step in range(STEPS):
+                        vector = vector_of(participant, step, numel, dtype) + unsent
+                        kept = vector.clone()
+                        mean, unsent = narrow_mean(vector, make_narrow_format(name), peers)
+                        assert vector.equal(kept)
+                        assert mean.dtype == unsent.dtype == dtype
+                        means.append(mean)
+                    sent = peers.ledger.sent_bytes - before
+                    results[topology, name, numel, dtype] = {"means": means, "unsent": unsent, "sent": sent}
+        peers.close()
+    return results
+
+
+@functools.cache
+def results() -> list[Results]:
+    return run_ranks(average, 4)
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_sent_and_unsent_are_what_was_given(topology: str, name: str) -> None:
+    num_senders = len(TOPOLOGIES[topology])
+    for numel, dtype in product(NUMELS, DTYPES):
+        by_rank = [each[topology, name, numel, dtype] for each in results()]
+        given = sum(vector_of(p, step, numel, dtype) for p in range(num_senders) for step in range(STEPS)) / num_senders
+        unsent = sum(each["unsent"] for each in by_rank) / num_senders  # each rank keeps that of its part
+        for each in by_rank:
+            for mean, first in zip(each["means"], by_rank[0]["means"], strict=True):
+                assert mean.equal(first), "replicas differ"
+            taken = sum(each["means"])
+            torch.testing.assert_close(taken + unsent, given, rtol=1e-5, atol=1e-5)
+            assert numel == 0 or float((taken - given).abs().max()) <= 20 * LIMITS[name]
+        assert numel < 7 or bool(unsent.any()) == (num_senders > 1)
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+def test_one_mean_bit_for_bit(name: str) -> None:
+    """The first of the flat means, from all vectors on one machine: the definition."""
+    value_format, num_ranks = make_narrow_format(name), 4
+    for numel, dtype in product(NUMELS, DTYPES):
+        size, sent = -(-numel // num_ranks), []
+        for rank in range(num_ranks):
+            padded = torch.nn.functional.pad(vector_of(rank, 0, numel, dtype), (0, num_ranks * size - numel))
+            sent.append(value_format.decode(value_format.encode(padded.view(num_ranks, size)), size).to(dtype))
+        parts = torch.stack(sent).mean(0)
+        expected = value_format.decode(value_format.encode(parts), size).reshape(-1)[:numel].to(dtype)
+        for each in results():
+            assert each["flat", name, numel, dtype]["means"][0].equal(expected)
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_measured_bytes_are_those_of_the_formula(topology: str, name: str) -> None:
+    nodes = TOPOLOGIES[topology]
+    for numel, dtype in product(NUMELS, DTYPES):
+        part = -(-numel // len(nodes[0]))
+        inter = narrow_mean_bytes(part, len(nodes), make_narrow_format(name))
+        intra = all_gather_bytes(part * dtype.itemsize, len(nodes[0]))
+        for each in results():
+            assert each[topology, name, numel, dtype]["sent"] == STEPS * (inter + intra)
+
+
+def test_one_rank_rounds_nothing() -> None:
+    vector = torch.randn(300)
+    mean, unsent = narrow_mean(vector, make_narrow_format("int4"), make_peers())
+    assert mean.equal(vector)
+    assert not unsent.any()
+    assert mean.data_ptr() != vector.data_ptr()
