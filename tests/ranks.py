@@ -177,6 +177,7 @@ def _run(
         GLOO_SOCKET_IFNAME="lo",
     )
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.barrier()  # a function may destroy the group at once, while another rank still connects
     buffer = io.BytesIO()
     torch.save(function(*args), buffer)
     if dist.is_initialized():  # the function may have ended it

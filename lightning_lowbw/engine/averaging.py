@@ -27,7 +27,7 @@ from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.where.mean import MeanInFlight, wide_dtype
+from lightning_lowbw.where.mean import MeanWork, wide_dtype
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Averaging:
         # The control message is a part of the changes' own message where no fragment has anything else to send: ranks
         # at different steps must meet in the same collectives, to be told so.
         is_alone = not rest and bool(changes) and self._sends_changes_only(fragments)
-        whole = None if is_alone else MeanInFlight(rest, control, weight, self._peers)
+        whole = None if is_alone else MeanWork(rest, control, weight, self._peers)
         work = self._begin_changes(changes, control if is_alone else None)
         return Average(
             parameters,
@@ -146,7 +146,7 @@ class Averaging:
         flats = {name: flat(change) for name, change in changes.items()}
         # A node is one participant: its change is the mean of its ranks'.
         table = self.sparse.segments(self.sparse.parts_of_node_mean(flats), what.density)
-        return self.sparse.begin(table, numels, what.density, tail=control)
+        return self.sparse.begin(table, numels, what.density, control=control)
 
     def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
         if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:
@@ -302,7 +302,7 @@ class Averaging:
         if fragment.work is not None:
             tensors += fragment.work.snapshots or []
         node, nothing = self._peers.node, torch.zeros(1, device=self._worker.device)
-        means, _ = MeanInFlight(tensors, nothing, 1.0 / node.num_ranks, node).wait()
+        means, _ = MeanWork(tensors, nothing, 1.0 / node.num_ranks, node).wait()
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean)
 
@@ -359,7 +359,7 @@ class _NarrowWork:
             assert narrow is not None
             # A node is one participant: its change is the mean of its ranks'.
             node, nothing = narrow.peers.node, torch.zeros(1, device=next(iter(self.changes.values())).device)
-            of_node, _ = MeanInFlight(list(self.changes.values()), nothing, 1.0 / node.num_ranks, node).wait()
+            of_node, _ = MeanWork(list(self.changes.values()), nothing, 1.0 / node.num_ranks, node).wait()
             self.means = narrow.average(dict(zip(self.changes, of_node, strict=True)))
         return self.means
 
@@ -382,4 +382,4 @@ class _ControlWork:
     work: SparseWork
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
-        return [], self.work.tails()
+        return [], self.work.controls()

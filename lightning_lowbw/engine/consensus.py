@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.ops.reference import as_real
-from lightning_lowbw.where.mean import MeanInFlight
+from lightning_lowbw.where.mean import MeanWork
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.replicas import ReplicaWorker
@@ -57,7 +57,7 @@ class Consensus:
             unequal.update(fragment.moved)
         parameters = list(unequal)
         nothing = torch.zeros(1, device=worker.device)
-        means, _ = MeanInFlight([*parameters, *buffers.changes()], nothing, 1.0 / peers.num_ranks, peers).wait()
+        means, _ = MeanWork([*parameters, *buffers.changes()], nothing, 1.0 / peers.num_ranks, peers).wait()
         for parameter, mean in zip(parameters, means[: len(parameters)], strict=True):
             as_real(parameter).copy_(mean)
         kept = {name: start.clone() for name, start in buffers.start.items()}

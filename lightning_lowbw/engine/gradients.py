@@ -54,7 +54,7 @@ from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.mean import MeanInFlight, average_gradients_
+from lightning_lowbw.where.mean import MeanWork, average_gradients_
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.volume import all_reduce_bytes
 
@@ -332,7 +332,7 @@ class GradientWorker(Worker):
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
         message = control_of(self._slots, fault, make_mark(self._num_backwards, every), self.peers)
         self.peers.ledger.dense_bytes += all_reduce_bytes(sum(slot.parameter.nbytes for slot in self._slots), num_ranks)
-        means, numbers = MeanInFlight(gradients, message, 1.0 / num_ranks, self.peers).wait()
+        means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers).wait()
         control = Control.read(numbers, num_ranks)
         if len(set(control.marks)) > 1:
             raise DisagreementError(

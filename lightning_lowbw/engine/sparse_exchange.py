@@ -128,7 +128,7 @@ class SparseExchange:
         density: float,
         *,
         masking: bool = False,
-        tail: Tensor | None = None,
+        control: Tensor | None = None,
         kind: str = "all_gather",
     ) -> SparseWork:
         """Accumulate, choose and send; return what can be waited for.
@@ -140,14 +140,14 @@ class SparseExchange:
         another kind than "all_gather" it is waited for here.
 
         Wire:
-            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node, and the tail behind it.
+            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the control message.
 
         Args:
             segments: of `segments`.
             numels: elements of each whole tensor.
             density: the fraction that is sent.
             masking: whether velocities are cleared where they have been sent.
-            tail: numbers that all ranks get from all; float32, 1-d; with "all_gather".
+            control: numbers that all ranks get from all; float32, 1-d; with "all_gather".
             kind: one of `where.link.EXCHANGES`.
         """
         if self.payload.decay != 1.0 and segments:
@@ -157,10 +157,10 @@ class SparseExchange:
             return SparseWork(self, numels, density, means=self._reduce_scatter(selected, numels, density))
         if kind == "dense":
             return SparseWork(self, numels, density, dense=self._all_reduce(selected, numels))
-        return self.send(selected, numels, density, tail)
+        return self.send(selected, numels, density, control)
 
     def send(
-        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, tail: Tensor | None = None
+        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, control: Tensor | None = None
     ) -> SparseWork:
         """Encode and send what has been selected; what is rounded away goes back into the residuals."""
         device = next(iter(self.residuals.values())).device
@@ -173,12 +173,16 @@ class SparseExchange:
                 for (name, (positions, _)), error in zip(selected.items(), rounded, strict=True):
                     self.residuals[name].index_add_(0, positions, error)
         num_local = self.peers.num_local_ranks
-        sizes = [self.payload.nbytes(self._local_numels(numels, place), density) for place in range(num_local)]
+        sizes = [
+            self.payload.nbytes(self._local_numels(numels, local_rank), density) for local_rank in range(num_local)
+        ]
         message = pad(message, (0, max(sizes) - message.numel()))
-        if tail is not None:
-            message = torch.cat([message, tail.view(torch.uint8)])
+        if control is not None:
+            message = torch.cat([message, control.view(torch.uint8)])
         work = self.peers.begin_gather(message)
-        return SparseWork(self, numels, density, work=work, sizes=sizes, tail_bytes=0 if tail is None else tail.nbytes)
+        return SparseWork(
+            self, numels, density, work=work, sizes=sizes, control_bytes=0 if control is None else control.nbytes
+        )
 
     def nothing(self, numels: Mapping[str, int], density: float) -> dict[str, Sparse]:
         """Return a selection that changes nothing, of as many elements as all ranks expect."""
@@ -261,7 +265,7 @@ class SparseWork:
         density: the fraction that is sent.
         work: of the gather; has a `wait()`.
         sizes: bytes of the elements in the message of each local rank.
-        tail_bytes: of the numbers behind them.
+        control_bytes: of the numbers behind them.
         means: sparse means that are there.
         dense: dense means that are there.
     """
@@ -271,7 +275,7 @@ class SparseWork:
     density: float
     work: Any = None
     sizes: list[int] = field(default_factory=list)
-    tail_bytes: int = 0
+    control_bytes: int = 0
     means: dict[str, Sparse] = field(default_factory=dict)
     dense: dict[str, Tensor] = field(default_factory=dict)
     _gathered: Tensor | None = field(default=None, init=False)
@@ -284,11 +288,13 @@ class SparseWork:
                 self._gathered = self.work.wait()
         return self._gathered
 
-    def tails(self) -> Tensor:
-        """Return the sum of the tails of all ranks: float32, in one order, the same bits everywhere."""
+    def controls(self) -> Tensor:
+        """Return the sum of the control messages of all ranks: float32, in one order, the same bits everywhere."""
         gathered = self.wait()
-        tails = gathered[..., gathered.shape[-1] - self.tail_bytes :].contiguous().view(torch.float32).flatten(0, 1)
-        first, *others = tails
+        controls = (
+            gathered[..., gathered.shape[-1] - self.control_bytes :].contiguous().view(torch.float32).flatten(0, 1)
+        )
+        first, *others = controls
         return sum(others, first)
 
     def average_(self, outs: Mapping[str, Tensor]) -> None:

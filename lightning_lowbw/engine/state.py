@@ -36,7 +36,7 @@ def _saved(tensors: Mapping[str, Tensor]) -> Named:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _place(worker: Worker) -> tuple[int, int]:
+def _local_rank(worker: Worker) -> tuple[int, int]:
     """Return which part of every tensor this rank keeps: its local rank, of how many."""
     return worker.peers.local_rank, worker.peers.num_local_ranks
 
@@ -48,12 +48,12 @@ class _Mean:
         self._totals: Named = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def add(self, name: str, part: Tensor, numel: int, place: tuple[int, int]) -> None:
+    def add(self, name: str, part: Tensor, numel: int, of: tuple[int, int]) -> None:
         """Add a rank's part, flat, of a tensor with so many elements."""
         self._dtypes[name] = part.dtype
         wide = torch.promote_types(part.dtype, torch.float32)
         total = self._totals.setdefault(name, torch.zeros(numel, dtype=wide))
-        total[part_of(numel, *place)] += part.to(wide)
+        total[part_of(numel, *of)] += part.to(wide)
 
     def divide(self, num_participants: float) -> Named:
         """Return the whole means: flat, in the dtype of the parts."""
@@ -61,12 +61,12 @@ class _Mean:
 
 
 def _own(whole: Tensor, worker: Worker) -> Tensor:
-    return whole[part_of(whole.numel(), *_place(worker))]
+    return whole[part_of(whole.numel(), *_local_rank(worker))]
 
 
 def _only_own(whole: Tensor, worker: Worker) -> Tensor:
     """Return a tensor with zeros but for this rank's part, or the ranks of a node would count it several times."""
-    own, part = torch.zeros_like(whole), part_of(whole.numel(), *_place(worker))
+    own, part = torch.zeros_like(whole), part_of(whole.numel(), *_local_rank(worker))
     own[part] = whole[part]
     return own.to(worker.device)
 
@@ -84,7 +84,7 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
             "The state was written by an earlier version of lightning_lowbw, which kept something else. Resume with "
             "that version, or begin a new run with the weights alone."
         )
-    is_merged, nodes = state["place"] is None, _nodes(worker)
+    is_merged, nodes = state["local_rank"] is None, _nodes(worker)
     if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
         raise ConfigurationError(
             f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(nodes)}, where each keeps "
@@ -110,7 +110,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     }
     return {
         "step": worker.step,
-        "place": _place(worker),
+        "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
         "num_participants": worker.peers.num_senders,
         "correction": worker.correction.kind,
@@ -132,13 +132,13 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     means = {key: _Mean() for key in ("residuals", "velocities", "rounded")}
     local: dict[str, Named] = {}
-    num_states, num_places = 0, 1
+    num_states, num_parts = 0, 1
     for state in states:
-        num_states, (_, num_places) = num_states + 1, state["place"]
+        num_states, (_, num_parts) = num_states + 1, state["local_rank"]
         merged = merged or {key: state[key] for key in ("step", "correction", "shapes", "num_participants")}
         for key in ("residuals", "velocities"):
             for name, part in state[key].items():
-                means[key].add(name, part, math.prod(state["shapes"][name]), state["place"])
+                means[key].add(name, part, math.prod(state["shapes"][name]), state["local_rank"])
         for name, rounded in state["rounded"].items():  # zeros but for this rank's part
             means["rounded"].add(name, rounded, rounded.numel(), (0, 1))
         for name, tensors in state["local"].items():
@@ -146,8 +146,8 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 of_tensor = local.setdefault(name, {})
                 of_tensor[key] = of_tensor.get(key, torch.zeros(())) + value
     of_ranks = {name: {key: total / num_states for key, total in tensors.items()} for name, tensors in local.items()}
-    wholes = {key: mean.divide(num_states / num_places) for key, mean in means.items()}
-    return {**merged, "place": None, "nodes": None, "local": of_ranks, "exchange": None, **wholes}
+    wholes = {key: mean.divide(num_states / num_parts) for key, mean in means.items()}
+    return {**merged, "local_rank": None, "nodes": None, "local": of_ranks, "exchange": None, **wholes}
 
 
 def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             f"The checkpoint keeps gradients that have not been sent, and with {worker.method.what} they never would "
             "be. Resume with the payload of that run, or begin a new run with the weights alone."
         )
-    is_own = state["place"] is not None
+    is_own = state["local_rank"] is not None
     worker.step = state["step"]
     worker.velocities.clear()
     if worker.narrow is not None:
@@ -217,7 +217,7 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
         "period": None if worker._period is None else asdict(worker._period),
         "loss": worker.loss.state_dict(),
         "own": own,
-        "place": _place(worker),
+        "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
         "buffers": _saved(averaging.buffers.start),
         "start": _saved({worker.name_of(p): start for p, start in averaging.start.items()}),
@@ -249,18 +249,18 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     residuals, rounded = _Mean(), _Mean()
     totals: dict[tuple[Any, str], Tensor] = {}
     counts: dict[tuple[Any, str], int] = {}
-    num_states, num_places = 0, 1
+    num_states, num_parts = 0, 1
     for state in states:
-        num_states, (_, num_places) = num_states + 1, state["place"]
+        num_states, (_, num_parts) = num_states + 1, state["local_rank"]
         merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
         for name, part in state["residuals"].items():
-            residuals.add(name, part, state["start"][name].numel(), state["place"])
+            residuals.add(name, part, state["start"][name].numel(), state["local_rank"])
         for fragment in state["fragments"]:
             work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
             for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
                 if name in work["changes"]:  # in the mean over the ranks of a node, which may have stepped alone
                     back = recalled(work["changes"][name], snapshot, state["start"][name])
-                    residuals.add(name, back / num_places, back.numel(), (0, 1))
+                    residuals.add(name, back / num_parts, back.numel(), (0, 1))
         for name, part in state["rounded"].items():
             rounded.add(name, part, part.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
@@ -269,9 +269,9 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                     wide = value.to(torch.promote_types(value.dtype, torch.float32))
                     totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
                     counts[index, name] = counts.get((index, name), 0) + 1
-    num_participants = num_states / num_places
+    num_participants = num_states / num_parts
     merged |= {
-        "place": None,
+        "local_rank": None,
         "nodes": None,
         "exchange": None,
         "residuals": residuals.divide(num_participants),
@@ -302,7 +302,7 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     averaging.start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
     averaging.velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
     if averaging.sparse is not None:
-        is_own = state["place"] is not None
+        is_own = state["local_rank"] is not None
         parts = {name: part if is_own else _own(part, worker) for name, part in state["residuals"].items()}
         averaging.sparse.residuals.load(parts, device)
         if state["exchange"] is not None:

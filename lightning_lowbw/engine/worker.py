@@ -26,14 +26,13 @@ _with_hooks: WeakSet[Optimizer] = WeakSet()
 class Worker:
     """One rank's side of a method for one optimizer; it has a counter of its own.
 
-    In a plain loop `Method.attach` returns one, and `optimizer.step()` is all there is to call: hooks of the optimizer
-    do the rest, also where a closure is given. Three finer tools:
+    In a plain loop `Method.attach` returns one, and `optimizer.step()`, or a GradScaler's `scaler.step(optimizer)`, is
+    all there is to call: hooks of the optimizer do the rest, also where a closure is given. Two finer tools:
 
         worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
         with worker.stepping():       # around a step that may be left out, on all ranks or on none
-            scaler.unscale_(optimizer)
             if worker.exchange(skip_nonfinite=True):
-                scaler.step(optimizer)
+                optimizer.step()
 
     Attributes:
         method: the configuration; may be replaced between steps, on all ranks alike.
@@ -67,6 +66,7 @@ class Worker:
         self.step = 0
         self._names = names_of(named_parameters)
         self._is_prepared = self._is_exchanged = self._is_stepping = self._is_in_step = False
+        self._hidden: dict[Parameter, Tensor | None] = {}  # gradients of a step that a GradScaler skips
 
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter, by which its state is kept."""
@@ -147,17 +147,43 @@ class Worker:
         _with_hooks.add(self.optimizer)
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
+        # Else a GradScaler that finds an inf on one rank leaves out that rank's `step`, and the others wait for it.
+        # So it calls `step` always, and leaves scaling and skipping to it, as to torch's fused optimizers.
+        self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
+    @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_in_step:  # the last step raised
             self.give_back()
+            self._show_gradients()
             self._is_prepared = self._is_exchanged = False
         self._is_in_step = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
-            self._exchange_once()
-            return None
-        return args[:1], {**kwargs, "closure": self._exchanging(closure)}
+        if closure is not None:
+            return args[:1], {**kwargs, "closure": self._exchanging(closure)}
+        has_scaler = hasattr(optimizer, "found_inf")  # during the `step` of a GradScaler
+        if has_scaler:
+            for gradient in self._gradients() if optimizer.grad_scale is not None else ():  # type: ignore[attr-defined]
+                gradient.div_(optimizer.grad_scale)  # type: ignore[attr-defined]
+            # What remains to be done is that of any step; a fused kernel would divide again.
+            optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+        is_taken = self._exchange_once(skip_nonfinite=has_scaler)
+        if has_scaler and not (is_taken and all(bool(gradient.isfinite().all()) for gradient in self._gradients())):
+            # torch's optimizers do nothing to a parameter without a gradient.
+            self._hidden = {parameter: parameter.grad for parameter in self.parameters()}
+            for parameter in self._hidden:
+                parameter.grad = None
+        return None
+
+    def _gradients(self) -> list[Tensor]:
+        """Return the gradients of the optimizer's parameters, of sparse ones the values."""
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return [each._values() if each.is_sparse else each for each in gradients]
+
+    def _show_gradients(self) -> None:
+        for parameter, gradient in self._hidden.items():
+            parameter.grad = gradient
+        self._hidden = {}
 
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that exchanges the gradients it computes, each time it is called."""
@@ -170,12 +196,12 @@ class Worker:
 
         return exchanging_closure
 
-    def _exchange_once(self) -> None:
-        if not self._is_exchanged:  # by hand
-            self.exchange()
+    def _exchange_once(self, skip_nonfinite: bool = False) -> bool:
+        return self._is_exchanged or self.exchange(skip_nonfinite=skip_nonfinite)  # else it was done by hand
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._is_in_step = False
+        self._show_gradients()
         if not self._is_stepping:
             self._is_prepared = self._is_exchanged = False
             self.after_step()

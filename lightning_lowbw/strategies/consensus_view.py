@@ -19,7 +19,7 @@ from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.agreement import checksum
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.mean import MeanInFlight
+from lightning_lowbw.where.mean import MeanWork
 
 
 class ConsensusView:
@@ -89,7 +89,7 @@ def agree_on_weights_(module: torch.nn.Module, ledger: TrafficLedger, device: to
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if int(extremes[0]) != -int(extremes[1]):
         nothing_beside = torch.zeros(1, device=device)
-        mean = MeanInFlight(tensors, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
+        mean = MeanWork(tensors, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
         for tensor, value in zip(tensors, mean.wait()[0], strict=True):
             as_real(tensor).copy_(value)
 

@@ -28,32 +28,32 @@ class _Bucket:
     work: Any  # has a wait()
 
 
-class MeanInFlight:
+class MeanWork:
     """A mean over ranks that has been begun.
 
     Wire:
-        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the tail rides in the first one.
+        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the control message rides in the first one.
 
     Collective: all ranks, with tensors of the same shapes and dtypes in the same order; the constructor returns at
     once, `wait` blocks.
 
     Args:
         tensors: any floating or complex dtypes and layouts; read, not written. Copied now.
-        tail: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
-        weight: of this rank; the weights of all ranks add up to 1 (or, see `wait`, to what the tail says).
+        control: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
+        weight: of this rank; the weights of all ranks add up to 1 (or, see `wait`, to what the control message says).
         peers: the ranks, all of them or those of a node.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tail: Tensor, weight: float, peers: AllReducing) -> None:
+    def __init__(self, tensors: Sequence[Tensor], control: Tensor, weight: float, peers: AllReducing) -> None:
         self._peers = peers
         self._shapes = [as_real(tensor).shape for tensor in tensors]
-        self._num_extra = tail.numel()
+        self._num_extra = control.numel()
         self._buckets: list[_Bucket] = []
         for members in _fill_buckets(tensors):
             parts = [as_real(tensors[index].detach()).reshape(-1) for index in members]
             dtype = wide_dtype(tensors[members[0]]) if members else torch.float32
-            extra = 0 if self._buckets else tail.numel()
-            message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=tail.device)
+            extra = 0 if self._buckets else control.numel()
+            message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=control.device)
             offset = 0
             for part in parts:
                 view = message[offset : offset + part.numel()]
@@ -63,7 +63,7 @@ class MeanInFlight:
                     view.copy_(part).mul_(weight)
                 offset += part.numel()
             if extra:
-                message[offset:] = tail
+                message[offset:] = control
             self._buckets.append(_Bucket(members, message, peers.begin_all_reduce_(message)))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
@@ -71,7 +71,7 @@ class MeanInFlight:
 
         Returns:
             The weighted sums, in the shapes of the tensors (of their real views), `wide_dtype`, new memory; and the
-            sum of the tails, float32.
+            sum of the control messages, float32.
         """
         device = self._buckets[0].message.device
         with self._peers.ledger.waiting(device):
@@ -106,9 +106,9 @@ def average_gradients_(
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
     used = [float(p.grad is not None) for p in parameters]
-    tail = torch.tensor([*flags, *used, 0.0], device=device)
-    means, tail = MeanInFlight(gradients, tail, 1.0 / peers.num_ranks, peers).wait()
-    sums: list[float] = tail.tolist()
+    control = torch.tensor([*flags, *used, 0.0], device=device)
+    means, control = MeanWork(gradients, control, 1.0 / peers.num_ranks, peers).wait()
+    sums: list[float] = control.tolist()
     for parameter, mean, num_used in zip(parameters, means, sums[len(flags) : -1], strict=True):
         if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):
             parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
@@ -117,7 +117,7 @@ def average_gradients_(
 
 
 def _fill_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return indices by bucket: one dtype each, in order of appearance; at least one bucket, for the tail."""
+    """Return indices by bucket: one dtype each, in order of appearance; at least one bucket (the control message's)."""
     full: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):

@@ -53,7 +53,7 @@ def state_of(step: int = 3, **parts: dict[str, Any]) -> dict[str, Any]:
     residuals = parts.pop("residuals", {})
     state: dict[str, Any] = {
         "step": step,
-        "place": (0, 1),
+        "local_rank": (0, 1),
         "nodes": None,
         "num_participants": 2,
         "correction": "momentum",

@@ -165,7 +165,7 @@ def test_fragments_have_one_kind_of_average_among_them() -> None:
     """Ranks that are out of turn, each at another fragment, would wait in different collectives for ever."""
     some = {**SPARSE, "bias": SHAPES["bias"]}
     results = run_each(2, {"sparse": partial(kinds_of_averages, SPARSE), "some": partial(kinds_of_averages, some)})
-    assert results == {"sparse": [[{"_ControlWork"}] * 2] * 2, "some": [[{"MeanInFlight"}] * 2] * 2}
+    assert results == {"sparse": [[{"_ControlWork"}] * 2] * 2, "some": [[{"MeanWork"}] * 2] * 2}
 
 
 # Two levels --------------------------------------------------------------------------------------------------------

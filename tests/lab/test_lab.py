@@ -163,7 +163,7 @@ class TestWithRoot:
             output.seek(0)
             shown = output.read().decode()
         assert report.status == 0, shown
-        assert "dgc: nodes [0, 1], [2, 3]." in shown
+        assert "DGCStrategy: nodes [0, 1], [2, 3]." in shown
         assert "kB to other nodes" in shown
 
     def test_a_crash_of_one_rank_ends_the_others(self, capfd: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,11 @@ class TestWithRoot:
             "open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {child.pid}'); time.sleep(60)"
         )
         package = "" if number == signal.SIGTERM else WITHOUT_LIGHTNING  # once with all that a user has loaded
-        program = f"import sys\n{package}\nfrom lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+        # A shell's nohup, under which the tests may run, leaves SIGHUP ignored in all that it starts.
+        default = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)" if number == signal.SIGHUP else ""
+        program = (
+            f"import sys\n{default}\n{package}\nfrom lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+        )
         lab = subprocess.Popen(
             [sys.executable, "-c", program, "--", sys.executable, "-c", script, str(marker)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

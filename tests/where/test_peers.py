@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, DisagreementError, Topology, UnexpectedCollectiveError
 from lightning_lowbw.where.audit import CollectiveAudit
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.mean import MeanInFlight, average_gradients_
+from lightning_lowbw.where.mean import MeanWork, average_gradients_
 from lightning_lowbw.where.node_peers import NodePeers
 from lightning_lowbw.where.peers import FlatPeers, Peers, make_peers
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
@@ -157,7 +157,7 @@ def fuses_means(peers: Peers, nodes: Any) -> None:
     own = next(node for node in nodes if peers.rank in node)
     for ranks, who in ((range(peers.num_ranks), peers), (own, peers.node)):
         tensors = [vector_of(peers.rank, numel) for numel in (5, 0, 12)]
-        means, tail = MeanInFlight(tensors, torch.ones(2), 1.0 / len(ranks), who).wait()
+        means, tail = MeanWork(tensors, torch.ones(2), 1.0 / len(ranks), who).wait()
         assert tail.tolist() == [len(ranks)] * 2
         for mean, numel in zip(means, (5, 0, 12), strict=True):
             torch.testing.assert_close(mean, torch.stack([vector_of(rank, numel) for rank in ranks]).mean(0))
