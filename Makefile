@@ -23,9 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train with DDP and with DGC on two ranks; table, and a plot in demo_results
 	$(RUN) examples/demo.py
 
-# Two at a time: a test of several ranks waits most of the time for their messages. A file's tests share their ranks.
+# Two at a time: a test of several ranks waits most of the time for their messages. A file's tests share their ranks, and
+# the long files come first (tests/conftest.py). What measures time runs by itself.
 test: $(STAMP)  ## run the tests
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(RUN) -m pytest -m alone
 
 # Warnings of old releases about each other are not errors of ours.
 test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)

@@ -16,6 +16,10 @@ from tests.ranks import end_ranks, idle_processes
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
+LONG = (
+    *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_convergence.py", "test_cli.py"),
+    *("ops/test_gpu.py", "lab/test_lab.py", "strategies/test_launchers.py", "strategies/test_levels.py"),
+)
 GRACE_S = 2.0  # for a thread or process that is about to end
 
 torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks
@@ -30,28 +34,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end."""
+    items.sort(key=lambda item: not str(item.path).endswith(LONG))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _ranks_of_the_module() -> Iterator[None]:
     """The processes of `run_ranks` serve all tests of a module."""
     yield
     end_ranks()
-
-
-@pytest.fixture(autouse=True)
-def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let tests that are marked so run while no other worker of pytest-xdist runs any."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    import fcntl
-
-    is_alone = request.node.get_closest_marker("alone") is not None
-    folder = tmp_path_factory.getbasetemp().parent  # of all workers
-    with (folder / "turn").open("w") as turn, (folder / "running").open("w") as running:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits to be alone is overtaken by no one
-        fcntl.flock(running, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
-        yield
 
 
 @pytest.fixture(autouse=True)

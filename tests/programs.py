@@ -1,11 +1,26 @@
-"""Run a program as a user does: in a process and a folder of its own."""
+"""Run programs as a user does, in processes and a folder of their own.
+
+`run_python` starts Python, for tests of how a program is started: each process then loads Lightning and torch for 6 s.
+`run_script` forks from a server that has them loaded, as `run_ranks` does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 # For `python -c`: parts of the package without the rest, which is Lightning for the most part and loads for seconds.
@@ -30,3 +45,48 @@ def run_python(folder: Path, *arguments: str, timeout_s: float = 180.0) -> subpr
     done = subprocess.run(command, cwd=folder, env=environment, timeout=timeout_s, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def run_script(folder: Path, script: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 180.0) -> str:
+    """Run a script, or a module ("-m" and its name come first), to its end; return what rank 0 has printed.
+
+    Args:
+        num_ranks: processes, as torchrun starts them; one alone is not launched by anyone, and what its Trainer would
+            spawn is forked.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [script, *arguments]
+    return run_ranks(_run_script, num_ranks, str(folder), command, port, timeout_s=timeout_s, fresh=True)[0]
+
+
+def _run_script(folder: str, command: list[str], port: int) -> str:
+    if dist.get_world_size() == 1:
+        forget_launcher()
+        torch.multiprocessing.start_processes = partial(_start_by_fork, torch.multiprocessing.start_processes)
+    else:
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(port)
+    os.chdir(folder)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, os.path.dirname(command[0]))
+            runpy.run_path(command[0], run_name="__main__")
+    return shown.getvalue()
+
+
+def _start_by_fork(start: Any, *arguments: Any, start_method: str, **options: Any) -> Any:
+    return start(*arguments, start_method="fork", **options)
+
+
+def forget_launcher() -> None:
+    """Make a rank of `run_ranks` look like a program that nobody has launched."""
+    dist.destroy_process_group()
+    for variable in [name for name in os.environ if "RANK" in name or name.startswith(("WORLD", "LOCAL_", "MASTER_"))]:
+        del os.environ[variable]
+    del os.environ["TORCHELASTIC_RUN_ID"]

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from lightning_lowbw import Compression, Topology, cli
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, run_python, run_script
 
 CONF = ROOT / "conf"
 GROUPS = ("strategy", "model", "data", "callbacks", "logger")
@@ -201,8 +201,9 @@ def make_sources(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_sparse_local_sgd_from_the_command_line(tmp_path: Path) -> None:
-    lowbw_train(
+    run_script(
         tmp_path,
+        *("-m", "lightning_lowbw.cli"),
         *("experiment=text_sparse_loco", "strategy.compression.value_dtype=int4", "strategy.k_steps=2"),
         *(f"+data.root={make_sources(tmp_path)}", "+data.num_train=128", "+model.num_layers=1"),
         *("trainer.max_epochs=1", "trainer.log_every_n_steps=1", "test=false"),
@@ -238,7 +239,8 @@ def test_the_command_of_the_documentation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -> None:
-    lowbw_train(my_folder, "--multirun", "seed=1,2", *MINE, *MY_WIDTH, "strategy=dgc", "logger=none")
+    program = ("-m", "lightning_lowbw.cli", "--multirun", "seed=1,2")
+    run_script(my_folder, *program, *MINE, *MY_WIDTH, "strategy=dgc", "logger=none")
     assert not (my_folder / "outputs").exists()
     assert sorted(folder.name for folder in my_folder.glob("multirun/*/*/*") if folder.is_dir()) == ["0", "1"]
 

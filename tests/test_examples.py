@@ -7,26 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, TORCHRUN, run_python
+from tests.programs import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
-SHORT_COMMANDS = {
-    "demo.py": ["demo.py", "--devices=2", "--max-steps=30", "--readme=README.md"],
-    "digits_dgc.py": ["digits_dgc.py", "--devices=2", "--max-epochs=3"],
-    "digits_local_sgd.py": ["digits_local_sgd.py", "--devices=2", "--max-epochs=3", "--strategy=adaptive_local_sgd"],
-    "gan_manual.py": ["gan_manual.py", "--devices=2", "--max-epochs=3"],
-    "plain_loop.py": [*TORCHRUN, "plain_loop.py"],
-    "text_sparse_loco.py": ["text_sparse_loco.py", "--devices=2", "--max-steps=10", "--k-steps=5"],
-    "two_nodes.py": ["two_nodes.py", "--max-epochs=2"],
-    "slow_link.py": [*TORCHRUN, "slow_link.py", "--steps=40"],
+# The number of processes, and the arguments.
+SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
+    "demo.py": (1, ["--devices=2", "--max-steps=30", "--readme=README.md"]),
+    "digits_dgc.py": (2, ["--devices=2", "--max-epochs=3"]),
+    "digits_local_sgd.py": (2, ["--devices=2", "--max-epochs=3", "--strategy=adaptive_local_sgd"]),
+    "gan_manual.py": (2, ["--devices=2", "--max-epochs=3"]),
+    "plain_loop.py": (2, []),
+    "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=10", "--k-steps=5"]),
+    "two_nodes.py": (4, ["--max-epochs=2"]),
+    "slow_link.py": (2, ["--steps=40"]),
 }
 MAX_LINES = 100
 README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
 
 
 def run_example(name: str, folder: Path) -> str:
-    command = [str(EXAMPLES / word) if word == name else word for word in SHORT_COMMANDS[name]]
-    return run_python(folder, *command, timeout_s=240.0).stdout
+    num_ranks, arguments = SHORT_COMMANDS[name]
+    return run_script(folder, str(EXAMPLES / name), *arguments, num_ranks=num_ranks)
 
 
 def test_each_example_has_a_short_command() -> None:

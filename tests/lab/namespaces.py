@@ -23,6 +23,5 @@ def can_make_namespaces() -> bool:
 
 needs_root = [
     pytest.mark.root,
-    pytest.mark.alone,  # they measure rates
     pytest.mark.skipif(not can_make_namespaces(), reason="needs root, iproute2 and network namespaces"),
 ]

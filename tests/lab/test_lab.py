@@ -113,6 +113,7 @@ def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[s
 class TestWithRoot:
     pytestmark = needs_root
 
+    @pytest.mark.alone
     @pytest.mark.parametrize(("rate", "megabytes"), [(1e9, 60), (1e8, 12)])
     def test_the_link_is_as_slow_as_asked(self, rate: float, megabytes: float) -> None:
         with Network([rate, rate]) as network:
@@ -122,16 +123,19 @@ class TestWithRoot:
         assert 1e6 * megabytes <= sent < 1.06e6 * megabytes
         assert received == pytest.approx(sent, rel=0.01)
 
+    @pytest.mark.alone
     def test_the_slower_node_decides(self) -> None:
         with Network([1e9, 5e7]) as network:
             assert measure(network, 5)[0] == pytest.approx(5e7, rel=0.15)
 
+    @pytest.mark.alone
     def test_a_rate_can_change_during_the_run(self) -> None:
         with Network([5e7, 5e7]) as network:
             slow = measure(network, 12)[0]
         with Network([5e7, 5e7]) as network:
             assert measure(network, 12, (0.6, 1e9))[0] > 1.5 * slow
 
+    @pytest.mark.alone
     def test_ranks_of_a_node_are_not_throttled(self) -> None:
         with Network([1e7]) as network, tempfile.TemporaryFile() as output:
             command = [sys.executable, "-c", SENDER, "40"]
@@ -240,11 +244,11 @@ class TestWithRoot:
             "open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {child.pid}'); time.sleep(60)"
         )
         package = "" if number == signal.SIGTERM else WITHOUT_LIGHTNING  # once with all that a user has loaded
-        # A shell's nohup, under which the tests may run, leaves SIGHUP ignored in all that it starts.
-        default = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)" if number == signal.SIGHUP else ""
-        program = (
-            f"import sys\n{default}\n{package}\nfrom lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
-        )
+        # What starts the tests in the background may have it ignored, which processes inherit.
+        handler = "signal.default_int_handler" if number == signal.SIGINT else "signal.SIG_DFL"
+        handled = "" if number == signal.SIGKILL else f"import signal; signal.signal({int(number)}, {handler})"
+        run = "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+        program = f"import sys\n{handled}\n{package}\n{run}"
         lab = subprocess.Popen(
             [sys.executable, "-c", program, "--", sys.executable, "-c", script, str(marker)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.programs import TORCHRUN, run_python
+from tests.programs import TORCHRUN, forget_launcher, run_python
 from tests.ranks import run_ranks
 from tests.strategies.launched import train
 
@@ -27,10 +25,7 @@ def check(folder: Path, strategy: str) -> None:
 
 def train_from_here(strategy: str, folder: str) -> None:
     """As a program does that nobody has launched."""
-    dist.destroy_process_group()
-    for variable in [name for name in os.environ if "RANK" in name or name.startswith(("WORLD", "LOCAL_", "MASTER_"))]:
-        del os.environ[variable]
-    del os.environ["TORCHELASTIC_RUN_ID"]
+    forget_launcher()
     train(strategy, folder)
 
 
