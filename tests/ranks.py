@@ -231,7 +231,7 @@ class _Left:
             settings = self.loggers.get(logger, (logging.NOTSET, [], True, [], False))
             logger.level, logger.handlers, logger.propagate, logger.filters, logger.disabled = settings
             logger.handlers, logger.filters = [*logger.handlers], [*logger.filters]
-            logger.manager._clear_cache()
+        logging.Logger.manager._clear_cache()
         for cache in self.warned:
             cache.clear()
         gc.collect()

@@ -219,8 +219,9 @@ def test_sparse_local_sgd_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_of_the_documentation(tmp_path: Path) -> None:
-    lowbw_train(
+    run_script(
         tmp_path,
+        *("-m", "lightning_lowbw.cli"),
         *("strategy=dgc", "strategy.sparsity=[0.75,0.99,0.999]", "trainer.max_epochs=3", "data.batch_size=64"),
         *(
             f"+data.root={make_sources(tmp_path)}",

@@ -65,9 +65,13 @@ ROWS = {
     "streaming": Row(LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=1, mixing=0.5)),
     "int8 every k": Row(LocalSGD(3, value_dtype="int8")),
     "bfloat16 every k on two levels": Row(LocalSGD(3, value_dtype="bfloat16", **TWO_LEVELS), SGD, 4),
+    "int4 every k in nodes": Row(LocalSGD(5, 0, value_dtype="int4", node_k_steps=2, **TWO_LEVELS), ADAMW, 4),
     "sparse_loco": Row(LocalSGD(3, 0, compression={"min_numel": 100, "chunk": 128}), ADAMW),
     "sparse_loco, hidden, of tensors": Row(
         Method(when=EveryK(k_steps=3, delay_steps=1), what=TopK(density=0.1, value_dtype="int4", min_numel=100))
     ),
     "sparse_loco on two levels": Row(LocalSGD(3, compression={"min_numel": 100}, **TWO_LEVELS), SGD, 4),
+    "sparse_loco, hidden, on two levels": Row(
+        LocalSGD(4, 0, delay_steps=2, compression={"min_numel": 100, "value_dtype": "int2"}, **TWO_LEVELS), ADAMW, 4
+    ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 from typing import Any
@@ -50,15 +49,35 @@ def everything(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor
     return digest([*parameters.values(), *buffers.values(), *state])
 
 
-def train(name: str, look: str = "") -> tuple[list[str], list[str], bool]:
-    """Return digests of the weights, of everything, and whether the weights have moved; after each step."""
+def spoil(state: Any) -> None:
+    """Fill all tensors of a state: what is saved is a copy."""
+    if isinstance(state, Tensor):
+        state.fill_(77)
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
+            spoil(part)
+
+
+def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) -> tuple[list[str], list[str], bool]:
+    """Return digests of the weights, of everything, and whether the weights have moved; after each step.
+
+    Args:
+        look: whether to ask for metrics, state and consensus after each step.
+        saved: gets what a checkpoint has, before each of the `STOPS`.
+    """
     worker, parameters, buffers = attach(ROWS[name])
     start, weights, all_of_it = digest(parameters.values()), [], []
     for number in range(STEPS):
+        if saved is not None and number in STOPS:
+            file = io.BytesIO()
+            optimizer = worker.optimizer.state_dict()
+            state = {"worker": worker.state_dict(), "weights": dict(parameters), "buffers": buffers}
+            torch.save({**state, "optimizer": optimizer}, file)
+            saved[number] = file.getvalue()
         step(worker, parameters, buffers, number)
         if look:
             worker.metrics(True)
-            worker.state_dict()
+            spoil(worker.state_dict())
             if isinstance(worker, ReplicaWorker):
                 with worker.consensus():
                     pass
@@ -90,48 +109,53 @@ def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
         assert by_step == [1] * STEPS, "replicas differ after a step"
 
 
+STOPS = (2, 4, 8)  # at the hand-over, in the middle of the stairs or of an interval, near the end
+
+
+def look_and_resume(name: str) -> tuple[list[str], list[str], dict[int, list[str]]]:
+    """Train with a look at everything after each step; then begin anew from what was saved before each of the stops.
+
+    Returns:
+        Digests of the weights and of everything, as `train` does; and of everything in the steps after each stop.
+    """
+    saved: dict[int, bytes] = {}
+    weights, straight, _ = train(name, look=True, saved=saved)
+    resumed: dict[int, list[str]] = {}
+    for stop, content in saved.items():
+        worker, parameters, buffers = attach(ROWS[name])
+        state = torch.load(io.BytesIO(content), weights_only=True)  # tensors and primitives only
+        with torch.no_grad():
+            for key, weight in state["weights"].items():
+                parameters[key].copy_(weight)
+            for key, buffer in state["buffers"].items():
+                buffers[key].copy_(buffer)
+        worker.optimizer.load_state_dict(state["optimizer"])
+        worker.load_state_dict(state["worker"])
+        resumed[stop] = []
+        for number in range(stop, STEPS):
+            step(worker, parameters, buffers, number)
+            resumed[stop].append(everything(worker, parameters, buffers))
+        if isinstance(worker, ReplicaWorker):
+            worker.finish()
+    return weights, straight, resumed
+
+
+@functools.cache
+def looked_at(name: str) -> list[tuple[list[str], list[str], dict[int, list[str]]]]:
+    return run_ranks(look_and_resume, ROWS[name].num_ranks, name)
+
+
 @EVERY_ROW
 def test_looking_changes_nothing(name: str) -> None:
-    assert run_ranks(train, ROWS[name].num_ranks, name, "look") == trained(name)
-
-
-def stop_and_resume(name: str, stop: int) -> tuple[list[str], list[str]]:
-    """Return everything after each step of a run, and of one that is saved after `stop` steps and begun anew."""
-    worker, parameters, buffers = attach(ROWS[name])
-    straight, saved = [], io.BytesIO()
-    for number in range(STEPS):
-        if number == stop:
-            state = {
-                "worker": worker.state_dict(),
-                "weights": {key: p.detach().clone() for key, p in parameters.items()},
-                "buffers": copy.deepcopy(buffers),
-                "optimizer": copy.deepcopy(worker.optimizer.state_dict()),
-            }
-            torch.save(state, saved)
-        step(worker, parameters, buffers, number)
-        straight.append(everything(worker, parameters, buffers))
-    worker, parameters, buffers = attach(ROWS[name])
-    saved.seek(0)
-    state = torch.load(saved, weights_only=True)  # tensors and primitives only
-    with torch.no_grad():
-        for key, weight in state["weights"].items():
-            parameters[key].copy_(weight)
-        for key, buffer in state["buffers"].items():
-            buffers[key].copy_(buffer)
-    worker.optimizer.load_state_dict(state["optimizer"])
-    worker.load_state_dict(state["worker"])
-    resumed = []
-    for number in range(stop, STEPS):
-        step(worker, parameters, buffers, number)
-        resumed.append(everything(worker, parameters, buffers))
-    return straight[stop:], resumed
+    for (weights, all_of_it, _), (expected_weights, expected, _) in zip(looked_at(name), trained(name), strict=True):
+        assert (weights, all_of_it) == (expected_weights, expected)
 
 
 @EVERY_ROW
-@pytest.mark.parametrize("stop", [4, 8])
+@pytest.mark.parametrize("stop", STOPS)
 def test_a_run_that_is_stopped_in_mid_interval_resumes_to_the_bit(name: str, stop: int) -> None:
-    for straight, resumed in run_ranks(stop_and_resume, ROWS[name].num_ranks, name, stop):
-        assert resumed == straight
+    for (_, _, resumed), (_, straight, _) in zip(looked_at(name), trained(name), strict=True):
+        assert resumed[stop] == straight[stop:]
 
 
 def plain(name: str) -> list[str]:

@@ -179,25 +179,6 @@ def resume(states: list[Any], first: int, last: int, nodes: Nodes) -> Any:
     return worker.state_dict(), {name: p.detach().clone() for name, p in parameters.items()}, of_optimizer
 
 
-@pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]], ids=["flat", "two levels"])
-def test_resumes_to_the_bit(nodes: Nodes) -> None:
-    """At the hand-over, and between sparse steps."""
-    num_ranks = sum(map(len, nodes))
-    stops = [BEGIN, BEGIN + 3]
-    whole, *halves = zip(*run_ranks(each, num_ranks, resume, [([], 0, n, nodes) for n in (STEPS, *stops)]), strict=True)
-    # As in a file: the optimizer's state is rank 0's.
-    saved = [[(state, weights, half[0][2]) for state, weights, _ in half] for half in halves]
-    cases = [(of_all, stop, STEPS, nodes) for of_all, stop in zip(saved, stops, strict=True)]
-    for by_stop, (expected_state, expected, _) in zip(run_ranks(each, num_ranks, resume, cases), whole, strict=True):
-        for state, weights, _ in by_stop:
-            assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-            assert state["residuals"].keys() == expected_state["residuals"].keys()
-            assert all(
-                torch.equal(kept, expected_state["residuals"][name]) for name, kept in state["residuals"].items()
-            )
-    assert not torch.equal(whole[0][0]["residuals"]["large"], whole[-1][0]["residuals"]["large"])
-
-
 @pytest.mark.parametrize("name", ["capturable", "differentiable"])
 def test_what_cannot_be_corrected_is_refused(name: str) -> None:
     parameters = make_parameters({"large": (40, 30)})

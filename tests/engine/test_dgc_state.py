@@ -15,7 +15,6 @@ from torch.optim import SGD
 from lightning_lowbw import DGC, ConfigurationError, Method, Narrow
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.state import merge
-from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
     FLAT,
     NODES,
@@ -32,7 +31,6 @@ from tests.ranks import run_ranks
 
 SHAPES = {"large": (300, 240), "conv": (8, 4, 3, 3), "scalar": (), "bias": (7,)}  # the first is sampled
 METHOD = DGC(rampup_begin_step=2, rampup_step=8, sparsity=[0.5, 0.9, 0.99, 0.999], min_numel=100, value_dtype="float32")
-STEPS = 12
 
 
 def make_worker(method: Method, **options: Any) -> tuple[GradientWorker, Parameters]:
@@ -41,11 +39,6 @@ def make_worker(method: Method, **options: Any) -> tuple[GradientWorker, Paramet
     worker = method.attach(SGD(parameters.values(), **settings), parameters.items())
     assert isinstance(worker, GradientWorker)
     return worker, parameters
-
-
-def digests_of(worker: GradientWorker, parameters: Parameters) -> list[str]:
-    buffers = [worker.optimizer.state[p]["momentum_buffer"] for p in parameters.values()]
-    return [digest(parameters.values()), digest(buffers), digest(worker.residuals.values())]
 
 
 def state_of(step: int = 3, **parts: dict[str, Any]) -> dict[str, Any]:
@@ -82,60 +75,6 @@ def load(saved: bytes, worker: GradientWorker, parameters: Parameters) -> None:
             parameter.copy_(checkpoint["weights"][name])
     worker.optimizer.load_state_dict(checkpoint["optimizer"])
     worker.load_state_dict(checkpoint["worker"])
-
-
-def train_and_resume(stops: list[int]) -> dict[int | None, list[str]]:
-    """Train through, then for each stop: train up to it, save, go on with everything made anew."""
-    results: dict[int | None, list[str]] = {}
-    worker, parameters = make_worker(METHOD)
-    for step in range(STEPS):
-        take_step(worker, parameters, step)
-    results[None] = digests_of(worker, parameters)
-    for stop in stops:
-        worker, parameters = make_worker(METHOD)
-        for step in range(stop):
-            take_step(worker, parameters, step)
-        saved = save(worker, parameters, buffers_of_rank_zero=True)
-        old, (worker, parameters) = worker, make_worker(METHOD)
-        load(saved, worker, parameters)
-        assert worker.step == stop
-        assert worker.state_dict().keys() == old.state_dict().keys()
-        thresholds = [each.state_dict()["exchange"]["thresholds"] for each in (old, worker)]
-        assert thresholds[0] == thresholds[1]
-        assert stop < STEPS - 4 or thresholds[0]["large"] > 0
-        for step in range(stop, STEPS):
-            take_step(worker, parameters, step)
-        results[stop] = digests_of(worker, parameters)
-    return results
-
-
-def test_resuming_continues_to_the_bit() -> None:
-    """In the dense phase, at the hand-over, in the middle of a stair, after the warm-up."""
-    stops = [1, 2, 3, 5, 11]
-    for results in run_ranks(train_and_resume, 2, stops):
-        for stop in stops:
-            assert results[stop] == results[None], stop
-
-
-def look_more_often() -> tuple[list[str], list[str]]:
-    """Saving is looking: it changes nothing, and what was saved is a copy."""
-    results = []
-    for looks in (False, True):
-        worker, parameters = make_worker(METHOD)
-        for step in range(6):
-            take_step(worker, parameters, step)
-            if looks:
-                state = worker.state_dict()
-                for kept in (*state["residuals"].values(), *state["velocities"].values()):
-                    kept.fill_(1e9)
-                worker.residual_norm()
-        results.append(digests_of(worker, parameters))
-    return results[0], results[1]
-
-
-def test_looking_changes_nothing() -> None:
-    for without, with_looks in run_ranks(look_more_often, 2):
-        assert without == with_looks
 
 
 # Another number of ranks ----------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import DGC
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.link import EXCHANGES
-from tests.engine.problem import AWKWARD, backward, each, make_parameters, take_step
+from tests.engine.problem import AWKWARD, backward, each, make_parameters
 from tests.ranks import run_ranks
 
 SHAPES = {**AWKWARD, "large": (331, 257)}
@@ -120,27 +119,3 @@ def test_auto_measures_the_link_and_says_what_it_takes() -> None:
     assert chosen[0] != "all_gather"
     assert any("dense" in line and "all-gather" in line and line.endswith(f": {chosen[0]}.") for line in lines)
     assert all(not said for _, said in results[1:])
-
-
-def resume(states: list[Any], first: int, last: int) -> Any:
-    parameters = make_parameters({"a": (60, 50)})
-    sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
-    worker = DGC(sparsity=[0.95], min_numel=1, exchange="reduce_scatter").attach(sgd, parameters.items())
-    if states:
-        state, weight = states[dist.get_rank()]
-        with torch.no_grad():
-            parameters["a"].copy_(weight)
-        worker.load_state_dict(state)
-    for step in range(first, last):
-        take_step(worker, parameters, step)
-    return worker.state_dict(), parameters["a"].detach().clone()
-
-
-def test_a_reduce_scatter_resumes_to_the_bit() -> None:
-    whole = run_ranks(resume, 3, [], 0, 8)
-    half = run_ranks(resume, 3, [], 0, 4)
-    again = run_ranks(resume, 3, half, 4, 8)
-    for (state, weight), (other, expected) in zip(again, whole, strict=True):
-        assert torch.equal(weight, expected)
-        assert torch.equal(state["residuals"]["a"], other["residuals"]["a"])
-        assert state["exchange"] == other["exchange"]

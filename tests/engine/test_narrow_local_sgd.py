@@ -118,24 +118,6 @@ METHODS = {
 }
 
 
-def stop_and_resume(name: str, at: int) -> tuple[list[str], list[str]]:
-    worker, parameters = attach(METHODS[name], "adamw", SHAPES, NODES["blocks"])
-    train_on(worker, parameters, range(at))
-    state, weights = copy.deepcopy(worker.state_dict()), weights_of(parameters)
-    straight = train_on(worker, parameters, range(at, 14))
-    worker, parameters = attach(METHODS[name], "adamw", SHAPES, NODES["blocks"])
-    set_weights(parameters, weights)
-    worker.load_state_dict(state)
-    return straight, train_on(worker, parameters, range(at, 14))
-
-
-def test_resume_on_two_levels_is_to_the_bit() -> None:
-    calls = {f"{name}, step {at}": partial(stop_and_resume, name, at) for name in METHODS for at in (4, 7, 10)}
-    for case, results in run_each(4, calls).items():
-        for straight, resumed in results:
-            assert straight == resumed, case
-
-
 def go_on(states: list[Any], is_merged: bool, nodes: Nodes) -> dict[str, Any] | str:
     worker, parameters = attach(METHODS["int4"], "sgd", SHAPES, nodes)
     state, weights = copy.deepcopy(states[0] if is_merged else states[dist.get_rank()])

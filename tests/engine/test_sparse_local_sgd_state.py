@@ -41,32 +41,6 @@ from tests.ranks import run_ranks
 # Resume ------------------------------------------------------------------------------------------------------------
 
 
-def stop_and_resume(choices: dict[str, Any], shapes: Mapping[str, Shape], at: int) -> tuple[list[str], list[str]]:
-    worker, parameters = attach(LocalSGD(**choices), "adamw", shapes, NODES["blocks"])
-    train_on(worker, parameters, range(at))
-    state, weights = copy.deepcopy(worker.state_dict()), weights_of(parameters)
-    straight = train_on(worker, parameters, range(at, SPARSE_STEPS))
-    worker.finish()  # the next one has the same process groups, which must not be given two averages at once
-    worker, parameters = attach(LocalSGD(**choices), "adamw", shapes, NODES["blocks"])
-    set_weights(parameters, weights)
-    worker.load_state_dict(state)
-    resumed = train_on(worker, parameters, range(at, SPARSE_STEPS))
-    worker.finish()
-    return straight, resumed
-
-
-def test_resume_on_two_levels_is_to_the_bit() -> None:
-    choices = with_base({"k_steps": 4, "delay_steps": 2, "compression": {"value_dtype": "int2"}})
-    calls = {
-        f"{len(shapes)} tensors, step {at}": partial(stop_and_resume, choices, shapes, at)
-        for at in (2, 5, 8)
-        for shapes in (SHAPES, SPARSE)
-    }
-    for case, results in run_each(4, calls).items():
-        for straight, resumed in results:
-            assert straight == resumed, case
-
-
 METHOD = LocalSGD(k_steps=4, begin_step=0, compression=Compression(**BASE))
 
 

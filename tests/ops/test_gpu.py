@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_lowbw.ops import gpu
+from tests.programs import WITHOUT_LIGHTNING
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
@@ -53,7 +54,8 @@ def test_compiled(tmp_path: Path) -> None:
 
 
 def test_imported_without_triton() -> None:
-    run("-c", "import sys; sys.modules['triton'] = None; import lightning_lowbw.ops.gpu, lightning_lowbw")
+    imported = "import lightning_lowbw.ops.gpu, lightning_lowbw.ops.dispatch, lightning_lowbw.what.selection"
+    run("-c", f"import sys; sys.modules['triton'] = None{WITHOUT_LIGHTNING}\n{imported}")
 
 
 def test_only_on_a_gpu() -> None:

@@ -29,7 +29,7 @@ def train_from_here(strategy: str, folder: str) -> None:
     train(strategy, folder)
 
 
-@pytest.mark.parametrize("strategy", ["dgc_fork", "dgc_spawn", "local_sgd_spawn"])
+@pytest.mark.parametrize("strategy", ["dgc_spawn", "local_sgd_fork"])
 def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
     run_ranks(train_from_here, 1, strategy, str(tmp_path), fresh=True)
     check(tmp_path, strategy)
