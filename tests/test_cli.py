@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from lightning_lowbw import Compression, Topology, cli
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
-from tests.programs import ROOT, run_python, run_script
+from tests.programs import ROOT, TORCHRUN, run_python, run_script
 
 CONF = ROOT / "conf"
 GROUPS = ("strategy", "model", "data", "callbacks", "logger")
@@ -250,12 +250,11 @@ def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -
 def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path) -> None:
     (my_folder / "my_conf/model").mkdir(parents=True)
     (my_folder / "my_conf/model/mine.yaml").write_text("_target_: my_task.MyModule\nwidth: 6\n")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
     lowbw_train(
         my_folder,
         *("--config-dir", "my_conf", "model=mine", *MINE[1:], "+data.widths=[6]", "callbacks=sparsity_warmup"),
         *("trainer.log_every_n_steps=1", "optimized_metric=my_loss"),
-        launcher=torchrun,
+        launcher=TORCHRUN,
     )
     (output,) = my_folder.glob("outputs/*/*")
     assert len(read_metric(output / "csv/metrics.csv", "my_loss")) == 4

@@ -12,7 +12,7 @@ from lightning_lowbw.zoo.digits import DigitsClassifier, DigitsData
 from tests.ranks import run_ranks
 from tests.tiny import make_trainer
 
-SEEDS = range(3)
+SEEDS = range(2)
 EPOCHS = 15
 
 

@@ -1,4 +1,4 @@
-"""Every way of starting the ranks: popen, spawn, fork and torchrun."""
+"""Every way in which a Trainer starts the ranks: popen, spawn and fork."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import TORCHRUN, forget_launcher, run_python
+from tests.programs import forget_launcher, run_python
 from tests.ranks import run_ranks
 from tests.strategies.launched import train
 
@@ -36,8 +36,8 @@ def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
-def test_started_as_a_script(launcher: str, tmp_path: Path) -> None:
-    run_python(tmp_path, *(TORCHRUN if launcher == "torchrun" else ()), SCRIPT, str(tmp_path), "dgc", "local_sgd")
+def test_started_as_a_script(tmp_path: Path) -> None:
+    """The Trainer starts it once more for each further rank. Under torchrun: tests/lab and test_cli.py."""
+    run_python(tmp_path, SCRIPT, str(tmp_path), "dgc", "local_sgd")
     for strategy in ("dgc", "local_sgd"):
         check(tmp_path / strategy, strategy)
