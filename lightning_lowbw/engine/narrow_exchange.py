@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from lightning_lowbw.engine.slots import Slot
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.what.narrow_values import make_narrow_format
+from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.where.narrow import narrow_mean
 from lightning_lowbw.where.peers import Peers
 
@@ -25,13 +26,12 @@ class NarrowExchange:
         peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
 
     Attributes:
-        residuals: what this rank has rounded away of each tensor, by name; float32 (or wider), flat. On two levels that
-            of its part, and zeros elsewhere.
+        residuals: what this rank has rounded away of each tensor. On two levels that of its part, and zeros elsewhere.
     """
 
     value_dtype: str
     peers: Peers
-    residuals: dict[str, Tensor] = field(default_factory=dict, init=False)
+    residuals: Residuals = field(default_factory=Residuals, init=False)
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of tensors over the participants: float32 (or wider), flat, the same bits on all ranks.
@@ -59,7 +59,9 @@ class NarrowExchange:
             _split_parts(vector, sizes, self.peers)
             for vector in narrow_mean(joined, make_narrow_format(self.value_dtype), self.peers)
         )
-        self.residuals.update(zip(tensors, unsent, strict=True))
+        self.residuals.ensure(dict(zip(tensors, sizes, strict=True)), joined.device)
+        for name, rounded in zip(tensors, unsent, strict=True):
+            self.residuals[name].copy_(rounded)
         return dict(zip(tensors, means, strict=True))
 
     def average_gradients_(self, slots: Sequence[Slot]) -> None:
@@ -76,7 +78,7 @@ class NarrowExchange:
 
     def to(self, device: torch.device) -> None:
         """Move the residuals."""
-        self.residuals = {name: residual.to(device) for name, residual in self.residuals.items()}
+        self.residuals.to(device)
 
 
 def _join_parts(flats: Sequence[Tensor], peers: Peers) -> Tensor:

@@ -283,8 +283,8 @@ class ReplicaWorker(Worker):
     def begin_local(self) -> None:
         """Agree on what the differences to come are measured from, if the coming step is local.
 
-        Collective: all ranks, the first time; a broadcast of the floating buffers. `exchange` does it where nobody
-        has.
+        Collective: all ranks, the first time; a broadcast of the floating buffers. `exchange` calls it where the
+        caller has not.
         """
         if not self.is_local:
             return

@@ -115,7 +115,7 @@ def take_means(
 
     Args:
         slots: of the step.
-        num_users: ranks that have a gradient, of each; what nobody has used is left alone, as in DDP.
+        num_users: ranks that have a gradient, of each; what no rank has used is left alone, as in DDP.
         means: by name, of those that are averaged whole.
         begun: parameters that are sent already.
     """

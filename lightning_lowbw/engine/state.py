@@ -115,9 +115,9 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
         "num_participants": worker.peers.num_senders,
         "correction": worker.correction.kind,
         "shapes": {name: tuple(parameters[name].shape) for name in worker.residuals},
-        "residuals": _saved(worker.residuals),
+        "residuals": {} if worker.sparse is None else worker.sparse.residuals.state(),
         "velocities": _saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
-        "rounded": {} if worker.narrow is None else _saved(worker.narrow.residuals),
+        "rounded": {} if worker.narrow is None else worker.narrow.residuals.state(),
         "local": local,
         "exchange": None if worker.sparse is None else worker.sparse.state_dict(),
     }
@@ -178,11 +178,12 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     worker.step = state["step"]
     worker.velocities.clear()
     if worker.narrow is not None:
-        worker.narrow.residuals = {
-            name: _only_own(rounded, worker)
-            for name, rounded in state["rounded"].items()
-            if name in parameters and as_real(parameters[name]).numel() == rounded.numel()
+        rounded = {
+            name: _only_own(whole, worker)
+            for name, whole in state["rounded"].items()
+            if name in parameters and as_real(parameters[name]).numel() == whole.numel()
         }
+        worker.narrow.residuals.load(rounded, worker.device)
     if worker.sparse is not None:
         own = {name: part if is_own else _own(part, worker) for name, part in state["residuals"].items()}
         worker.sparse.residuals.load(own, worker.device)
@@ -222,8 +223,8 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
         "buffers": _saved(averaging.buffers.start),
         "start": _saved({worker.name_of(p): start for p, start in averaging.start.items()}),
         "velocity": _saved({worker.name_of(p): u for p, u in averaging.velocity.items()}),
-        "residuals": {} if averaging.sparse is None else _saved(averaging.sparse.residuals),
-        "rounded": {} if averaging.narrow is None else _saved(averaging.narrow.residuals),
+        "residuals": {} if averaging.sparse is None else averaging.sparse.residuals.state(),
+        "rounded": {} if averaging.narrow is None else averaging.narrow.residuals.state(),
         "exchange": None if averaging.sparse is None else averaging.sparse.state_dict(),
         "delay": worker.delay.state_dict(),
         "fragments": [
@@ -308,7 +309,8 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
         if state["exchange"] is not None:
             averaging.sparse.load_state_dict(state["exchange"])
     if averaging.narrow is not None:
-        averaging.narrow.residuals = {name: _only_own(whole, worker) for name, whole in state["rounded"].items()}
+        rounded = {name: _only_own(whole, worker) for name, whole in state["rounded"].items()}
+        averaging.narrow.residuals.load(rounded, device)
     for fragment, saved in zip(worker.fragments, state["fragments"], strict=True):
         fragment.parameters = [parameters[name] for name in saved["names"]]
         fragment.steps = saved["steps"]

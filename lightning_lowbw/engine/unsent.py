@@ -1,4 +1,4 @@
-"""A run that goes on with one participant: it applies what several have kept back, for it has nobody to send it to."""
+"""A run that goes on with one participant: it applies what several have kept back and can no longer send."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_lowbw.engine.slots import Slot, fault_error, first_fault_of, segment_fields, sparse_of
 from lightning_lowbw.ops.reference import accumulate_, as_real
+from lightning_lowbw.what.residuals import Residuals
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.gradients import GradientWorker
@@ -23,7 +24,7 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
     Raises:
         NonFiniteGradientError: a gradient is not finite; nothing has changed then.
     """
-    correction, rounded = worker.correction, {} if worker.narrow is None else worker.narrow.residuals
+    correction, rounded = worker.correction, Residuals() if worker.narrow is None else worker.narrow.residuals
     slots = [
         Slot(name, parameter, group, name in worker.residuals)
         for group in worker.optimizer.param_groups

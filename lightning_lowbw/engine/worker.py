@@ -58,6 +58,11 @@ class Worker:
         named_parameters: Iterable[tuple[str, Parameter]],
         peers: Peers,
     ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
+                f"{type(optimizer).__name__}."
+            )
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
@@ -94,7 +99,7 @@ class Worker:
         """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
 
     def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
-        """List the tensors of this step and look at their gradients; `exchange` does it where nobody has.
+        """List the tensors of this step and look at their gradients; `exchange` calls it where the caller has not.
 
         In place:
             On two levels `.grad` of parameters not in `reduced` becomes the mean of the node.

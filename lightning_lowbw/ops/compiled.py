@@ -30,12 +30,12 @@ _faults: list[str] = []  # why they are not to be used in this process
 
 
 def is_installed() -> bool:
-    """Whether numba is there, be it broken, and nobody disabled it."""
+    """Whether numba is installed, be it broken, and not disabled."""
     return not _faults and importlib.util.find_spec("numba") is not None
 
 
 def is_available() -> bool:
-    """Whether numba can be imported, and nobody disabled it; imports it."""
+    """Whether numba can be imported, and is not disabled; imports it."""
     return not _faults and _is_importable()
 
 

@@ -32,7 +32,7 @@ _faults: list[str] = []  # why the kernels are not to be used in this process
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether the kernels run on a device: CUDA or ROCm, with a Triton for it, and nobody disabled them."""
+    """Return whether the kernels run on a device: CUDA or ROCm, with a Triton for it, and not disabled."""
     return not _faults and _is_supported(device)
 
 

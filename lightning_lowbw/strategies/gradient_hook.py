@@ -99,7 +99,7 @@ class GradientHook:
 
 def completed(buffer: Tensor) -> Future[Tensor]:
     """Return a future of a bucket that is as it should be, once what has been queued on the current stream is done."""
-    # A future without devices records no event, and nobody waits for the stream.
+    # A future without devices records no event, and DDP does not wait for the stream.
     future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
     future.set_result(buffer)
     return future

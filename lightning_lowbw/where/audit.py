@@ -1,4 +1,4 @@
-"""Making sure that nobody communicates: what was issued on the process group since a moment, and by whom."""
+"""Making sure that nothing is communicated: what was issued on the process group since a moment, and by which line."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class AllReducing(Protocol):
 
 @dataclass
 class Collectives:
-    """A process group with a ledger. One rank alone sends nothing, and waits for nobody.
+    """A process group with a ledger. One rank alone sends nothing, and never waits.
 
     Without torch.distributed there is one rank.
 

@@ -13,7 +13,7 @@ import torch
 
 Level = Literal["intra", "inter"]
 
-# Pairs of CUDA events that nobody has read yet; older ones are dropped rather than waited for.
+# Pairs of CUDA events that have not been read yet; older ones are dropped rather than waited for.
 MAX_PENDING = 256
 
 

@@ -90,7 +90,7 @@ class MeanWork:
 def average_gradients_(
     parameters: Sequence[Parameter], flags: Sequence[float], peers: AllReducing, device: torch.device
 ) -> list[float]:
-    """Replace the gradients of some parameters by their mean over ranks; one that nobody has stays None, as in DDP.
+    """Replace the gradients of some parameters by their mean over ranks; one that no rank has stays None, as in DDP.
 
     In place:
         `.grad`; one that is not strided counts as zeros, and stays.

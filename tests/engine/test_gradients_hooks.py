@@ -292,6 +292,8 @@ def test_names_are_asked_for() -> None:
     parameters = plain_parameters()
     with pytest.raises(ConfigurationError, match=r"pass model\.named_parameters\(\)"):
         DGC().attach(SGD(parameters, lr=0.1), parameters)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"takes a torch optimizer first, and got a list"):
+        DGC().attach([("weight", parameters[0])], SGD(parameters, lr=0.1))  # type: ignore[arg-type]
 
 
 def warn_of_error_feedback() -> str:
