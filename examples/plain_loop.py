@@ -31,7 +31,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # a hook of the optimizer exchanges the gradients first
+        optimizer.step()  # exchanges the gradients first
         if dist.get_rank() == 0 and step % 40 == 39:
             print(f"step {step + 1}: loss {loss.item():.4f}, density {worker.last_density:.4f}")
     dist.barrier()

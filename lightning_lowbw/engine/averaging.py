@@ -162,7 +162,7 @@ class Averaging:
         worker = self._worker
         device = worker.device
         are_finite = [is_finite(p.detach()) for p in parameters]
-        fault = first_fault(are_finite) if are_finite else torch.zeros((), device=device)
+        fault = first_fault(are_finite) if are_finite else torch.zeros((), dtype=torch.float32, device=device)
         # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
@@ -301,7 +301,7 @@ class Averaging:
         tensors = [as_real(p.detach()) for p in fragment.moved]
         if fragment.work is not None:
             tensors += fragment.work.snapshots or []
-        node, nothing = self._peers.node, torch.zeros(1, device=self._worker.device)
+        node, nothing = self._peers.node, torch.zeros(1, dtype=torch.float32, device=self._worker.device)
         means, _ = MeanWork(tensors, nothing, 1.0 / node.num_ranks, node).wait()
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean)
@@ -358,7 +358,8 @@ class _NarrowWork:
             narrow = self.averaging.narrow
             assert narrow is not None
             # A node is one participant: its change is the mean of its ranks'.
-            node, nothing = narrow.peers.node, torch.zeros(1, device=next(iter(self.changes.values())).device)
+            node, device = narrow.peers.node, next(iter(self.changes.values())).device
+            nothing = torch.zeros(1, dtype=torch.float32, device=device)
             of_node, _ = MeanWork(list(self.changes.values()), nothing, 1.0 / node.num_ranks, node).wait()
             self.means = narrow.average(dict(zip(self.changes, of_node, strict=True)))
         return self.means
@@ -370,7 +371,9 @@ class _MeanChanges:
 
     def wait(self) -> dict[str, Tensor]:
         device = self.work.wait().device
-        means = {name: torch.empty(numel, device=device) for name, numel in self.work.numels.items()}
+        means = {
+            name: torch.empty(numel, dtype=torch.float32, device=device) for name, numel in self.work.numels.items()
+        }
         self.work.average_(means)
         return means
 

@@ -56,7 +56,7 @@ class Consensus:
             unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
             unequal.update(fragment.moved)
         parameters = list(unequal)
-        nothing = torch.zeros(1, device=worker.device)
+        nothing = torch.zeros(1, dtype=torch.float32, device=worker.device)
         means, _ = MeanWork([*parameters, *buffers.changes()], nothing, 1.0 / peers.num_ranks, peers).wait()
         for parameter, mean in zip(parameters, means[: len(parameters)], strict=True):
             as_real(parameter).copy_(mean)

@@ -77,7 +77,7 @@ class Delay:
         if min(worker.num_averages // TIMED_AVERAGE, len(self.average_s)) < len(worker.fragments):
             return
         # The rank that comes last waits for no other: its time is that of the network. The slowest step is everyone's.
-        times = torch.tensor([max(self.average_s.values()), -step_s], device=worker.device)
+        times = torch.tensor([max(self.average_s.values()), -step_s], dtype=torch.float32, device=worker.device)
         peers.all_reduce_(times, dist.ReduceOp.MIN)
         average_s, step_s = float(times[0]), -float(times[1])
         self.chosen = hiding_steps(average_s, step_s, worker.k_steps)

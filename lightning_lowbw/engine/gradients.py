@@ -259,9 +259,9 @@ class GradientWorker(Worker):
             )
         if not self._is_prepared:
             self.prepare()
-        is_taken = self._exchange_slots(skip_nonfinite)
+        self._is_taken = self._exchange_slots(skip_nonfinite)
         self._is_prepared, self._is_exchanged = False, True
-        return is_taken
+        return self._is_taken
 
     def _exchange_slots(self, skip_nonfinite: bool) -> bool:
         if self._slots and not self._average_whole(skip_nonfinite):

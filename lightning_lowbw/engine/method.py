@@ -277,7 +277,7 @@ class Method:
             worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
         if isinstance(method.what, TopK):
             prepare_kernels(worker.device, process_group)
-        worker.install_hooks()
+        worker.wrap_step()
         return worker
 
 

@@ -212,6 +212,9 @@ class ReplicaWorker(Worker):
 
         Returns:
             True.
+
+        Raises:
+            ConfigurationError: on all ranks that average; a gradient is sparse.
         """
         if not self._is_prepared:
             self.prepare()
@@ -222,13 +225,13 @@ class ReplicaWorker(Worker):
         if self.is_local:
             self.begin_local()
             if self.reduces_in_node and mine:
-                average_gradients_(mine, [], self.peers.node, self.device)
+                average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
             return True
         num_ranks, lr = self.peers.num_ranks, self.lr
         has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
         self._highest_lr = max(lr, self._highest_lr)
         flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
-        num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device)
+        num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
         self.peers.ledger.dense_bytes += all_reduce_bytes(sum(p.nbytes for p in mine), num_ranks)
         self._agree_on_requests(num_stop, num_save)
         if num_decayed and self.when.begin_step == FIRST_LR_DECAY and self._begin is None:

@@ -48,7 +48,7 @@ class Slot:
         """Where a mean is written, float32 and flat: the gradient itself, where it is laid out for that."""
         if self.gradient.dtype == torch.float32 and self.gradient.is_contiguous():
             return self.gradient.view(-1)
-        return torch.empty(self.gradient.numel(), device=self.gradient.device)
+        return torch.empty(self.gradient.numel(), dtype=torch.float32, device=self.gradient.device)
 
 
 def sparse_of(slots: Sequence[Slot]) -> list[Slot]:
@@ -157,7 +157,7 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor]) -> Ten
     for number, slot in enumerate(slots):
         parameter, gradient = slot.parameter, slot.parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
-            return torch.tensor(-1.0 - number, device=parameter.device)
+            return torch.tensor(-1.0 - number, dtype=torch.float32, device=parameter.device)
         if gradient is None:
             are_finite.append(torch.ones((), dtype=torch.bool, device=parameter.device))
             continue

@@ -190,7 +190,7 @@ class SparseExchange:
         for name, numel in numels.items():
             part = self.residuals[name]
             count = self.payload.num_sent(part.numel(), density) if numel else 0
-            empty[name] = torch.arange(count, device=part.device), torch.zeros(count, device=part.device)
+            empty[name] = torch.arange(count, device=part.device), torch.zeros_like(part[:count])
         return empty
 
     def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
@@ -228,7 +228,7 @@ class SparseExchange:
     def _all_reduce(self, selected: Mapping[str, Sparse], numels: Mapping[str, int]) -> dict[str, Tensor]:
         """Sum the same elements in dense tensors."""
         sizes = [numels[name] for name in selected]
-        message = torch.zeros(sum(sizes), device=next(iter(self.residuals.values())).device)
+        message = next(iter(self.residuals.values())).new_zeros(sum(sizes))
         for mean, (positions, values) in zip(message.split(sizes), selected.values(), strict=True):
             mean[positions] = values * (1.0 / self.peers.num_senders)
         self.peers.all_reduce_(message)

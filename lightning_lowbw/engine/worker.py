@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -20,14 +23,14 @@ if TYPE_CHECKING:
     from lightning_lowbw.engine.method import Method
 
 
-_with_hooks: WeakSet[Optimizer] = WeakSet()
+_wrapped: WeakSet[Optimizer] = WeakSet()
 
 
 class Worker:
     """One rank's side of a method for one optimizer; it has a counter of its own.
 
     In a plain loop `Method.attach` returns one, and `optimizer.step()`, or a GradScaler's `scaler.step(optimizer)`, is
-    all there is to call: hooks of the optimizer do the rest, also where a closure is given. Two finer tools:
+    all there is to call: `step` is wrapped and does the rest, also where a closure is given. Two finer tools:
 
         worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
         with worker.stepping():       # around a step that may be left out, on all ranks or on none
@@ -70,8 +73,8 @@ class Worker:
         self.method, self.optimizer, self.peers = method, optimizer, peers
         self.step = 0
         self._names = names_of(named_parameters)
-        self._is_prepared = self._is_exchanged = self._is_stepping = self._is_in_step = False
-        self._hidden: dict[Parameter, Tensor | None] = {}  # gradients of a step that a GradScaler skips
+        self._is_prepared = self._is_exchanged = self._is_stepping = False
+        self._is_taken = True  # whether the step is, as the last exchange has said
 
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter, by which its state is kept."""
@@ -132,63 +135,88 @@ class Worker:
             self.give_back()
             raise
         finally:
-            self._is_stepping = self._is_prepared = self._is_exchanged = self._is_in_step = False
+            self._is_stepping = self._is_prepared = self._is_exchanged = False
         self.after_step()
 
     def give_back(self) -> None:
         """Let the optimizer be as the user has it, after a step or an exception."""
 
-    def install_hooks(self) -> None:
-        """Let `optimizer.step()` exchange, and count.
+    def wrap_step(self) -> None:
+        """Let `optimizer.step()` exchange, and count; on the optimizer itself, as torch's schedulers wrap it.
 
         Raises:
             ConfigurationError: another worker does so already.
         """
-        if self.optimizer in _with_hooks:
+        optimizer, step = self.optimizer, self.optimizer.step
+        if optimizer in _wrapped:
             raise ConfigurationError(
-                f"A method is attached to this {type(self.optimizer).__name__} already, and each step would exchange "
+                f"A method is attached to this {type(optimizer).__name__} already, and each step would exchange "
                 "twice. Attach once, or make a new optimizer."
             )
-        _with_hooks.add(self.optimizer)
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
-        # Else a GradScaler that finds an inf on one rank leaves out that rank's `step`, and the others wait for it.
-        # So it calls `step` always, and leaves scaling and skipping to it, as to torch's fused optimizers.
-        self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        _wrapped.add(optimizer)
+
+        @functools.wraps(getattr(step, "__func__", step))
+        def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._take_step(step, args, kwargs)
+
+        optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
+        if "grad_scaler" not in inspect.signature(step).parameters:
+            # Else a GradScaler that finds an inf on one rank leaves out that rank's `step`, and the others wait for it.
+            # So it calls `step` always, and leaves scaling and skipping to it, as to torch's fused optimizers.
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _take_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what `step` does, with the gradients that the method makes of this rank's own."""
+        scaling = self._unscale()
+        is_taken = True
+        try:
+            if args and callable(args[0]):
+                args = (self._exchanging(args[0]), *args[1:])
+            elif kwargs.get("closure") is not None:
+                kwargs = {**kwargs, "closure": self._exchanging(kwargs["closure"])}
+            else:
+                is_taken = self._exchange_once(skip_nonfinite=scaling is not None)
+                is_taken = is_taken and (scaling is None or self._is_finite())
+            result = step(*args, **kwargs) if is_taken else None
+        except BaseException:
+            self.give_back()
+            self._is_prepared = self._is_exchanged = False
+            raise
+        if scaling is not None:
+            vars(self.optimizer).update(scaling)  # the scaler deletes them
+        if not self._is_stepping:
+            self._is_prepared = self._is_exchanged = False
+            self.after_step()
+        return result
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_in_step:  # the last step raised
-            self.give_back()
-            self._show_gradients()
-            self._is_prepared = self._is_exchanged = False
-        self._is_in_step = True
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is not None:
-            return args[:1], {**kwargs, "closure": self._exchanging(closure)}
-        has_scaler = hasattr(optimizer, "found_inf")  # during the `step` of a GradScaler
-        if has_scaler:
-            for gradient in self._gradients() if optimizer.grad_scale is not None else ():  # type: ignore[attr-defined]
-                gradient.div_(optimizer.grad_scale)  # type: ignore[attr-defined]
-            # What remains to be done is that of any step; a fused kernel would divide again.
-            optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
-        is_taken = self._exchange_once(skip_nonfinite=has_scaler)
-        if has_scaler and not (is_taken and all(bool(gradient.isfinite().all()) for gradient in self._gradients())):
-            # torch's optimizers do nothing to a parameter without a gradient.
-            self._hidden = {parameter: parameter.grad for parameter in self.parameters()}
-            for parameter in self._hidden:
-                parameter.grad = None
-        return None
+    def _unscale(self) -> dict[str, Any] | None:
+        """Do what a GradScaler leaves to an optimizer during its `step`; None where none is calling.
+
+        In place:
+            `.grad`. Where the scaler has found an inf the first one is filled with it, for the exchange to tell the
+            other ranks: clipping by value may have removed it.
+        """
+        optimizer = self.optimizer
+        if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
+            return None
+        scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
+        gradients = self._gradients()
+        if scaling["grad_scale"] is not None:
+            for gradient in gradients:
+                gradient.div_(scaling["grad_scale"])
+        if gradients and bool(scaling["found_inf"]) and (self.is_local or not self._is_exchanged):
+            gradients[0].fill_(torch.inf)
+        return scaling
+
+    def _is_finite(self) -> bool:
+        are_finite = [gradient.isfinite().all() for gradient in self._gradients()]
+        return not are_finite or bool(torch.stack(are_finite).all())
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients of the optimizer's parameters, of sparse ones the values."""
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        return [each._values() if each.is_sparse else each for each in gradients]
-
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self._hidden.items():
-            parameter.grad = gradient
-        self._hidden = {}
+        return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
 
     def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that exchanges the gradients it computes, each time it is called."""
@@ -202,14 +230,9 @@ class Worker:
         return exchanging_closure
 
     def _exchange_once(self, skip_nonfinite: bool = False) -> bool:
-        return self._is_exchanged or self.exchange(skip_nonfinite=skip_nonfinite)  # else it was done by hand
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._is_in_step = False
-        self._show_gradients()
-        if not self._is_stepping:
-            self._is_prepared = self._is_exchanged = False
-            self.after_step()
+        if not self._is_exchanged:  # by hand
+            self._is_taken = self.exchange(skip_nonfinite=skip_nonfinite)
+        return self._is_taken
 
     # What the strategies ask beside it ------------------------------------------------------------------------------
 

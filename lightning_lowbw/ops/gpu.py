@@ -123,7 +123,7 @@ def _estimate(workspace: Workspace) -> None:
         rows = [workspace.rows[number] for number in numbers]
         sizes = [-(-row.numel // row.stride) for row in rows]
         num_programs = -(-max(sizes) // BLOCK)
-        samples = torch.empty(len(rows), num_programs * BLOCK, device=device)
+        samples = torch.empty(len(rows), num_programs * BLOCK, dtype=torch.float32, device=device)
         tensors = upload(numbers, torch.int64, device)
         grid = (len(rows), num_programs)
         sample_kernel[grid](table, factors, tensors, samples, samples.shape[1], **_types(kind), BLOCK=BLOCK, **OPTIONS)

@@ -74,7 +74,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self.thresholds = torch.empty(0)
+        self.thresholds = torch.empty(0, dtype=torch.float32)
         self.rows: list[Row] = []
         self.kinds: list[Kind] = []
         self.unknown: list[int] = []  # tensors whose threshold is to be estimated
@@ -105,7 +105,7 @@ class Workspace:
         kept = {new: numbers[_place(row)] for new, row in enumerate(rows) if _place(row) in numbers}
         unknown = {new for new, old in kept.items() if old in self.unknown} | (set(range(len(rows))) - set(kept))
         self.unknown = [number for number in sorted(unknown) if not rows[number].is_sorted]
-        thresholds = torch.zeros(len(rows), device=device)
+        thresholds = torch.zeros(len(rows), dtype=torch.float32, device=device)
         if kept:
             olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
             thresholds[upload(kept, torch.int64, device)] = olds.to(device)
@@ -125,7 +125,7 @@ class Workspace:
         self.block_bases = torch.empty_like(self.owners)
         room = sum(row.capacity for row in rows)
         self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
-        self.values, self.ordered_values = torch.empty(2, room, device=device)
+        self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
 
 
 def _signature(segment: Segment) -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ def agree_on_weights_(module: torch.nn.Module, ledger: TrafficLedger, device: to
     extremes = torch.stack([bits, -bits])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if int(extremes[0]) != -int(extremes[1]):
-        nothing_beside = torch.zeros(1, device=device)
+        nothing_beside = torch.zeros(1, dtype=torch.float32, device=device)
         mean = MeanWork(tensors, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
         for tensor, value in zip(tensors, mean.wait()[0], strict=True):
             as_real(tensor).copy_(value)
@@ -106,7 +106,7 @@ def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     for index, name in enumerate(names):
         if name in metrics:
-            sums[index] = torch.tensor([float(metrics[name]), 1.0])
+            sums[index] = torch.tensor([float(metrics[name]), 1.0], dtype=torch.float32)
     sums = sums.to(device)
     dist.all_reduce(sums)
     results = trainer._results

@@ -133,6 +133,6 @@ def _blocks(vectors: Tensor) -> Tensor:
 
 def _round_up(magnitudes: Tensor, limit: float) -> Tensor:
     """Return float32 magnitudes, rounded upwards to a bfloat16 below a limit; those that are not finite stay so."""
-    largest = int(torch.tensor(limit).view(torch.int32)) >> HALF
+    largest = int(torch.tensor(limit, dtype=torch.float32).view(torch.int32)) >> HALF
     bits = ((magnitudes.view(torch.int32) + 0xFFFF) >> HALF).clamp_(max=largest) << HALF
     return torch.where(magnitudes.isfinite(), bits.view(torch.float32), magnitudes)

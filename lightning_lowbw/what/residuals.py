@@ -101,5 +101,5 @@ class Residuals(Mapping[str, Tensor]):
 def _allocate(numels: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
     """Return flat views of zeros into one new buffer, each of which starts at a multiple of the alignment."""
     sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
-    parts = torch.zeros(sum(sizes), device=device).split(sizes) if sizes else ()
+    parts = torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes) if sizes else ()
     return {name: part[:numel] for (name, numel), part in zip(numels.items(), parts, strict=True)}

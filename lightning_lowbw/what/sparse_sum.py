@@ -315,7 +315,7 @@ def even_boundaries(numels: Sequence[int], counts: Sequence[int], num_ranks: int
 def sum_in_order(parts: Sequence[Sparse]) -> Sparse:
     """Add up sparse vectors, equal positions in the order of the vectors: float32, positions ascending."""
     positions, places = torch.cat([positions for positions, _ in parts]).unique(return_inverse=True)
-    sums = torch.zeros(positions.numel(), device=positions.device)
+    sums = torch.zeros(positions.numel(), dtype=torch.float32, device=positions.device)
     for place, (_, values) in zip(places.split([p.numel() for p, _ in parts]), parts, strict=True):
         sums.index_add_(0, place, values.float())  # positions are distinct within a vector: no two additions meet
     return positions, sums

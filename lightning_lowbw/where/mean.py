@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.collectives import AllReducing
 
@@ -88,7 +89,12 @@ class MeanWork:
 
 
 def average_gradients_(
-    parameters: Sequence[Parameter], flags: Sequence[float], peers: AllReducing, device: torch.device
+    parameters: Sequence[Parameter],
+    flags: Sequence[float],
+    peers: AllReducing,
+    device: torch.device,
+    *,
+    dense_only: bool = False,
 ) -> list[float]:
     """Replace the gradients of some parameters by their mean over ranks; one that no rank has stays None, as in DDP.
 
@@ -101,14 +107,27 @@ def average_gradients_(
         flags: numbers to be summed over the ranks beside it; returned.
         peers: the ranks, all of them or those of a node.
         device: of the message.
+        dense_only: whether a gradient that is not strided is an error.
+
+    Raises:
+        ConfigurationError: on all of these ranks.
     """
     gradients = [
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
-    used = [float(p.grad is not None) for p in parameters]
-    control = torch.tensor([*flags, *used, 0.0], device=device)
+    # A gradient that is not dense makes the sum over ranks negative.
+    used = [
+        0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else -2.0 * peers.num_ranks for p in parameters
+    ]
+    control = torch.tensor([*flags, *used, 0.0], dtype=torch.float32, device=device)
     means, control = MeanWork(gradients, control, 1.0 / peers.num_ranks, peers).wait()
     sums: list[float] = control.tolist()
+    sparse = [tuple(p.shape) for p, num_used in zip(parameters, sums[len(flags) : -1], strict=True) if num_used < 0]
+    if dense_only and sparse:
+        raise ConfigurationError(
+            f"A rank has a sparse gradient, of a parameter of shape {sparse[0]}, and only dense ones are averaged: "
+            "nn.Embedding(sparse=False)."
+        )
     for parameter, mean, num_used in zip(parameters, means, sums[len(flags) : -1], strict=True):
         if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):
             parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad

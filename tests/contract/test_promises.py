@@ -207,3 +207,17 @@ def train_beside_the_mean() -> list[tuple[Tensor, Tensor]]:
             twin.grad.div_(dist.get_world_size())
         optimizer.step()
     return [(parameters[key].detach(), twins[key].detach()) for key in parameters]
+
+
+def train_with_another_default(name: str) -> str:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(name)[0][-1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@EVERY_ROW
+def test_the_default_dtype_is_nothing_to_rely_on(name: str) -> None:
+    """The weights are float32 all the same; what the package allocates says what it is."""
+    assert len(set(run_ranks(train_with_another_default, ROWS[name].num_ranks, name))) == 1

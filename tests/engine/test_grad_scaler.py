@@ -64,8 +64,13 @@ def train(name: str, kind: str, form: str) -> dict[str, Any]:
         if overflows:
             parameters["conv"].grad.fill_(torch.inf)  # type: ignore[union-attr]
         scaler.scale(torch.zeros(()))  # makes its tensors, as the scaling of a loss does
-        if form == "unscaled by hand":
+        if form != "scaled":
             scaler.unscale_(optimizer)
+        if form == "clipped by value":
+            torch.nn.utils.clip_grad_value_(list(parameters.values()), 1e6)
+        if form == "exchanged by hand" and not worker.is_local:
+            worker.prepare()
+            worker.exchange(skip_nonfinite=True)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -78,7 +83,7 @@ def test_a_rank_that_overflows_alone_leaves_no_rank_waiting(num_ranks: int, kind
     names = [name for name, (_, nodes) in METHODS.items() if len(nodes) * len(nodes[0]) == num_ranks]
     results = {
         form: run_each(num_ranks, {name: partial(train, name, kind, form) for name in names})
-        for form in ("reference", "scaled", "unscaled by hand")
+        for form in ("reference", "scaled", "unscaled by hand", "clipped by value", "exchanged by hand")
     }
     for form, of_methods in results.items():
         for name, ranks in of_methods.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw import DGC, ConfigurationError, Method, Narrow, NonFiniteGradientError
+from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, Narrow, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
@@ -259,6 +259,86 @@ def test_a_step_may_be_left_out_on_all_ranks() -> None:
     assert first == second
     assert first["taken"] == [True, True, False, True]
     assert first["step"] == 4
+
+
+# Optimizers of others -------------------------------------------------------------------------------------------------
+
+
+class Noting(SGD):
+    """An optimizer as users write them: a step of its own around torch's, with one more argument."""
+
+    def step(self, closure: Any = None, note: str = "") -> Any:  # type: ignore[override]
+        self.note = note
+        return super().step(closure)
+
+
+def step_with_a_subclass(method: Method) -> dict[str, Any]:
+    SGD(plain_parameters(), lr=0.1)  # from now on torch calls its own hooks in both `step` functions
+    parameters = make_parameters(SHAPES)
+    optimizer = Noting(parameters.values(), lr=0.05, momentum=0.9)
+    worker = method.attach(optimizer, parameters.items())
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        optimizer.step(note="plain")
+        optimizer.step(lambda: backward(parameters, 0), "closure")
+    return {"step": worker.step, "note": optimizer.note, "digest": digest(parameters.values())}
+
+
+def test_a_step_that_calls_torchs_is_one_step() -> None:
+    first, second = run_ranks(step_with_a_subclass, 2, DGC(rampup_begin_step=3, sparsity=[0.9], min_numel=18))
+    assert first == second
+    assert (first["step"], first["note"]) == (6, "closure")
+
+
+class Failing(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.param_groups[0].get("fails"):
+            raise RuntimeError("out of luck")
+        return super().step(closure)
+
+
+def fail_with_a_scaler() -> dict[str, Any]:
+    parameters = make_parameters(SHAPES)
+    optimizer = Failing(parameters.values(), lr=0.05, momentum=0.9)
+    worker = DGC(sparsity=[0.9], min_numel=18).attach(optimizer, parameters.items())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    groups: list[float] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        scaler.scale(torch.zeros(()))
+        optimizer.param_groups[0]["fails"] = step == 1
+        if step == 1:
+            with pytest.raises(RuntimeError, match="out of luck"):
+                scaler.step(optimizer)
+            groups = [group["momentum"] for group in optimizer.param_groups]
+            assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+    return {"step": worker.step, "momentum": groups, "digest": digest(parameters.values())}
+
+
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
+    first, second = run_ranks(fail_with_a_scaler, 2)
+    assert first == second
+    assert (first["step"], first["momentum"]) == (2, [0.9])
+
+
+def average_a_sparse_gradient() -> str:
+    layer = torch.nn.Embedding(10, 4, sparse=True)
+    worker = LocalSGD(k_steps=2, begin_step=5).attach(SGD(layer.parameters(), lr=0.1), layer.named_parameters())
+    if dist.get_rank() == 0:  # the other rank has none
+        layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigurationError) as caught:
+        worker.optimizer.step()
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_that_would_be_averaged_is_refused_on_all_ranks() -> None:
+    for message in run_ranks(average_a_sparse_gradient, 2):
+        assert "nn.Embedding(sparse=False)" in message
 
 
 # Attaching ------------------------------------------------------------------------------------------------------------
