@@ -13,6 +13,7 @@ from functools import cache
 from math import nan
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from lightning_lowbw.ops.reference import Segment
 __all__ = ["accumulate_", "disable", "is_available", "is_installed", "reach", "sample_accumulated"]
 
 CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
+MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
 MOST = 16  # one in so many elements may be a candidate before `reach` looks for them in a pass of its own
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 
@@ -65,7 +67,10 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
 
     def run(start: int, stop: int) -> Tensor:
         positions = torch.empty((stop - start) // MOST + CHUNK, dtype=torch.int64)
-        tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, segment.scale)
+        tensors = (
+            *(residual, residual.view(torch.int32)),
+            *(segment.momentum_buffer, segment.gradient, segment.weight, segment.scale),
+        )
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign)
         count = kernel(*pieces, *constants, bound, positions.numpy())
@@ -88,6 +93,7 @@ def _numba() -> Any:
 
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register_jitable(fastmath={"contract"})(_multiply_add)
+    register_jitable(_correct)
     return numba
 
 
@@ -98,6 +104,7 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool)
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
     signature = numba.int64(
         vector,
+        numba.int32[::1],
         vector if has_buffer else nothing,
         vector,
         vector if has_weight else nothing,
@@ -123,30 +130,70 @@ def _multiply_add(a: float, b: float, c: float) -> float:
     return a * b + c
 
 
-def _accumulate(v, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
-    count = 0
-    for start in range(0, v.size, CHUNK):
-        stop = min(start + CHUNK, v.size)
-        is_reached = False
-        for i in range(start, stop):
-            g = sign * gradient[i]
-            if w is not None:
-                g = _multiply_add(c, w[i], g)
-            if u is None:
-                v[i] += g
+def _correct(v, u, gradient, w, s, m, gain, look_ahead, c, sign, size):  # type: ignore[no-untyped-def]
+    for i in range(size):
+        g = sign * gradient[i]
+        if w is not None:
+            g = _multiply_add(c, w[i], g)
+        if u is None:
+            v[i] += g
+        else:
+            u[i] = _multiply_add(gain, g, m * u[i])
+            if s is not None:
+                v[i] += s[i] * u[i]
+            elif look_ahead is None:
+                v[i] += u[i]
             else:
-                u[i] = _multiply_add(gain, g, m * u[i])
-                if s is not None:
-                    v[i] += s[i] * u[i]
-                elif look_ahead is None:
-                    v[i] += u[i]
-                else:
-                    v[i] = _multiply_add(look_ahead, u[i], v[i] + g)
-            is_reached |= abs(v[i]) >= threshold
-        if is_reached and count <= positions.size:
+                v[i] = _multiply_add(look_ahead, u[i], v[i] + g)
+
+
+def _accumulate(v, bits, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
+    count = 0
+    # A loop is made of vector instructions only where its length is known and it does one thing. The second reads from
+    # the cache what the first has written.
+    least = np.array([threshold]).view(np.int32)[0]
+    for start in range(0, v.size - CHUNK + 1, CHUNK):
+        stop = start + CHUNK
+        _correct(
+            v[start:stop],
+            None if u is None else u[start:stop],
+            gradient[start:stop],
+            None if w is None else w[start:stop],
+            None if s is None else s[start:stop],
+            m,
+            gain,
+            look_ahead,
+            c,
+            sign,
+            CHUNK,
+        )
+        piece, largest = bits[start:stop], np.int32(0)
+        for i in range(CHUNK):
+            magnitude = np.int32(piece[i] & MAGNITUDE)  # which numba has widened
+            largest = magnitude if magnitude > largest else largest
+        if largest >= least and count <= positions.size:
             for i in range(start, stop):
                 if abs(v[i]) >= threshold:
                     if count < positions.size:
                         positions[count] = i
                     count += 1
+    start = v.size // CHUNK * CHUNK
+    _correct(
+        v[start:],
+        None if u is None else u[start:],
+        gradient[start:],
+        None if w is None else w[start:],
+        None if s is None else s[start:],
+        m,
+        gain,
+        look_ahead,
+        c,
+        sign,
+        v.size - start,
+    )
+    for i in range(start, v.size):
+        if abs(v[i]) >= threshold:
+            if count < positions.size:
+                positions[count] = i
+            count += 1
     return count

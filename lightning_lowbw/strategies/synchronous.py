@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, warn_if_never_sparse
 from lightning_lowbw.strategies.batch_norm import BatchNorm
@@ -26,6 +28,7 @@ class Synchronous(Regime):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self._batch_norm = BatchNorm(strategy)
+        self._has_stepped = True  # since the last batch; what follows is not accumulated to it
 
     @property
     @override
@@ -35,6 +38,7 @@ class Synchronous(Regime):
     @override
     def begin_fit(self) -> None:
         self._batch_norm.begin_fit()
+        self._has_stepped = True
 
     @override
     def begin_training(self, trainer: pl.Trainer) -> None:
@@ -63,6 +67,25 @@ class Synchronous(Regime):
                 f"overlap=True sends gradients during backward, which cannot be combined with {', '.join(found)}: "
                 "leave out one of them."
             )
+
+    @override
+    def begin_batch(self, batch: Any) -> None:
+        """Let DDP copy no gradients into its buckets and back where it reduces none of them."""
+        model, ddp = self.strategy.model, self.strategy._ddp_kwargs
+        assert isinstance(model, DistributedDataParallel)
+        when = self.strategy.method.when
+        uses_buckets = any(worker.reduces_in_backward or worker.reduces_in_node for worker in self.strategy.workers)
+        overlaps = isinstance(when, EveryStep) and when.overlap
+        is_automatic = self.strategy.trainer.lightning_module.automatic_optimization  # else Lightning sets it
+        model.require_backward_grad_sync = uses_buckets or overlaps or bool(ddp.get("static_graph")) or not is_automatic
+        if not model.require_backward_grad_sync:
+            # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating.
+            model.require_forward_param_sync = self._has_stepped
+        self._has_stepped = False
+
+    @override
+    def end_backward(self, worker: Worker) -> None:
+        self._has_stepped = True
 
     @override
     def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
