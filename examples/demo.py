@@ -198,6 +198,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo_results"))
     parser.add_argument("--readme", type=Path, help="file whose marked block is replaced by the table")
     arguments = parser.parse_args()
+    if arguments.max_steps is not None and arguments.max_steps <= NUM_UNTIMED_STEPS:
+        parser.error(f"--max-steps {arguments.max_steps}: the first {NUM_UNTIMED_STEPS} are not timed, give more")
     ranks = {"accelerator": "gpu" if has_gpus else "cpu", "devices": arguments.devices}
 
     rows, curves = [], {}

@@ -38,7 +38,12 @@ def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Paramete
     Raises:
         ConfigurationError: they are not pairs, as of `model.parameters()`.
     """
-    pairs = list(named_parameters)
+    try:
+        pairs = list(named_parameters)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"named_parameters is a {type(named_parameters).__name__}: pass model.named_parameters()."
+        ) from error
     for pair in pairs:
         if isinstance(pair, Tensor) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ConfigurationError(

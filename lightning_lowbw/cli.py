@@ -120,7 +120,10 @@ def train(config: DictConfig) -> float | None:
 
     model, strategy = build(config.model), build(config.strategy)
     data = build(config.data) or None  # data=none is an empty node
-    callbacks, loggers = (list(build(config[group]).values()) for group in ("callbacks", "logger"))
+    # callbacks.progress_bar=null leaves one out.
+    callbacks, loggers = (
+        [each for each in build(config[group]).values() if each is not None] for group in ("callbacks", "logger")
+    )
     trainer = build(config.trainer, _partial_=True)(strategy=strategy, callbacks=callbacks, logger=loggers)
 
     trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)

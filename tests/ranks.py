@@ -13,6 +13,7 @@ import gc
 import io
 import logging
 import multiprocessing
+import operator
 import os
 import random
 import signal
@@ -210,6 +211,8 @@ class _Left:
             dist.destroy_process_group()
         for module, names in self.names.items():
             current = vars(module)
+            if len(current) == len(names) and all(map(operator.is_, current.values(), names.values())):
+                continue
             current.update({name: value for name, value in names.items() if current.get(name) is not value})
         if (groups := sys.modules.get("lightning_lowbw.where.groups")) is not None:
             getattr(groups, "_groups", {}).clear()  # groups of worlds that are gone

@@ -12,14 +12,14 @@ from tests.programs import ROOT, run_script
 EXAMPLES = ROOT / "examples"
 # The number of processes, and the arguments.
 SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
-    "demo.py": (1, ["--devices=2", "--max-steps=30", "--readme=README.md"]),
-    "digits_dgc.py": (2, ["--devices=2", "--max-epochs=3"]),
-    "digits_local_sgd.py": (2, ["--devices=2", "--max-epochs=3", "--strategy=adaptive_local_sgd"]),
-    "gan_manual.py": (2, ["--devices=2", "--max-epochs=3"]),
+    "demo.py": (1, ["--devices=2", "--max-steps=24", "--readme=README.md"]),
+    "digits_dgc.py": (2, ["--devices=2", "--max-epochs=2"]),
+    "digits_local_sgd.py": (2, ["--devices=2", "--max-epochs=2", "--strategy=adaptive_local_sgd"]),
+    "gan_manual.py": (2, ["--devices=2", "--max-epochs=2"]),
     "plain_loop.py": (2, []),
     "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=10", "--k-steps=5"]),
     "two_nodes.py": (4, ["--max-epochs=2"]),
-    "slow_link.py": (2, ["--steps=40"]),
+    "slow_link.py": (2, ["--steps=24"]),
 }
 MAX_LINES = 100
 README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
@@ -55,7 +55,7 @@ def test_the_demo_compares_both_strategies_on_both_tasks(tmp_path: Path) -> None
     assert [(row["task"], row["strategy"]) for row in rows] == [
         (task, strategy) for task in ("digits", "text") for strategy in ("ddp", "dgc")
     ]
-    assert all(row["sent_kb"] > 2000 for row in rows), "30 steps are within the dense phase"
+    assert all(row["sent_kb"] > 2000 for row in rows), "24 steps are within the dense phase"
     assert all(row["measured_kb"] is None or row["measured_kb"] > row["sent_kb"] for row in rows)
     table = (results / "demo.md").read_text()
     assert table.count("\n| ") == 1 + len(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping
+from lightning_lowbw.arguments import from_mapping, names_of
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -270,11 +272,33 @@ class Method:
                 topology does not go with the world.
             DisagreementError: on all ranks; their methods differ.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                "attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
+                f"{type(optimizer).__name__}."
+            )
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigurationError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no process group: each rank would train alone. "
+                "Call torch.distributed.init_process_group first."
+            )
         method = self.at(topology)
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):
-            worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
+            names = names_of(named_parameters)
+            worker = method.make_worker(optimizer, [(name, p) for p, name in names.items()], peers, named_buffers)
+            if not any(parameter in names for parameter in worker.parameters()):
+                raise ConfigurationError(
+                    f"None of the optimizer's parameters is among the {len(names)} of named_parameters: pass "
+                    "named_parameters() of the model that it trains."
+                )
+        if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
+            warnings.warn(
+                f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
+                "this trains as DDP. To compress between all ranks, leave the topology out.",
+                stacklevel=2,
+            )
         if isinstance(method.what, TopK):
             prepare_kernels(worker.device, process_group)
         worker.wrap_step()

@@ -61,11 +61,6 @@ class Worker:
         named_parameters: Iterable[tuple[str, Parameter]],
         peers: Peers,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(
-                f"attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
-                f"{type(optimizer).__name__}."
-            )
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."

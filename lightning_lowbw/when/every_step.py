@@ -67,7 +67,7 @@ class EveryStep:
 
 def _as_stairs(sparsity: Sequence[float] | float) -> tuple[float, ...]:
     if isinstance(sparsity, (int, float)):
-        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of stairs, for one stair [{sparsity!r}].")
+        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of values in [0, 1), for instance [0.999].")
     try:
         stairs = tuple(float(value) for value in sparsity)
     except (TypeError, ValueError) as error:

@@ -372,8 +372,33 @@ def test_names_are_asked_for() -> None:
     parameters = plain_parameters()
     with pytest.raises(ConfigurationError, match=r"pass model\.named_parameters\(\)"):
         DGC().attach(SGD(parameters, lr=0.1), parameters)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"named_parameters is a Linear: pass model\.named_parameters\(\)"):
+        DGC().attach(SGD(parameters, lr=0.1), torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"None of the optimizer's parameters is among the 2"):
+        DGC().attach(SGD(parameters, lr=0.1), torch.nn.Linear(2, 2).named_parameters())
     with pytest.raises(ConfigurationError, match=r"takes a torch optimizer first, and got a list"):
         DGC().attach([("weight", parameters[0])], SGD(parameters, lr=0.1))  # type: ignore[arg-type]
+
+
+def test_a_launched_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parameters = plain_parameters()
+    with pytest.raises(ConfigurationError, match=r"each rank would train alone.*init_process_group"):
+        DGC().attach(SGD(parameters, lr=0.1), [("weight", parameters[0])])
+
+
+def warn_of_one_node() -> list[str]:
+    parameters = plain_parameters()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DGC(topology=((0, 1),)).attach(SGD(parameters, lr=0.1), [("weight", parameters[0])])
+    return [str(warning.message) for warning in caught if "topology" in str(warning.message)]
+
+
+def test_one_node_is_said() -> None:
+    first, second = run_ranks(warn_of_one_node, 2)
+    assert "this trains as DDP" in first[0]
+    assert second == []
 
 
 def warn_of_error_feedback() -> str:

@@ -79,7 +79,7 @@ def fit(
 
 @pytest.mark.parametrize(
     ("optimizer", "changes", "amp"),
-    [*((*choice, False) for choice in CHOICES), (*CHOICES[0], True), (*CHOICES[-1], True)],
+    [*((*choice, False) for choice in CHOICES[1:]), (*CHOICES[0], True)],
 )
 def test_resume_continues_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, Any], amp: bool) -> None:
     path = str(tmp_path / "step{}.ckpt")

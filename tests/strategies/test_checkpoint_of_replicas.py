@@ -140,13 +140,9 @@ def fit_resumable(
     ("strategy", "save_at", "amp", "adaptive"),
     [
         ({"k_steps": 4}, 1, False, False),
-        ({"k_steps": 4}, 5, False, False),
         ({"k_steps": 4}, 7, True, False),
-        ({"k_steps": 5, "delay_steps": 3, "begin_step": 0}, 6, False, False),
         ({"k_steps": 3, "outer": "nesterov"}, 6, False, False),
-        ({"k_steps": 3, "value_dtype": "bfloat16"}, 6, False, False),
         ({"init_k_steps": 4, "rule": "adacomm"}, 7, False, True),
-        ({"k_steps": 3, "compression": SPARSE}, 6, False, False),
         ({"k_steps": 4, "num_fragments": 3, "delay_steps": 3, "mixing": 0.25}, 6, False, False),
         ({"k_steps": 5, "delay_steps": 4, "begin_step": 0, "compression": SPARSE}, 6, False, False),
     ],
