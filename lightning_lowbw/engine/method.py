@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping, names_of
+from lightning_lowbw.arguments import from_mapping
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -286,13 +286,7 @@ class Method:
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):
-            names = names_of(named_parameters)
-            worker = method.make_worker(optimizer, [(name, p) for p, name in names.items()], peers, named_buffers)
-            if not any(parameter in names for parameter in worker.parameters()):
-                raise ConfigurationError(
-                    f"None of the optimizer's parameters is among the {len(names)} of named_parameters: pass "
-                    "named_parameters() of the model that it trains."
-                )
+            worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
         if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
