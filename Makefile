@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train with DDP and with DGC on two ranks; table, and a plot i
 # the long files come first (tests/conftest.py). What measures time runs by itself.
 test: $(STAMP)  ## run the tests
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(RUN) -m pytest -m alone tests/engine tests/lab tests/where
+	$(RUN) -m pytest -m alone
 
 # Warnings of old releases about each other are not errors of ours.
 test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)

@@ -54,10 +54,14 @@ def run_script(folder: Path, script: str, *arguments: str, num_ranks: int = 1, t
         num_ranks: processes, as torchrun starts them; one alone is not launched by anyone, and what its Trainer would
             spawn is forked.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     command = [script, *arguments]
-    return run_ranks(_run_script, num_ranks, str(folder), command, port, timeout_s=timeout_s, fresh=True)[0]
+    return run_ranks(_run_script, num_ranks, str(folder), command, free_port(), timeout_s=timeout_s, fresh=True)[0]
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _run_script(folder: str, command: list[str], port: int) -> str:

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny import make_trainer
 
 SEEDS = range(2)
-EPOCHS = 15
+EPOCHS = 10
 
 
 def accuracies(strategy: str) -> list[float]:

@@ -13,13 +13,13 @@ EXAMPLES = ROOT / "examples"
 # The number of processes, and the arguments.
 SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
     "demo.py": (1, ["--devices=2", "--max-steps=24", "--readme=README.md"]),
-    "digits_dgc.py": (2, ["--devices=2", "--max-epochs=2"]),
+    "digits_dgc.py": (2, ["--devices=2", "--max-epochs=1"]),
     "digits_local_sgd.py": (2, ["--devices=2", "--max-epochs=2", "--strategy=adaptive_local_sgd"]),
-    "gan_manual.py": (2, ["--devices=2", "--max-epochs=2"]),
+    "gan_manual.py": (2, ["--devices=2", "--max-epochs=1"]),
     "plain_loop.py": (2, []),
     "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=10", "--k-steps=5"]),
-    "two_nodes.py": (4, ["--max-epochs=2"]),
-    "slow_link.py": (2, ["--steps=24"]),
+    "two_nodes.py": (4, ["--max-epochs=1"]),
+    "slow_link.py": (2, ["--steps=12"]),
 }
 MAX_LINES = 100
 README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.arguments import names_of
+from lightning_lowbw.engine.control import is_finite
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.where.peers import Peers
 
@@ -205,7 +206,7 @@ class Worker:
         return scaling
 
     def _is_finite(self) -> bool:
-        are_finite = [gradient.isfinite().all() for gradient in self._gradients()]
+        are_finite = [is_finite(gradient) for gradient in self._gradients()]
         return not are_finite or bool(torch.stack(are_finite).all())
 
     def _gradients(self) -> list[Tensor]:
@@ -226,7 +227,7 @@ class Worker:
 
     def _exchange_once(self, skip_nonfinite: bool = False) -> bool:
         if not self._is_exchanged:  # by hand
-            self._is_taken = self.exchange(skip_nonfinite=skip_nonfinite)
+            return self.exchange(skip_nonfinite=skip_nonfinite)
         return self._is_taken
 
     # What the strategies ask beside it ------------------------------------------------------------------------------

@@ -67,10 +67,7 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
 
     def run(start: int, stop: int) -> Tensor:
         positions = torch.empty((stop - start) // MOST + CHUNK, dtype=torch.int64)
-        tensors = (
-            *(residual, residual.view(torch.int32)),
-            *(segment.momentum_buffer, segment.gradient, segment.weight, segment.scale),
-        )
+        tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, segment.scale)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign)
         count = kernel(*pieces, *constants, bound, positions.numpy())
@@ -94,6 +91,7 @@ def _numba() -> Any:
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register_jitable(fastmath={"contract"})(_multiply_add)
     register_jitable(_correct)
+    register_jitable(_collect)
     return numba
 
 
@@ -104,7 +102,6 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool)
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
     signature = numba.int64(
         vector,
-        numba.int32[::1],
         vector if has_buffer else nothing,
         vector,
         vector if has_weight else nothing,
@@ -147,11 +144,19 @@ def _correct(v, u, gradient, w, s, m, gain, look_ahead, c, sign, size):  # type:
                 v[i] = _multiply_add(look_ahead, u[i], v[i] + g)
 
 
-def _accumulate(v, bits, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
-    count = 0
+def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        if abs(v[i]) >= threshold:
+            if count < positions.size:
+                positions[count] = i
+            count += 1
+    return count
+
+
+def _accumulate(v, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
+    count, bits, least = 0, v.view(np.int32), np.array([threshold]).view(np.int32)[0]
     # A loop is made of vector instructions only where its length is known and it does one thing. The second reads from
     # the cache what the first has written.
-    least = np.array([threshold]).view(np.int32)[0]
     for start in range(0, v.size - CHUNK + 1, CHUNK):
         stop = start + CHUNK
         _correct(
@@ -172,11 +177,7 @@ def _accumulate(v, bits, u, gradient, w, s, m, gain, look_ahead, c, sign, thresh
             magnitude = np.int32(piece[i] & MAGNITUDE)  # which numba has widened
             largest = magnitude if magnitude > largest else largest
         if largest >= least and count <= positions.size:
-            for i in range(start, stop):
-                if abs(v[i]) >= threshold:
-                    if count < positions.size:
-                        positions[count] = i
-                    count += 1
+            count = _collect(v, start, stop, threshold, positions, count)
     start = v.size // CHUNK * CHUNK
     _correct(
         v[start:],
@@ -191,9 +192,4 @@ def _accumulate(v, bits, u, gradient, w, s, m, gain, look_ahead, c, sign, thresh
         sign,
         v.size - start,
     )
-    for i in range(start, v.size):
-        if abs(v[i]) >= threshold:
-            if count < positions.size:
-                positions[count] = i
-            count += 1
-    return count
+    return _collect(v, start, v.size, threshold, positions, count)

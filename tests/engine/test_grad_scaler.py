@@ -17,7 +17,7 @@ from tests.engine.problem import AWKWARD, FLAT, NODES, Nodes, backward, make_par
 from tests.engine.replica_problem import run_each
 
 SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar")}
-STEPS, OVERFLOW = 6, 3
+STEPS, OVERFLOW = 4, 2
 SCALE = 2.0**7  # a power of two: scaled and unscaled gradients are the same bits
 METHODS: dict[str, tuple[Method, Nodes]] = {
     "dense": (DGC(rampup_begin_step=100), FLAT),

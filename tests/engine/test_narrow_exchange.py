@@ -86,7 +86,7 @@ def test_sent_and_unsent_are_what_was_given(nodes: Nodes) -> None:
 
 # Every gradient -------------------------------------------------------------------------------------------------------
 
-NARROW_STEPS = 60
+NARROW_STEPS = 24
 
 
 def train_narrow(

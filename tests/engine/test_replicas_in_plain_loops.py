@@ -1,4 +1,4 @@
-"""Local SGD in loops that only call `optimizer.step()`: hooks exchange and average, as the explicit form does."""
+"""Local SGD in loops that only call `optimizer.step()`: it exchanges and averages, as the explicit form does."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_steps_that_raise_or_are_left_out() -> None:
 
 
 def lower_gradients() -> bool:
-    """Without hooks a synchronous step by hand exchanges once, and the optimizer's step not again."""
+    """Not attached, a synchronous step by hand exchanges once, and the optimizer's step not again."""
     worker, parameters = attach(LocalSGD(k_steps=4, begin_step=8), shapes={"a": (5,)})
     backward(parameters, 0)
     worker.exchange()

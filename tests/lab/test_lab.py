@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,27 @@ else:
     connection.shutdown(socket.SHUT_WR)
     connection.recv(1)
     print(8 * size / (time.monotonic() - started), flush=True)
+"""
+TRAINER = f"""{WITHOUT_LIGHTNING}
+import torch
+import torch.distributed as dist
+from lightning_lowbw.engine.presets import DGC
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layer = torch.nn.Linear(200, 100)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+worker = DGC(sparsity=[0.99], min_numel=1000).attach(optimizer, layer.named_parameters(), topology="auto")
+for _ in range(3):
+    optimizer.zero_grad()
+    layer(torch.full((4, 200), dist.get_rank() + 1.0)).square().mean().backward()
+    optimizer.step()
+sums = [None] * dist.get_world_size()
+dist.all_gather_object(sums, float(layer.weight.double().sum()))
+if dist.get_rank() == 0:
+    peers = worker.peers
+    print("nodes", peers.topology.nodes, "replicas", len(set(sums)), "to other nodes", peers.ledger.inter_bytes)
+dist.destroy_process_group()
 """
 
 
@@ -155,20 +177,23 @@ class TestWithRoot:
         assert report.exit_status == [0, 0, 0, 0]
 
     @pytest.mark.slow
-    def test_torchrun_on_two_nodes_of_two_ranks(self) -> None:
-        """The agents find each other by MASTER_ADDR, and the strategy finds the nodes by what torchrun says."""
+    def test_torchrun_on_two_nodes_of_two_ranks(self, tmp_path: Path) -> None:
+        """The agents find each other by MASTER_ADDR, and a method finds the nodes by what torchrun says."""
         torchrun = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2"
         agent = "--node-rank $GROUP_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
-        script = f"{ROOT / 'examples' / 'two_nodes.py'} --max-epochs 2"
+        script = tmp_path / "trainer.py"
+        script.write_text(TRAINER)
         with Network([1e9, 1e9]) as network, tempfile.TemporaryFile() as output:
             command = ["sh", "-c", f"{torchrun} {agent} {script}"]
-            environment = {"PYTHONPATH": str(ROOT)}
-            report = launch(network, command, pin=False, environment=environment, timeout_s=180.0, output=output)
+            report = launch(network, command, pin=False, timeout_s=180.0, output=output)
             output.seek(0)
             shown = output.read().decode()
         assert report.status == 0, shown
-        assert "DGCStrategy: nodes [0, 1], [2, 3]." in shown
-        assert "kB to other nodes" in shown
+        found = re.search(r"nodes (.*) replicas (.*) to other nodes (.*)", shown)
+        assert found is not None, shown
+        assert found[1] == "((0, 1), (2, 3))"
+        assert found[2] == "1"
+        assert int(found[3]) > 0
 
     def test_a_crash_of_one_rank_ends_the_others(self, capfd: pytest.CaptureFixture[str]) -> None:
         script = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no more'); time.sleep(60)"

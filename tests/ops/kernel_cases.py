@@ -306,7 +306,7 @@ def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: f
     for tensor in (*state(segments), *state(twins)):
         tensor.zero_()
     workspace, num_missed = Workspace(), [0, 0]
-    for step in range(24):
+    for step in range(16):
         for number, (segment, twin) in enumerate(zip(segments, twins, strict=True)):
             segment.gradient.copy_(tail(segment.gradient.numel()))
             u = twin.momentum_buffer
@@ -316,7 +316,7 @@ def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: f
         gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
         for number in workspace.unknown:
             num_missed[number] += 1
-        if step > 12:  # the velocity no longer grows
+        if step > 10:  # the velocity no longer grows
             assert workspace.unknown == []
             for count, row in zip(workspace.counts.tolist(), workspace.rows, strict=True):
                 assert row.k <= count <= row.capacity

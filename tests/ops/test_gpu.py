@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 
 
-def run(*arguments: str, **environment: str) -> str:
-    """Run Python in a process of its own: Triton reads its environment when it is first imported."""
+def run(program: str, **environment: str) -> str:
+    """Run a program in a process of its own: Triton reads its environment when it is first imported."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-c", WITHOUT_LIGHTNING + program],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
@@ -38,7 +38,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 @pytest.mark.slow
 def test_interpreted() -> None:
-    output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/kernel_cases.py", TRITON_INTERPRET="1")
+    tests = '["-q", "-p", "no:cacheprovider", "tests/ops/kernel_cases.py"]'
+    output = run(f"import pytest; sys.exit(pytest.main({tests}))", TRITON_INTERPRET="1")
     assert " passed" in output
     assert "skipped" not in output
 
@@ -47,7 +48,8 @@ def test_interpreted() -> None:
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     """For the oldest and a recent GPU; with loads of 16 bytes where tensors are aligned for them."""
-    output = run("-m", "tests.ops.compile_kernels", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    program = "from tests.ops.compile_kernels import main; main()"
+    output = run(program, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert output.count(" aligned, ") == 2
     for line in output.splitlines():
         assert (" aligned, " in line) == ("ld.global.v4.b32" in line) == ("st.global.v4.b32" in line), line
@@ -55,7 +57,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 def test_imported_without_triton() -> None:
     imported = "import lightning_lowbw.ops.gpu, lightning_lowbw.ops.dispatch, lightning_lowbw.what.selection"
-    run("-c", f"import sys; sys.modules['triton'] = None{WITHOUT_LIGHTNING}\n{imported}")
+    run(f"sys.modules['triton'] = None\n{imported}")
 
 
 def test_only_on_a_gpu() -> None:

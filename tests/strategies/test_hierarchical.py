@@ -63,7 +63,7 @@ class Deep(Tiny):
 
     def __init__(self) -> None:
         super().__init__()
-        self.many = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
+        self.many = nn.ModuleList(nn.Linear(32, 32) for _ in range(16))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.wider(torch.relu(self.norm(self.wide(x)))))
@@ -84,7 +84,7 @@ def fit_deep(algorithm: Any) -> tuple[str, list[float]]:
     model = Deep()
     strategy = HierarchicalStrategy(2, algorithm, bucket_cap_mb=0.005)
     trainer = make_trainer(strategy, num_ranks, callbacks=[TrafficMonitor(prog_bar=False)])
-    trainer.fit(model, make_data(num_ranks, 25))
+    trainer.fit(model, make_data(num_ranks, 12))
     return digest(model.parameters()), [float(trainer.callback_metrics["traffic/bytes_inter_node"])]
 
 

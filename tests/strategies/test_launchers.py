@@ -37,7 +37,7 @@ def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_started_as_a_script(tmp_path: Path) -> None:
-    """The Trainer starts it once more for each further rank. Under torchrun: tests/lab and test_cli.py."""
+    """The Trainer starts it once more for each further rank. Under torchrun: tests/test_cli.py."""
     run_python(tmp_path, SCRIPT, str(tmp_path), "dgc", "local_sgd")
     for strategy in ("dgc", "local_sgd"):
         check(tmp_path / strategy, strategy)

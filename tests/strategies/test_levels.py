@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from lightning_lowbw import (
     TrafficMonitor,
 )
 from lightning_lowbw.where.agreement import digest
+from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.tiny import BATCH, MIN_NUMEL, Tiny, Watcher, amp_with_scaler, make_data, make_trainer
 
@@ -334,19 +334,10 @@ def test_wrong_arguments_are_refused() -> None:
 # Launchers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def train_under_slurm(name: str, port: int) -> tuple[list[tuple[int, ...]], str, bool]:
     """Train as one of the four tasks of two nodes, with what SLURM says and nothing else."""
     rank = dist.get_rank()
-    dist.destroy_process_group()
-    for variable in [key for key in os.environ if "RANK" in key or key.startswith(("WORLD", "LOCAL_", "TORCHELASTIC"))]:
-        del os.environ[variable]
+    forget_launcher()
     os.environ.update(
         SLURM_JOB_ID="7",
         SLURM_JOB_NAME="train",
@@ -359,7 +350,6 @@ def train_under_slurm(name: str, port: int) -> tuple[list[tuple[int, ...]], str,
         SLURM_NODEID=str(rank // 2),
         MASTER_PORT=str(port),
     )
-    del os.environ["MASTER_ADDR"]
     data = TensorDataset(torch.randn(64, 16), torch.zeros(64, dtype=torch.long))
     trainer = make_trainer(name, 2, num_nodes=2, max_steps=4, max_epochs=-1)  # type: ignore[arg-type]
     model = Tiny(data_by_step=True)
@@ -370,8 +360,8 @@ def train_under_slurm(name: str, port: int) -> tuple[list[tuple[int, ...]], str,
 
 
 @pytest.mark.parametrize("name", ["dgc_hierarchical", "hierarchical"])
-def test_under_slurm(name: str, free_port: int) -> None:
-    results = run_ranks(train_under_slurm, 4, name, free_port)
+def test_under_slurm(name: str) -> None:
+    results = run_ranks(train_under_slurm, 4, name, free_port())
     assert results == results[:1] * 4
     nodes, _, has_sent = results[0]
     assert (nodes, has_sent) == ([[0, 1], [2, 3]], True)

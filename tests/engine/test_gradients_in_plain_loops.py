@@ -291,6 +291,29 @@ def test_a_step_that_calls_torchs_is_one_step() -> None:
     assert (first["step"], first["note"]) == (6, "closure")
 
 
+def step_with_schedulers() -> tuple[int, float, str]:
+    parameters = make_parameters(SHAPES)
+    optimizer = SGD(parameters.values(), lr=1.0)
+    before = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    worker = METHOD.attach(optimizer, parameters.items())
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as where `step` seems not to have been called
+        for step in range(3):
+            backward(parameters, step)
+            optimizer.step()
+            before.step()
+            after.step()
+    return worker.step, optimizer.param_groups[0]["lr"], digest(parameters.values())
+
+
+def test_schedulers_may_be_made_before_and_after_attach() -> None:
+    """Both they and `attach` wrap `step`."""
+    first, second = run_ranks(step_with_schedulers, 2)
+    assert first == second
+    assert first[:2] == (3, 0.5**6)
+
+
 class Failing(SGD):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         if self.param_groups[0].get("fails"):
