@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -63,16 +64,19 @@ class Contestant:
         num_untimed_steps: before the window, by which time a step is like all later ones: DDP has rebuilt its buckets
             (2), a warm-up is over, the caches are warm.
         is_compiled: whether numba may be used where it is installed.
+        is_alone: whether each rank trains a model of its own, as one process does that has never heard of others.
     """
 
     name: str
-    make: Callable[[], DDPStrategy]
+    make: Callable[[], Strategy]
     period: int = 1
     dense_share: float = 1.0
     num_untimed_steps: int = WARMUP_STEPS + 3
     is_compiled: bool = True
+    is_alone: bool = False
 
 
+ALONE = Contestant("alone", lambda: SingleDeviceStrategy(torch.device("cpu")), 1, 0.0, is_alone=True)
 NO_COMMUNICATION = Contestant("no communication", lambda: HookStrategy(ddp_comm_hook=noop_hook, **COMMON), 1, 0.0)
 DDP = Contestant("ddp", lambda: DDPStrategy(**COMMON), num_untimed_steps=2)
 FP16 = Contestant(
@@ -96,8 +100,8 @@ HIDDEN_LOCAL_SGD = Contestant(
 )
 
 COMPRESSING = [*POWER_SGD, DGC_EXACT, DGC_TORCH, DGC, DGC_OVERLAP]
-ALL = [NO_COMMUNICATION, DDP, FP16, *COMPRESSING, POST_LOCAL_SGD, LOCAL_SGD, HIDDEN_LOCAL_SGD]
-SHORT = [NO_COMMUNICATION, DDP, FP16, *POWER_SGD, DGC_TORCH, DGC]
+ALL = [ALONE, NO_COMMUNICATION, DDP, FP16, *COMPRESSING, POST_LOCAL_SGD, LOCAL_SGD, HIDDEN_LOCAL_SGD]
+SHORT = [ALONE, NO_COMMUNICATION, DDP, FP16, *POWER_SGD, DGC_TORCH, DGC]
 SHARDED = Contestant("hierarchical, sharded", lambda: HierarchicalStrategy(**COMMON), num_untimed_steps=2)
 LEADER = Contestant("hierarchical, leader", lambda: HierarchicalStrategy(algorithm="leader", **COMMON), 1, 1.0, 2)
 TWO_LEVEL_DGC = Contestant("dgc, two levels", lambda: DGCStrategy(sparsity=[0.999], topology="auto", **COMMON), 1, 0.01)
@@ -109,5 +113,5 @@ TWO_LEVEL_LOCAL_SGD = Contestant(
     2,
 )
 # For nodes of several ranks.
-TWO_LEVEL = [NO_COMMUNICATION, DDP, LEADER, SHARDED, DGC, TWO_LEVEL_DGC, LOCAL_SGD, TWO_LEVEL_LOCAL_SGD]
+TWO_LEVEL = [ALONE, NO_COMMUNICATION, DDP, LEADER, SHARDED, DGC, TWO_LEVEL_DGC, LOCAL_SGD, TWO_LEVEL_LOCAL_SGD]
 BY_NAME = {contestant.name: contestant for contestant in (*ALL, *TWO_LEVEL)}

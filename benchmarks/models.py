@@ -57,6 +57,7 @@ class Workload:
 
     Attributes:
         batch: samples per rank and step; chosen so that on one CPU core a step takes a few tenths of a second.
+        optimizer: "sgd" with momentum and weight decay, or "adamw".
     """
 
     name: str
@@ -65,10 +66,11 @@ class Workload:
     input_shape: tuple[int, ...]
     num_classes: int
     is_text: bool = False
+    optimizer: str = "sgd"
 
 
 class Timed(pl.LightningModule):
-    """A workload as a LightningModule, trained by SGD with momentum and weight decay."""
+    """A workload as a LightningModule."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -82,6 +84,8 @@ class Timed(pl.LightningModule):
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.workload.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
 
 
@@ -113,5 +117,6 @@ WORKLOADS = {
         Workload("mlp-25M", mlp_25m, 32, (1024,), 1000),
         Workload("resnet18-11M", resnet18, 8, (3, 32, 32), 10),
         Workload("transformer-10M", transformer_10m, 4, (64,), 256, is_text=True),
+        Workload("transformer-10M-adamw", transformer_10m, 4, (64,), 256, is_text=True, optimizer="adamw"),
     )
 }

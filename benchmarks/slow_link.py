@@ -30,7 +30,7 @@ import matplotlib
 import torch
 
 import lightning_lowbw
-from benchmarks.contestants import ALL, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
+from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.lab import Network, launch, parse_rate
 from lightning_lowbw.where.volume import all_reduce_bytes
@@ -111,7 +111,12 @@ def run_cells(
     cells = []
     for contestant in contestants:
         mine = [record for record in records if record["method"] == contestant.name]
-        formula = {NO_COMMUNICATION.name: 0.0, DDP.name: float(dense_bytes), FP16.name: dense_bytes / 2}
+        formula = {
+            ALONE.name: 0.0,
+            NO_COMMUNICATION.name: 0.0,
+            DDP.name: float(dense_bytes),
+            FP16.name: dense_bytes / 2,
+        }
         by_formula = mine[0]["ledger_bytes"] if mine[0]["ledger_bytes"] is not None else formula.get(contestant.name)
         cells.append(
             Cell(
@@ -150,14 +155,14 @@ def describe_environment() -> dict[str, Any]:
 def to_markdown(cells: list[Cell]) -> str:
     """Return a table: one row per link and method; ratios are of medians within one run."""
     lines = [
-        "| model | nodes | link | method | s per step | spread | x limit | DDP / it | bytes measured | by formula "
-        "| with headers |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | nodes | link | method | s per step | spread | x alone | x limit | DDP / it | bytes measured "
+        "| by formula | with headers |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for cell in cells:
         same = [c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)]
         medians = {c.method: c.median_s for c in same}
-        limit, dense = medians.get(NO_COMMUNICATION.name), medians.get(DDP.name)
+        alone, limit, dense = (medians.get(each.name) for each in (ALONE, NO_COMMUNICATION, DDP))
         lines.append(
             "| "
             + " | ".join(
@@ -168,6 +173,7 @@ def to_markdown(cells: list[Cell]) -> str:
                     cell.method,
                     f"{cell.median_s:.3f}",
                     f"{min(cell.step_s):.3f} - {max(cell.step_s):.3f}",
+                    "-" if alone is None else f"{cell.median_s / alone:.2f}",
                     "-" if limit is None else f"{cell.median_s / limit:.2f}",
                     "-" if dense is None else f"{dense / cell.median_s:.2f}",
                     f"{statistics.median(cell.interface_bytes):,.0f}",
@@ -299,6 +305,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS))
     parser.add_argument("--nodes", nargs="+", type=int)
     parser.add_argument("--rates", nargs="+")
+    parser.add_argument("--methods", nargs="+", choices=list(BY_NAME))
     parser.add_argument("--repetitions", type=int)
     parser.add_argument("--name")
     parser.add_argument("--resume", action="store_true", help="keep the links already in the result, measure the rest")
@@ -331,6 +338,8 @@ def main() -> None:
         ),
     }
     contestants = TWO_LEVEL if options.two_level else ALL if options.full else SHORT
+    if options.methods:
+        contestants = [BY_NAME[each] for each in options.methods]
     name = options.name or ("two_level" if options.two_level else "slow_link_full" if options.full else "slow_link")
     cells: list[Cell] = []
     if options.resume and (RESULTS / f"{name}.json").exists():
@@ -348,7 +357,7 @@ def main() -> None:
     fastest = {
         (cell.workload, cell.num_nodes, cell.rate): min(
             (c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)),
-            key=lambda c: c.median_s if c.method != NO_COMMUNICATION.name else float("inf"),
+            key=lambda c: c.median_s if c.method not in (ALONE.name, NO_COMMUNICATION.name) else float("inf"),
         ).method
         for cell in cells
     }

@@ -69,8 +69,8 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
     trainer = pl.Trainer(
         strategy=contestant.make(),
         accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        devices=1 if contestant.is_alone else int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=1 if contestant.is_alone else int(os.environ["GROUP_WORLD_SIZE"]),
         max_steps=num_untimed_steps + num_steps,
         callbacks=[window],
         logger=False,
@@ -99,6 +99,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(job["threads"])
+    dist.init_process_group("gloo")  # for who trains alone as well: all measure at the same time
     workload = WORKLOADS[job["workload"]]
     if job["batch"] is not None:
         workload = dataclasses.replace(workload, batch=job["batch"])

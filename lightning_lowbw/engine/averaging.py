@@ -146,7 +146,7 @@ class Averaging:
         flats = {name: flat(change) for name, change in changes.items()}
         # A node is one participant: its change is the mean of its ranks'.
         table = self.sparse.segments(self.sparse.parts_of_node_mean(flats), what.density)
-        return self.sparse.begin(table, numels, what.density, control=control)
+        return self.sparse.begin(self.sparse.compress(table), numels, what.density, control=control)
 
     def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
         if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:

@@ -66,11 +66,15 @@ def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
 def is_finite(tensor: Tensor) -> Tensor:
     """Return whether all elements are finite: bool, a scalar on the tensor's device; True where there are none.
 
-    By the extremes: unlike a norm they do not overflow, and a NaN is both.
+    By the extremes: unlike a norm they do not overflow, and a NaN is both. On a CPU first by the sum, five times as
+    fast: where that is finite all are.
     """
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    least, largest = torch.aminmax(as_real(tensor))
+    real = as_real(tensor)
+    if not tensor.is_cuda and real.is_floating_point() and (is_finite := real.sum().isfinite()):
+        return is_finite
+    least, largest = torch.aminmax(real)
     return least.isfinite() & largest.isfinite()
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,12 +40,11 @@ from lightning_lowbw.engine.slots import (
     first_fault_of,
     list_slots,
     numels_of,
-    parameters_of,
-    segment_fields,
     sparse_of,
     take_means,
 )
-from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
+from lightning_lowbw.engine.sparse_exchange import SparseExchange
+from lightning_lowbw.engine.sparse_gradients import SparseGradients
 from lightning_lowbw.engine.unsent import apply_unsent
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.engine.worker import Worker
@@ -70,6 +69,7 @@ class GradientWorker(Worker):
     Attributes:
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
         sparse: the exchange of large tensors; None unless the payload is `TopK`.
+        large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         narrow: that of tensors in few bits; None unless the payload has some.
     """
 
@@ -86,8 +86,7 @@ class GradientWorker(Worker):
         self._slots: list[Slot] = []  # of the step in progress
         self._fault: Tensor | None = None
         self._num_backwards = 0
-        self._begun: list[tuple[list[Slot], SparseWork]] = []  # during backward
-        self._finite: dict[Parameter, Tensor] = {}  # whether their gradients are
+        self._unlooked: list[Slot] = []  # whose gradients are looked at while they are accumulated
         self._made_for = what
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_senders
@@ -102,6 +101,9 @@ class GradientWorker(Worker):
         elif isinstance(what, TopK) and what.dense_dtype != "float32":
             self.narrow = NarrowExchange(what.dense_dtype, peers)
         self.velocities = Velocities(self.correction, peers)
+        self.large = None
+        if self.sparse is not None:
+            self.large = SparseGradients(self.sparse, self.correction, self.velocities, peers)
         if isinstance(what, TopK):
             check_top_k(what, method.when, list(self._names.values()), peers)
             is_asked_for = what.correction == "error_feedback"
@@ -158,7 +160,7 @@ class GradientWorker(Worker):
         Raises:
             ConfigurationError: gradients have been sent during backward; to clip them now would change nothing.
         """
-        if self._begun:
+        if self._has_begun:
             raise ConfigurationError(
                 f"overlap=True: gradients of step {self.step} have been sent during backward, and clipping comes "
                 "before that. Leave out the clipping, or set overlap=False."
@@ -205,7 +207,7 @@ class GradientWorker(Worker):
     # One step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
         self._is_prepared, self._num_backwards, self._slots = True, num_backwards, []
         if self.peers.num_ranks == 1:
             return
@@ -217,14 +219,17 @@ class GradientWorker(Worker):
             others = [slot.parameter for slot in self._slots if slot.parameter not in reduced]
             if others:
                 average_gradients_(others, [], self.peers.node, others[0].device)
+        known = {} if self.large is None else self.large.are_finite
+        if self.large is not None and not looks:
+            self._unlooked = [slot for slot in sparse_of(self._slots) if self.large.looks_later(slot)]
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
-        self._fault = first_fault_of(self._slots, dict(self._finite))
+        self._fault = first_fault_of(self._slots, known, {slot.parameter for slot in self._unlooked})
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
 
     @torch.no_grad()
-    def exchange(self, *, skip_nonfinite: bool = False) -> bool:
+    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Replace this rank's gradients by those the optimizer is to step with.
 
         In the dense phase: the mean over ranks, for parameters not in `prepare`'s `reduced`. Then: the method.
@@ -232,6 +237,7 @@ class GradientWorker(Worker):
         In place:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
             and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `after_step`.
+            With `applies` the parameters.
 
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
         all-gather, or another all-reduce, where the payload's `exchange` says so); blocking. On two levels the ranks of
@@ -243,6 +249,8 @@ class GradientWorker(Worker):
 
         Args:
             skip_nonfinite: return False where a gradient is not finite, instead of raising; not with `overlap`.
+            applies: step sparse tensors here, at the elements that were sent, where that is all the optimizer would do
+                with them: nobody needs a dense gradient of zeros then, and theirs is None afterwards.
 
         Returns:
             Whether the step is to be taken; False on all ranks or on none. Nothing was committed then.
@@ -252,29 +260,33 @@ class GradientWorker(Worker):
             DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
-        if self._begun and skip_nonfinite:
+        if self._has_begun and skip_nonfinite:
             raise ConfigurationError(
                 "overlap=True: the gradients have been sent during backward, which a step that is skipped "
                 "(skip_nonfinite) cannot take back. Leave out one of them."
             )
         if not self._is_prepared:
-            self.prepare()
-        self._is_taken = self._exchange_slots(skip_nonfinite)
+            self.prepare(looks=skip_nonfinite)
+        self._is_taken = self._exchange_slots(skip_nonfinite, applies)
         self._is_prepared, self._is_exchanged = False, True
         return self._is_taken
 
-    def _exchange_slots(self, skip_nonfinite: bool) -> bool:
+    def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
+        if self.large is not None and self._fault is not None and self._unlooked:
+            self.large.compress(self._unlooked, self.density)
+            if self._fault >= 0:
+                self._fault = first_fault_of(self._slots, self.large.are_finite)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_senders == 1:
             return not self.has_residuals or apply_unsent(self, skip_nonfinite=skip_nonfinite)
         if self.narrow is not None and self._is_narrow:
             self.narrow.average_gradients_([slot for slot in self._slots if not slot.is_sparse])
-        if self.is_sparse:
+        if self.large is not None and self.is_sparse:
             for slot in self._slots:
                 if not slot.is_sparse:
                     self.correction.correct_dense(slot.parameter, slot.group)
-            self._average_sparse()
+            self.large.average(self._slots, self.density, self.step, applies=applies)
         return True
 
     def after_step(self) -> None:
@@ -285,32 +297,32 @@ class GradientWorker(Worker):
 
     def give_back(self) -> None:
         self.correction.give_back()
-        self._slots, self._begun, self._fault = [], [], None
-        self._finite.clear()
+        self._slots, self._unlooked, self._fault = [], [], None
+        if self.large is not None:
+            self.large.forget()
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin the exchange of gradients that the backward pass has completed; nothing where `overlap` is off.
 
         In place:
-            The residuals and velocities of the sparse tensors among them. A gradient that is not finite enters none;
-            `exchange` tells the other ranks, and raises.
+            The residuals and velocities of the sparse tensors among them, which nothing enters that is not finite;
+            `exchange` tells the other ranks of it, and raises.
 
         Collective: all ranks, with the same parameters in the same order of calls; waits for none of them.
 
         Raises:
             ConfigurationError: a second backward pass before the step; the first one's elements are sent already.
         """
-        if not self.when.overlap or not self.is_sparse:
+        if self.sparse is None or self.large is None or not self.when.overlap or not self.is_sparse:
             return
-        if not self._begun:
+        if not self._has_begun:
             self._list_slots(frozenset())
-        assert self.sparse is not None
         numels = numels_of(sparse_of(self._slots))
         if not numels or self.sparse.choose(numels, self.density, self.step) != "all_gather":
             return
         given = set(parameters)
-        if parameters_of(self._begun) & given:
+        if self.large.sent & given:
             raise ConfigurationError(
                 f"overlap=True: a second backward pass before step {self.step}, whose gradients have been sent during "
                 "the first. Let Trainer(accumulate_grad_batches=...) accumulate, or set overlap=False."
@@ -320,7 +332,7 @@ class GradientWorker(Worker):
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
         if slots:
-            self._begun.append((slots, self._begin_sparse(slots, during_backward=True)))
+            self.large.begin(slots, self.density)
 
     def _average_whole(self, skip_nonfinite: bool) -> bool:
         """All-reduce the small tensors and the control message; return whether the step is to be taken."""
@@ -351,59 +363,21 @@ class GradientWorker(Worker):
                 self.peers,
                 step=self.step,
                 is_of_node=self.reduces_in_node,
-                is_sent=bool(self._begun),
+                is_sent=self._has_begun,
             )
         of_whole = {slot.name: mean for slot, mean in zip(whole, means, strict=True)}
-        self._slots = take_means(self._slots, control.sums, of_whole, parameters_of(self._begun))
+        sent = set() if self.large is None else self.large.sent
+        self._slots = take_means(self._slots, control.sums, of_whole, sent)
         if self.is_sparse:
             self.correction.take_over([slot.parameter for slot in sparse_of(self._slots)])
         return True
 
-    def _average_sparse(self) -> None:
-        """Exchange the largest elements of the sparse tensors; some may have been begun during backward."""
-        assert self.sparse is not None
-        begun = parameters_of(self._begun)
-        slots = [slot for slot in sparse_of(self._slots) if slot.parameter not in begun]
-        if slots:
-            self._begun.append((slots, self._begin_sparse(slots)))
-        for slots, work in self._begun:
-            outs = {slot.name: slot.flat_target for slot in slots}
-            work.average_(outs)
-            for slot in slots:
-                gradient, mean = slot.gradient, outs[slot.name]
-                if gradient.data_ptr() != mean.data_ptr():
-                    gradient.copy_(mean.view(gradient.shape))
-                if self.correction.constants(slot.parameter, slot.group).sign < 0:
-                    gradient.neg_()  # torch's sign, for an optimizer that climbs
-        self._begun = []
-        self._finite.clear()
-
-    def _begin_sparse(self, slots: Sequence[Slot], *, during_backward: bool = False) -> SparseWork:
-        assert self.sparse is not None
-        assert isinstance(self.method.what, TopK)
-        what = self.method.what
-        masking = self.correction.masks if what.momentum_masking is None else what.momentum_masking
-        numels, density = numels_of(slots), self.density
-        gradients = {slot.name: self.sparse.part(slot.gradient) for slot in slots}
-        if during_backward:
-            # Nobody has told yet that all are finite. A gradient that is not must not enter the residual; the job ends
-            # when the ranks have told each other, and what is sent meanwhile does no harm.
-            fault = first_fault_of(slots, self._finite)
-            if fault.device.type == "cpu" and fault:
-                self.sparse.segments(gradients, density)
-                return self.sparse.send(self.sparse.nothing(numels, density), numels, density)
-            if fault.is_cuda:
-                gradients = {name: torch.where(fault == 0, part, 0) for name, part in gradients.items()}
-        fields = {slot.name: segment_fields(slot, self.correction, self.velocities, self.peers) for slot in slots}
-        table = self.sparse.segments(gradients, density, fields)
-        kind = "all_gather" if during_backward else self.sparse.choose(numels, density, self.step)
-        work = self.sparse.begin(table, numels, density, masking=masking, kind=kind)
-        for slot in slots:
-            if slot.name in table:
-                self.velocities.keep(slot.parameter, table[slot.name].momentum_buffer)
-        return work
-
     # The tensors of a step ------------------------------------------------------------------------------------------
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether gradients of this step have been sent during backward."""
+        return self.large is not None and bool(self.large.begun)
 
     @property
     def _is_narrow(self) -> bool:

@@ -193,12 +193,12 @@ class ReplicaWorker(Worker):
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
         self.check_schedule()
         self._is_prepared, self._reduced = True, frozenset(reduced)
 
     @torch.no_grad()
-    def exchange(self, *, skip_nonfinite: bool = False) -> bool:
+    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Make the gradients of a synchronous step the mean over ranks, of a local one the mean over the node.
 
         In place:
@@ -209,6 +209,7 @@ class ReplicaWorker(Worker):
 
         Args:
             skip_nonfinite: unused; what is not finite is all-reduced as DDP does.
+            applies: unused; all gradients are dense.
 
         Returns:
             True.

@@ -61,11 +61,6 @@ def numels_of(slots: Sequence[Slot]) -> dict[str, int]:
     return {slot.name: slot.parameter.numel() for slot in slots}
 
 
-def parameters_of(begun: Sequence[tuple[Sequence[Slot], Any]]) -> set[Parameter]:
-    """Return the parameters of exchanges that have been begun."""
-    return {slot.parameter for slots, _ in begun for slot in slots}
-
-
 def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Parameter]) -> list[Slot]:
     """Return the parameters of a step; the same on all ranks, whatever gradients they happen to have.
 
@@ -144,7 +139,7 @@ def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities
     }
 
 
-def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor]) -> Tensor:
+def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later: Collection[Parameter] = ()) -> Tensor:
     """Return 1 + the number of the first slot whose gradient is not finite, else 0; a scalar.
 
     Negative for a gradient that is not dense: that is known on the host, and only on the rank that has it.
@@ -152,19 +147,31 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor]) -> Ten
     Args:
         slots: at least one.
         known: whether gradients are finite, of those that have been looked at; the others are added.
+        later: parameters whose gradients are looked at later.
     """
     are_finite = []
     for number, slot in enumerate(slots):
         parameter, gradient = slot.parameter, slot.parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
             return torch.tensor(-1.0 - number, dtype=torch.float32, device=parameter.device)
-        if gradient is None:
+        if gradient is None or parameter in later:
             are_finite.append(torch.ones((), dtype=torch.bool, device=parameter.device))
             continue
         if parameter not in known:
             known[parameter] = is_finite(gradient)
         are_finite.append(known[parameter])
     return first_fault(are_finite)
+
+
+def zero_unless_finite_(gradient: Tensor) -> Tensor:
+    """Return whether a gradient is finite, which becomes zeros where it is not: what is not finite enters no state.
+
+    Waits for no device.
+    """
+    finite = is_finite(gradient)
+    if gradient.is_cuda or not finite:
+        gradient.copy_(torch.where(finite, gradient, 0))
+    return finite
 
 
 def fault_error(

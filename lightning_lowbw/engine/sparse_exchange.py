@@ -121,20 +121,36 @@ class SparseExchange:
             if part.numel()
         }
 
-    def begin(
-        self,
-        segments: Mapping[str, Segment],
-        numels: Mapping[str, int],
-        density: float,
-        *,
-        masking: bool = False,
-        control: Tensor | None = None,
-        kind: str = "all_gather",
-    ) -> SparseWork:
-        """Accumulate, choose and send; return what can be waited for.
+    def compress(self, segments: Mapping[str, Segment], *, masking: bool = False) -> dict[str, Sparse]:
+        """Accumulate, and take the largest elements out of the residuals.
 
         In place:
             The residuals and velocities of the segments.
+
+        Args:
+            segments: of `segments`.
+            masking: whether velocities are cleared where elements are taken.
+
+        Returns:
+            Positions, int64, ascending, and values, float32, by name.
+        """
+        if self.payload.decay != 1.0 and segments:
+            torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
+        return dict(zip(segments, self.selection.compress_(segments, masking=masking), strict=True))
+
+    def begin(
+        self,
+        selected: Mapping[str, Sparse],
+        numels: Mapping[str, int],
+        density: float,
+        *,
+        control: Tensor | None = None,
+        kind: str = "all_gather",
+    ) -> SparseWork:
+        """Send what has been selected; return what can be waited for.
+
+        In place:
+            The residuals: what is rounded away, or does not fit, goes back into them.
 
         Collective: all ranks, with the same names; an all-gather, on two levels another one inside the node. With
         another kind than "all_gather" it is waited for here.
@@ -143,26 +159,22 @@ class SparseExchange:
             `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the control message.
 
         Args:
-            segments: of `segments`.
+            selected: of `compress`, in the order of `numels`; without parts that are empty.
             numels: elements of each whole tensor.
             density: the fraction that is sent.
-            masking: whether velocities are cleared where they have been sent.
             control: numbers that all ranks get from all; float32, 1-d; with "all_gather".
             kind: one of `where.link.EXCHANGES`.
         """
-        if self.payload.decay != 1.0 and segments:
-            torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
-        selected = dict(zip(segments, self.selection.compress_(segments, masking=masking), strict=True))
         if kind == "reduce_scatter":
             return SparseWork(self, numels, density, means=self._reduce_scatter(selected, numels, density))
         if kind == "dense":
             return SparseWork(self, numels, density, dense=self._all_reduce(selected, numels))
-        return self.send(selected, numels, density, control)
+        return self._send(selected, numels, density, control)
 
-    def send(
-        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, control: Tensor | None = None
+    def _send(
+        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, control: Tensor | None
     ) -> SparseWork:
-        """Encode and send what has been selected; what is rounded away goes back into the residuals."""
+        """Encode and gather."""
         device = next(iter(self.residuals.values())).device
         message = torch.empty(0, dtype=torch.uint8, device=device)
         if selected:
@@ -183,15 +195,6 @@ class SparseExchange:
         return SparseWork(
             self, numels, density, work=work, sizes=sizes, control_bytes=0 if control is None else control.nbytes
         )
-
-    def nothing(self, numels: Mapping[str, int], density: float) -> dict[str, Sparse]:
-        """Return a selection that changes nothing, of as many elements as all ranks expect."""
-        empty = {}
-        for name, numel in numels.items():
-            part = self.residuals[name]
-            count = self.payload.num_sent(part.numel(), density) if numel else 0
-            empty[name] = torch.arange(count, device=part.device), torch.zeros_like(part[:count])
-        return empty
 
     def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
         """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 says which where it has changed.
@@ -307,13 +310,35 @@ class SparseWork:
             for name, out in outs.items():
                 out.copy_(self.dense[name])
             return
-        parts = {name: [mean] for name, mean in self.means.items()} or self._decode()
+        if not outs:
+            return
+        parts = self._parts()
         payload, device = self.exchange.payload, next(iter(outs.values())).device
         if gpu.is_available(device) and payload.mean_over == "ranks":
             self._average_on_gpu(outs, parts)
             return
         for name, out in outs.items():
             payload.average_(out, parts[name])
+
+    def means_at(self, scratches: Mapping[str, Tensor]) -> dict[str, Sparse]:
+        """Return positions and the mean there of each tensor; what several have sent comes as often, with one value.
+
+        In place:
+            `scratches`: of each tensor one of its size: float32, flat, contiguous; left with anything in it.
+        """
+        if not scratches:
+            return {}
+        parts = self._parts()
+        return {name: self.exchange.payload.mean_at(parts[name], scratch) for name, scratch in scratches.items()}
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it is known which elements have been sent."""
+        return not self.dense
+
+    def _parts(self) -> dict[str, list[Sparse]]:
+        """Return the sparse vectors that are to be averaged, of each tensor."""
+        return {name: [mean] for name, mean in self.means.items()} or self._decode()
 
     @staticmethod
     def _average_on_gpu(outs: Mapping[str, Tensor], parts: Mapping[str, list[Sparse]]) -> None:

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.arguments import names_of
 from lightning_lowbw.engine.control import is_finite
+from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.where.peers import Peers
 
@@ -97,7 +98,7 @@ class Worker:
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
         """List the tensors of this step and look at their gradients; `exchange` calls it where the caller has not.
 
         In place:
@@ -110,10 +111,12 @@ class Worker:
                 `reduces_in_node`.
             num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
                 one has skipped a step that the others take, are found out.
+            looks: whether all gradients are looked at now, before they are clipped, or a step is skipped. Else those
+                that the exchange reads anyway are looked at there: what is found ends the training then.
         """
         raise NotImplementedError
 
-    def exchange(self, *, skip_nonfinite: bool = False) -> bool:
+    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
         raise NotImplementedError
 
@@ -171,7 +174,7 @@ class Worker:
             elif kwargs.get("closure") is not None:
                 kwargs = {**kwargs, "closure": self._exchanging(kwargs["closure"])}
             else:
-                is_taken = self._exchange_once(skip_nonfinite=scaling is not None)
+                is_taken = self._exchange_once(skip_nonfinite=scaling is not None, applies=not self._is_watched)
                 is_taken = is_taken and (scaling is None or self._is_finite())
             result = step(*args, **kwargs) if is_taken else None
         except BaseException:
@@ -220,15 +223,20 @@ class Worker:
         def exchanging_closure() -> Any:
             self._is_prepared = self._is_exchanged = False  # that was about other gradients
             result = closure()
-            self._exchange_once()
+            self._exchange_once(applies=not self._is_watched)
             return result
 
         return exchanging_closure
 
-    def _exchange_once(self, skip_nonfinite: bool = False) -> bool:
+    def _exchange_once(self, *, skip_nonfinite: bool = False, applies: bool) -> bool:
         if not self._is_exchanged:  # by hand
-            return self.exchange(skip_nonfinite=skip_nonfinite)
+            return self.exchange(skip_nonfinite=skip_nonfinite, applies=applies and not skip_nonfinite)
         return self._is_taken
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether hooks of the optimizer's step see the gradients that it steps with."""
+        return has_step_hooks(self.optimizer)
 
     # What the strategies ask beside it ------------------------------------------------------------------------------
 

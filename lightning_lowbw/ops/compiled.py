@@ -24,6 +24,7 @@ __all__ = ["accumulate_", "disable", "is_available", "is_installed", "reach", "s
 
 CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
 MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
+INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
 MOST = 16  # one in so many elements may be a candidate before `reach` looks for them in a pass of its own
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 
@@ -62,7 +63,9 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """
     residual, has_buffer = segment.residual, segment.momentum_buffer is not None
     look_ahead = segment.momentum if segment.nesterov and has_buffer else None
-    kernel = _kernel(has_buffer, segment.weight is not None, look_ahead is not None, segment.scale is not None)
+    has_weight, has_scale = segment.weight is not None, segment.scale is not None
+    kernel = _kernel(has_buffer, has_weight, look_ahead is not None, has_scale, segment.fault is not None)
+    fault = None if segment.fault is None else segment.fault.view(1).numpy()
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
     def run(start: int, stop: int) -> Tensor:
@@ -70,7 +73,7 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
         tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, segment.scale)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign)
-        count = kernel(*pieces, *constants, bound, positions.numpy())
+        count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
         found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
         return found + start
 
@@ -90,13 +93,13 @@ def _numba() -> Any:
 
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register_jitable(fastmath={"contract"})(_multiply_add)
-    register_jitable(_correct)
-    register_jitable(_collect)
+    for function in (_finite, _decay, _correct, _largest, _collect):
+        register_jitable(function)
     return numba
 
 
 @cache
-def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool) -> Callable[..., int]:
+def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool, looks: bool) -> Callable[..., int]:
     """Compile `_accumulate` for float32; what is not there has the type of None, and its branches are left out."""
     numba = _numba()
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
@@ -113,6 +116,7 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool)
         number,
         number,
         numba.int64[::1],
+        numba.boolean[::1] if looks else nothing,
     )
     try:
         return numba.njit(signature, nogil=True, cache=True)(_accumulate)
@@ -120,18 +124,32 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool)
         return numba.njit(signature, nogil=True)(_accumulate)
 
 
-# What numba compiles: the equations of `reference.correct_` on one element; u, w, s, look_ahead may be None.
+# What numba compiles: the equations of `reference.accumulate_`; u, w, s, look_ahead and fault may be None. A loop is
+# made of vector instructions only where it does one thing, and of the best only where its length is known: so a chunk
+# goes through several, and stays in the cache.
 
 
 def _multiply_add(a: float, b: float, c: float) -> float:
     return a * b + c
 
 
-def _correct(v, u, gradient, w, s, m, gain, look_ahead, c, sign, size):  # type: ignore[no-untyped-def]
+def _finite(gradient, clean, fault):  # type: ignore[no-untyped-def]
+    """Copy a gradient, with zeros for what is not finite."""
+    for i in range(gradient.size):
+        is_finite = abs(gradient[i]) < np.inf
+        clean[i] = gradient[i] if is_finite else np.float32(0)
+        if not is_finite:
+            fault[0] = True
+
+
+def _decay(gradient, w, sign, c, decayed, size):  # type: ignore[no-untyped-def]
+    for i in range(size):
+        decayed[i] = _multiply_add(c, w[i], sign * gradient[i])
+
+
+def _correct(v, u, gradient, s, m, gain, look_ahead, sign, size):  # type: ignore[no-untyped-def]
     for i in range(size):
         g = sign * gradient[i]
-        if w is not None:
-            g = _multiply_add(c, w[i], g)
         if u is None:
             v[i] += g
         else:
@@ -144,6 +162,15 @@ def _correct(v, u, gradient, w, s, m, gain, look_ahead, c, sign, size):  # type:
                 v[i] = _multiply_add(look_ahead, u[i], v[i] + g)
 
 
+def _largest(bits):  # type: ignore[no-untyped-def]
+    """Return the bits of the largest magnitude of a chunk."""
+    largest = np.int32(0)
+    for i in range(CHUNK):
+        magnitude = np.int32(bits[i] & MAGNITUDE)  # which numba has widened
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
 def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         if abs(v[i]) >= threshold:
@@ -153,43 +180,32 @@ def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-un
     return count
 
 
-def _accumulate(v, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions):  # type: ignore[no-untyped-def]
+def _accumulate(v, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions, fault):  # type: ignore[no-untyped-def]
     count, bits, least = 0, v.view(np.int32), np.array([threshold]).view(np.int32)[0]
-    # A loop is made of vector instructions only where its length is known and it does one thing. The second reads from
-    # the cache what the first has written.
+    bits_of_gradient = gradient.view(np.int32)
+    clean, decayed = np.empty(CHUNK, dtype=np.float32), np.empty(CHUNK, dtype=np.float32)
+    left_sign = sign if w is None else np.float32(1)
     for start in range(0, v.size - CHUNK + 1, CHUNK):
         stop = start + CHUNK
-        _correct(
-            v[start:stop],
-            None if u is None else u[start:stop],
-            gradient[start:stop],
-            None if w is None else w[start:stop],
-            None if s is None else s[start:stop],
-            m,
-            gain,
-            look_ahead,
-            c,
-            sign,
-            CHUNK,
-        )
-        piece, largest = bits[start:stop], np.int32(0)
-        for i in range(CHUNK):
-            magnitude = np.int32(piece[i] & MAGNITUDE)  # which numba has widened
-            largest = magnitude if magnitude > largest else largest
-        if largest >= least and count <= positions.size:
+        g = gradient[start:stop]
+        if fault is not None and _largest(bits_of_gradient[start:stop]) >= INFINITE:
+            _finite(g, clean, fault)
+            g = clean
+        if w is not None:
+            _decay(g, w[start:stop], sign, c, decayed, CHUNK)
+            g = decayed
+        own_u, own_s = None if u is None else u[start:stop], None if s is None else s[start:stop]
+        _correct(v[start:stop], own_u, g, own_s, m, gain, look_ahead, left_sign, CHUNK)
+        if _largest(bits[start:stop]) >= least and count <= positions.size:
             count = _collect(v, start, stop, threshold, positions, count)
     start = v.size // CHUNK * CHUNK
-    _correct(
-        v[start:],
-        None if u is None else u[start:],
-        gradient[start:],
-        None if w is None else w[start:],
-        None if s is None else s[start:],
-        m,
-        gain,
-        look_ahead,
-        c,
-        sign,
-        v.size - start,
-    )
+    g, size = gradient[start:], v.size - start
+    if fault is not None:
+        _finite(g, clean, fault)
+        g = clean
+    if w is not None:
+        _decay(g, w[start:], sign, c, decayed, size)
+        g = decayed
+    own_u, own_s = None if u is None else u[start:], None if s is None else s[start:]
+    _correct(v[start:], own_u, g, own_s, m, gain, look_ahead, left_sign, size)
     return _collect(v, start, v.size, threshold, positions, count)

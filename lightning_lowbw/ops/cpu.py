@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +29,10 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """
 
     def accumulate_chunk(chunk: slice) -> None:
-        reference.accumulate_(segment.map(lambda tensor: tensor[chunk]), 0.0)
+        part = segment.map(lambda tensor: tensor[chunk])
+        if part.fault is not None and part.gradient.sum().isfinite():  # then all of it is; else the reference looks
+            part = replace(part, fault=None)
+        reference.accumulate_(part, 0.0)
 
     return _reach_after(accumulate_chunk, segment.residual, threshold)
 

@@ -35,6 +35,8 @@ class Segment:
         sign: -1.0 where the optimizer climbs, else 1.0.
         dampening: d; see `correct_`.
         scale: s; see `correct_`; float32, None for 1.
+        fault: set where G has elements that are not finite, which then count as zeros: bool, a scalar; None: nobody
+            looks, and they enter v.
     """
 
     residual: Tensor
@@ -50,6 +52,7 @@ class Segment:
     sign: float = 1.0
     dampening: float = 0.0
     scale: Tensor | None = None
+    fault: Tensor | None = None
 
     @property
     def num_sent(self) -> int:
@@ -147,7 +150,7 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     pass over memory.
 
     In place:
-        the residual and the momentum buffer.
+        the residual, the momentum buffer, and the fault.
 
     Args:
         segment: flat.
@@ -159,6 +162,10 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
     """
     residual, gradient = segment.residual, segment.gradient
+    if segment.fault is not None:
+        are_finite = gradient.isfinite()
+        segment.fault.logical_or_(are_finite.all().logical_not_())
+        gradient = torch.where(are_finite, gradient, 0.0)
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # c w is lost in a narrow G
     if segment.sign < 0:
         gradient = -gradient
@@ -247,6 +254,11 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         parts: (indices int64, values) of each rank, in rank order; indices are distinct within a rank.
     """
     out.zero_()
+    add_mean_(out, parts)
+
+
+def add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add what `scatter_mean_` writes."""
     for indices, values in parts:
         # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
         out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))

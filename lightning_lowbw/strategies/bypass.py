@@ -21,7 +21,7 @@ class BypassGuard:
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Look at each step of some optimizers, until `release`."""
-        self._handles += [optimizer.register_step_pre_hook(self._check) for optimizer in optimizers]
+        self._handles += [optimizer.register_step_pre_hook(self.check) for optimizer in optimizers]
 
     def release(self) -> None:
         """Look at them no longer."""
@@ -37,7 +37,8 @@ class BypassGuard:
         finally:
             self._stepping = outer
 
-    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The hook: refuse the step of an optimizer that Lightning does not step."""
         if self._stepping is not optimizer:
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step() was called past Lightning, so the gradients of the ranks were not "

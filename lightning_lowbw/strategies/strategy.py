@@ -39,6 +39,7 @@ from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
 from lightning_lowbw.strategies.keywords import check_keywords
+from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
 from lightning_lowbw.strategies.uneven import Policy
@@ -280,10 +281,12 @@ class Strategy(DDPStrategy):
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Look for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self.regime.ddp_has_reduced(worker) else frozenset()
-        worker.prepare(reduced=reduced, num_backwards=self._backwards.num)
-        if worker.clips_before_exchange and self.clipping.is_asked_for:
+        clips = worker.clips_before_exchange and self.clipping.is_asked_for
+        worker.prepare(reduced=reduced, num_backwards=self._backwards.num, looks=clips or skip_nonfinite)
+        if clips:
             self.clipping.clip(worker)
-        return worker.exchange(skip_nonfinite=skip_nonfinite)
+        applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))
+        return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
     # Validation and checkpoints ---------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class AdamCorrection(ErrorFeedback):
     kind = "own_variance"
     velocity_key = "exp_avg"
     is_complete = True
+    reads_first = True
     masks = False
     LARGEST_BETA1 = 0.7
 
@@ -135,6 +136,11 @@ class AdamCorrection(ErrorFeedback):
             if self._is_decoupled(group):
                 parameter.mul_(1.0 - lr * float(group["weight_decay"]))
             parameter.add_(parameter.grad, alpha=lr if group.get("maximize") else -lr)
+
+    def step_at(self, parameter: Parameter, group: Group, positions: Tensor, means: Tensor) -> None:
+        if self._is_decoupled(group):
+            parameter.detach().mul_(1.0 - float(group["lr"]) * float(group["weight_decay"]))
+        super().step_at(parameter, group, positions, means)
 
     def give_back(self) -> None:
         vars(self.optimizer).pop("_init_group", None)

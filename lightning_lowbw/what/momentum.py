@@ -39,12 +39,14 @@ class ErrorFeedback:
         kind: by which a checkpoint tells what its residuals and velocities mean.
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
+        reads_first: whether `scale` reads the gradient, before it is accumulated.
         masks: whether velocities are cleared where they have been sent, unless the user says.
     """
 
     kind = "error_feedback"
     velocity_key: str | None = None
     is_complete = False
+    reads_first = False
     masks = True
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
@@ -82,6 +84,31 @@ class ErrorFeedback:
         Called once per sparse step that is taken, before the velocity is brought up to date.
         """
         return None
+
+    def can_step(self, parameter: Parameter, group: Group) -> bool:
+        """Whether `step_at` does what the optimizer would do with a sparse mean."""
+        gradient = parameter.grad
+        assert gradient is not None
+        return (
+            self.is_complete
+            and not group.get("differentiable")
+            and all(each.dtype == torch.float32 and each.is_contiguous() for each in (parameter, gradient))
+        )
+
+    def step_at(self, parameter: Parameter, group: Group, positions: Tensor, means: Tensor) -> None:
+        """Step some elements of a parameter by what has arrived.
+
+        In place:
+            The parameter.
+
+        Args:
+            parameter: one that `can_step`.
+            group: of it.
+            positions: of the flat parameter: int64; may repeat, with equal means.
+            means: of what all have sent there: float32.
+        """
+        weights = parameter.detach().view(-1)
+        weights[positions] = weights[positions].add_(means, alpha=-float(group["lr"]))
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""

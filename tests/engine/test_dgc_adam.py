@@ -55,7 +55,7 @@ def train(
         optimizer.zero_grad()
         backward(parameters, step, sign=sign)
         worker.begin([parameters["matrix"], parameters["large"]])  # nothing but with overlap
-        num_begun.append(len(worker._begun))
+        num_begun.append(len(worker.large.begun))
         with worker.stepping():
             worker.exchange()
             optimizer.step()

@@ -40,11 +40,11 @@ def train(overlap: bool, value_dtype: str, selection: str, exchange: str = "auto
         backward(parameters, step)
         for bucket in BUCKETS:
             worker.begin([parameters[name] for name in bucket if name in parameters])
-        num_begun.append(sum(len(slots) for slots, _ in worker._begun))
+        num_begun.append(sum(len(slots) for slots, _ in worker.large.begun))
         with worker.stepping():
             worker.exchange()
             sgd.step()
-        assert not worker._begun
+        assert not worker.large.begun
     return {
         "digest": digest(parameters.values()),
         "residuals": digest([worker.residuals[name] for name in parameters if name in worker.residuals]),

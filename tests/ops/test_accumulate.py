@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import compiled, cpu
+from lightning_lowbw.ops import compiled, cpu, reference
 from lightning_lowbw.ops.dispatch import kernels_for
 from lightning_lowbw.ops.reference import Segment, accumulate_, correct_, reach, sample_accumulated
 from tests.ops.bits import equal_bits
@@ -110,6 +110,45 @@ def test_sizes(twin: ModuleType, numel: int, has_buffer: bool, has_weight: bool,
     for sign in (1.0, -1.0):
         positions = check(twin, tensors, momentum=0.9, nesterov=nesterov, weight_decay=0.37, sign=sign, threshold=3.0)
         assert positions.numel() < max(numel / 2, 2)
+
+
+@pytest.mark.parametrize("twin", [reference, *TWINS])
+@pytest.mark.parametrize("numel", SIZES[1:])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_what_is_not_finite_counts_as_zero_and_is_told(
+    twin: ModuleType, numel: int, value: float | None, has_weight: bool
+) -> None:
+    for where in {0, numel // 2, numel - 1}:
+        v, u, gradient, w = make(numel, has_weight=has_weight)
+        clean = gradient.clone()
+        if value is not None:
+            gradient[where], clean[where] = value, 0.0
+        fault = torch.zeros((), dtype=torch.bool)
+        expected, actual = copies((v, u, clean, w)), copies((v, u, gradient, w))
+        found = twin.accumulate_(step_on(actual, momentum=0.9, weight_decay=0.37, fault=fault), 3.0)
+        assert found.equal(accumulate_(step_on(expected, momentum=0.9, weight_decay=0.37), 3.0))
+        assert bool(fault) == (value is not None)
+        assert equal_bits(actual[0], expected[0])
+        assert equal_bits(actual[1], expected[1])
+        assert equal_bits(actual[2], gradient), "the gradient is read only"
+
+
+@needs_numba
+def test_a_fault_is_told_from_each_thread() -> None:
+    numel, before = 2 * compiled.MIN_PER_THREAD, torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for where in (None, 0, numel - 1):
+            v, u, gradient, _ = make(numel)
+            fault = torch.zeros((), dtype=torch.bool)
+            if where is not None:
+                gradient[where] = float("nan")
+            compiled.accumulate_(step_on((v, u, gradient, None), momentum=0.9, fault=fault), 3.0)
+            assert bool(fault) == (where is not None)
+            assert v.isfinite().all()
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("twin", TWINS)

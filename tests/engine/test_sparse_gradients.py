@@ -1,0 +1,175 @@
+"""Sparse steps: gradients are looked at while they are accumulated, and weights stepped where something was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.where.agreement import digest
+from tests.engine.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, make_parameters, message_of
+from tests.ranks import run_ranks
+
+STEPS, FIRST_SPARSE = 6, 2
+SHAPES = {name: AWKWARD[name] for name in ("matrix", "transposed", "conv", "pointwise", "vector", "scalar", "empty")}
+METHOD = DGC(rampup_begin_step=FIRST_SPARSE, sparsity=[0.9], min_numel=18)
+MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+DECAYED: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": partial(SGD, **DECAYED),
+    "nesterov, foreach": partial(SGD, **DECAYED, nesterov=True, foreach=True),
+    "maximize": partial(SGD, lr=0.01, momentum=0.9, maximize=True),
+    "a tensor's rate": partial(SGD, lr=torch.tensor(0.05), momentum=0.9),
+    "adamw": partial(AdamW, lr=0.02, weight_decay=0.3),
+    "adam": partial(Adam, lr=0.02, weight_decay=0.01, amsgrad=True),
+    "adam, foreach, maximize": partial(AdamW, lr=0.002, maximize=True, foreach=True),
+    "rmsprop": partial(RMSprop, lr=0.002),
+}
+PAYLOADS: dict[str, tuple[dict[str, Any], Nodes]] = {
+    "flat": ({}, FLAT),
+    "senders": ({"mean_over": "senders", "value_dtype": "int8"}, FLAT),
+    "reduce-scatter": ({"exchange": "reduce_scatter", "value_dtype": "float32"}, FLAT),
+    "dense": ({"exchange": "dense"}, FLAT),
+    "two levels": ({}, NODES["strided"]),
+}
+
+
+def train(kind: str, payload: str, by_hand: bool) -> tuple[str, list[list[str]]]:
+    """Return a digest of the weights, and of each step whose gradients are None after it."""
+    options, nodes = PAYLOADS[payload]
+    parameters = make_parameters(SHAPES)
+    optimizer = OPTIMIZERS[kind](parameters.values())
+    method = METHOD.replace(**options)
+    worker = method.attach(optimizer, parameters.items(), topology=None if nodes == FLAT else nodes)
+    absent = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        if by_hand:
+            with worker.stepping():
+                worker.exchange()
+                optimizer.step()
+        else:
+            optimizer.step()
+        absent.append([name for name, parameter in parameters.items() if parameter.grad is None])
+    return digest(parameters.values()), absent
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_weights_are_stepped_where_something_was_sent_as_the_optimizer_would(payload: str) -> None:
+    cases = [(kind, payload, by_hand) for kind in OPTIMIZERS for by_hand in (False, True)]
+    by_rank = run_ranks(each, sum(map(len, PAYLOADS[payload][1])), train, cases)
+    by_kind = ([*zip(rank[::2], rank[1::2], strict=True)] for rank in by_rank)
+    for kind, *results in zip(OPTIMIZERS, *by_kind, strict=True):
+        for (direct, absent), (by_hand, of_dense) in results:
+            assert direct == by_hand, kind
+            assert not any(of_dense)
+            can_step = payload != "dense" and kind != "rmsprop"
+            # Where a tensor is laid out in another way the optimizer steps it.
+            expected = ["matrix", "pointwise"] if can_step else []
+            assert absent == [[]] * FIRST_SPARSE + [expected] * (STEPS - FIRST_SPARSE), kind
+        assert len({direct for (direct, _), _ in results}) == 1
+
+
+def watch(hook: str) -> list[dict[str, Tensor | None]]:
+    """Return what a hook of the optimizer's step sees; with "" what an exchange by hand gives."""
+    parameters = make_parameters(SHAPES)
+    optimizer = SGD(parameters.values(), **DECAYED)
+    worker = METHOD.attach(optimizer, parameters.items())
+    seen: list[dict[str, Tensor | None]] = []
+
+    def look(*_: Any) -> None:
+        seen.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
+
+    handle = None
+    if hook == "pre":
+        handle = optimizer.register_step_pre_hook(look)
+    elif hook == "post":
+        handle = optimizer.register_step_post_hook(look)
+    elif hook == "all optimizers":
+        handle = register_optimizer_step_pre_hook(look)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        if hook:
+            optimizer.step()
+        else:
+            with worker.stepping():
+                worker.exchange()
+                look()
+                optimizer.step()
+    if handle is not None:
+        handle.remove()
+    return seen
+
+
+def test_hooks_of_the_step_see_dense_gradients() -> None:
+    hooks = ["", "pre", "post", "all optimizers"]
+    for expected, *others in run_ranks(each, 2, watch, [(hook,) for hook in hooks]):
+        for seen in others:
+            assert len(seen) == STEPS
+            for mine, theirs in zip(seen, expected, strict=True):
+                for name, gradient in theirs.items():
+                    assert gradient is not None
+                    assert gradient.equal(mine[name]), name  # type: ignore[arg-type]
+
+
+def meet_a_fault(kind: str, name: str, overlap: bool, nodes: Nodes) -> tuple[str | None, bool, bool]:
+    """Return the message, and whether weights stay as they are, and whether all that is kept is finite."""
+    parameters = make_parameters(SHAPES)
+    optimizer = OPTIMIZERS[kind](parameters.values())
+    method = METHOD.replace(overlap=overlap)
+    worker = method.attach(optimizer, parameters.items(), topology=None if nodes == FLAT else nodes)
+    assert isinstance(worker, GradientWorker)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        optimizer.step()
+    before = digest(parameters.values())
+    optimizer.zero_grad()
+    backward(parameters, STEPS)
+    if dist.get_rank() == 1:
+        gradient = parameters[name].grad
+        assert gradient is not None
+        gradient.view(-1)[0] = torch.nan
+    worker.begin(parameters.values())
+    message = message_of(optimizer.step, NonFiniteGradientError)  # type: ignore[arg-type]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    kept = [*worker.residuals.values(), *states]
+    return message, digest(parameters.values()) == before, all(bool(tensor.isfinite().all()) for tensor in kept)
+
+
+@pytest.mark.parametrize(("nodes", "overlap"), [(FLAT, False), (FLAT, True), (NODES["blocks"], False)])
+def test_what_is_not_finite_enters_no_state_and_ends_the_training_on_all_ranks(nodes: Nodes, overlap: bool) -> None:
+    cases = [(kind, name, overlap, nodes) for kind in ("sgd", "adamw", "rmsprop") for name in ("matrix", "vector")]
+    results = run_ranks(each, sum(map(len, nodes)), meet_a_fault, cases)
+    for (kind, name, *_), *of_case in zip(cases, *results, strict=True):
+        assert len({message for message, _, _ in of_case}) == 1
+        for message, are_weights_kept, is_state_finite in of_case:
+            assert message is not None
+            assert f"Step {STEPS}: the gradient of '{name}'" in message
+            assert are_weights_kept, (kind, name)
+            assert is_state_finite, (kind, name)
+
+
+def take_local_steps() -> bool:
+    """`applies` means nothing to averages of weights."""
+    parameters = make_parameters(SHAPES)
+    optimizer = SGD(parameters.values(), **DECAYED)
+    LocalSGD(k_steps=2, begin_step=0).attach(optimizer, parameters.items())
+    backward(parameters, 0)
+    optimizer.step()
+    return all(parameter.grad is not None for parameter in parameters.values())
+
+
+def test_local_steps_keep_their_gradients() -> None:
+    assert run_ranks(take_local_steps, 2) == [True, True]
