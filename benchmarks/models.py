@@ -89,21 +89,24 @@ class Timed(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
 
 
+NUM_BATCHES = 16  # of one alone the gradient hardly changes, and all of Adam's steps are of one size
+
+
 class Repeated(Dataset[tuple[Tensor, Tensor]]):
-    """The same random batch again and again."""
+    """A few random batches again and again."""
 
     def __init__(self, workload: Workload, num_batches: int) -> None:
         self.num_batches = num_batches
-        shape = (workload.batch, *workload.input_shape)
+        shape = (NUM_BATCHES, workload.batch, *workload.input_shape)
         self.inputs = torch.randint(0, workload.num_classes, shape) if workload.is_text else torch.randn(shape)
-        labels = shape if workload.is_text else shape[:1]
+        labels = shape if workload.is_text else shape[:2]
         self.targets = torch.randint(0, workload.num_classes, labels)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs, self.targets
+        return self.inputs[index % NUM_BATCHES], self.targets[index % NUM_BATCHES]
 
 
 def loader(workload: Workload, num_batches: int) -> DataLoader[tuple[Tensor, Tensor]]:

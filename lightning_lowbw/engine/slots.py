@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_lowbw.engine.control import control_message, first_fault, is_finite
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.ops.reference import Segment, as_real
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.peers import Peers
@@ -126,17 +126,25 @@ def take_means(
 
 
 def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities, peers: Peers) -> dict[str, Any]:
-    """Return what a segment holds beside gradient and residual: velocity, weight, scale and constants."""
+    """Return what a segment holds beside gradient and residual: velocity, weight, second moment and constants."""
     parameter, own = slot.parameter, peers.part(slot.parameter.numel())
-    scale, constants = correction.scale(parameter, slot.group), correction.constants(parameter, slot.group)
-    # Adam without momentum has a velocity all the same, for it is what is scaled.
-    has_velocity = constants.momentum != 0 or scale is not None
+    second_moment = correction.second_moment(parameter, slot.group, own)
+    constants = correction.constants(parameter, slot.group)
+    # Adam without momentum has a velocity all the same, for it is what is divided.
+    has_velocity = constants.momentum != 0 or second_moment is not None
     return {
         "momentum_buffer": velocities.part(parameter) if has_velocity else None,
         "weight": parameter.detach().reshape(-1)[own] if constants.weight_decay != 0 else None,
-        "scale": None if scale is None else scale.reshape(-1)[own],
+        "second_moment": second_moment,
         **vars(constants),
     }
+
+
+def keep_fields(slot: Slot, segment: Segment, correction: ErrorFeedback, velocities: Velocities, peers: Peers) -> None:
+    """Write back what `segment_fields` has returned, where it was a copy."""
+    velocities.keep(slot.parameter, segment.momentum_buffer)
+    if segment.second_moment is not None:
+        correction.keep_second_moment(slot.parameter, peers.part(slot.parameter.numel()), segment.second_moment)
 
 
 def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later: Collection[Parameter] = ()) -> Tensor:

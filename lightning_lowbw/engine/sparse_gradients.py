@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.slots import Slot, numels_of, segment_fields, sparse_of, zero_unless_finite_
+from lightning_lowbw.engine.slots import Slot, keep_fields, numels_of, segment_fields, sparse_of, zero_unless_finite_
 from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.what.momentum import ErrorFeedback
@@ -53,13 +53,8 @@ class SparseGradients:
         self.are_finite.clear()
 
     def looks_later(self, slot: Slot) -> bool:
-        """Whether the pass that accumulates a gradient looks at it: on a CPU, where Adam does not read it before."""
-        return not (
-            slot.is_missing
-            or slot.gradient.is_cuda
-            or self._correction.reads_first
-            or slot.parameter in self.are_finite
-        )
+        """Whether the pass that accumulates a gradient looks at it: on a CPU."""
+        return not (slot.is_missing or slot.gradient.is_cuda or slot.parameter in self.are_finite)
 
     def compress(self, slots: Sequence[Slot], density: float) -> None:
         """Accumulate gradients, and take the largest elements out of the residuals of this rank's parts.
@@ -89,7 +84,7 @@ class SparseGradients:
         self._selected |= self._exchange.compress(table, masking=masking)
         for slot in slots:
             if slot.name in table:
-                self._velocities.keep(slot.parameter, table[slot.name].momentum_buffer)
+                keep_fields(slot, table[slot.name], self._correction, self._velocities, self._peers)
             if slot.name in faults:
                 self.are_finite[slot.parameter] = ~faults[slot.name]
 

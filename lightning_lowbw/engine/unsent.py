@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_lowbw.engine.slots import Slot, fault_error, first_fault_of, segment_fields, sparse_of
+from lightning_lowbw.engine.slots import Slot, fault_error, first_fault_of, keep_fields, segment_fields, sparse_of
 from lightning_lowbw.ops.reference import accumulate_, as_real
 from lightning_lowbw.what.residuals import Residuals
 
@@ -51,6 +51,6 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
         for segment in table.values():  # none of an empty tensor
             accumulate_(segment, 0.0)
             slot.gradient.copy_((segment.residual * segment.sign).view(slot.gradient.shape))
-            worker.velocities.keep(slot.parameter, segment.momentum_buffer)
+            keep_fields(slot, segment, correction, worker.velocities, worker.peers)
         worker.sparse.residuals.pop(slot.name)
     return True

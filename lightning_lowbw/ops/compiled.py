@@ -22,6 +22,7 @@ from lightning_lowbw.ops.reference import Segment
 
 __all__ = ["accumulate_", "disable", "is_available", "is_installed", "reach", "sample_accumulated"]
 
+BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
 CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
 MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
 INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
@@ -63,16 +64,19 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     """
     residual, has_buffer = segment.residual, segment.momentum_buffer is not None
     look_ahead = segment.momentum if segment.nesterov and has_buffer else None
-    has_weight, has_scale = segment.weight is not None, segment.scale is not None
-    kernel = _kernel(has_buffer, has_weight, look_ahead is not None, has_scale, segment.fault is not None)
+    second = segment.second_moment
+    square, largest = (None, None) if second is None else (second.square, second.largest)
+    adam = None if second is None else (second.beta2, (1.0 - second.beta2) * second.share, *second.line)
+    tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, square, largest)
+    choices = (segment.momentum_buffer, segment.weight, square, largest, look_ahead, segment.fault)
+    kernel = _kernel(*(each is not None for each in choices))
     fault = None if segment.fault is None else segment.fault.view(1).numpy()
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
     def run(start: int, stop: int) -> Tensor:
         positions = torch.empty((stop - start) // MOST + CHUNK, dtype=torch.int64)
-        tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, segment.scale)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
-        constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign)
+        constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign, adam)
         count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
         found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
         return found + start
@@ -93,13 +97,15 @@ def _numba() -> Any:
 
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register_jitable(fastmath={"contract"})(_multiply_add)
-    for function in (_finite, _decay, _correct, _largest, _collect):
+    for function in (_finite, _decay, _take_square, _correct, _largest, _collect):
         register_jitable(function)
     return numba
 
 
 @cache
-def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool, looks: bool) -> Callable[..., int]:
+def _kernel(
+    has_buffer: bool, has_weight: bool, has_square: bool, has_largest: bool, nesterov: bool, looks: bool
+) -> Callable[..., int]:
     """Compile `_accumulate` for float32; what is not there has the type of None, and its branches are left out."""
     numba = _numba()
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
@@ -108,25 +114,27 @@ def _kernel(has_buffer: bool, has_weight: bool, nesterov: bool, has_scale: bool,
         vector if has_buffer else nothing,
         vector,
         vector if has_weight else nothing,
-        vector if has_scale else nothing,
+        vector if has_square else nothing,
+        vector if has_largest else nothing,
         number,
         number,
         number if nesterov else nothing,
         number,
         number,
+        numba.types.UniTuple(number, 4) if has_square else nothing,
         number,
         numba.int64[::1],
         numba.boolean[::1] if looks else nothing,
     )
+    options = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
     try:
-        return numba.njit(signature, nogil=True, cache=True)(_accumulate)
+        return numba.njit(signature, cache=True, **options)(_accumulate)
     except (RuntimeError, OSError):  # no place to keep it, or no space there
-        return numba.njit(signature, nogil=True)(_accumulate)
+        return numba.njit(signature, **options)(_accumulate)
 
 
-# What numba compiles: the equations of `reference.accumulate_`; u, w, s, look_ahead and fault may be None. A loop is
-# made of vector instructions only where it does one thing, and of the best only where its length is known: so a chunk
-# goes through several, and stays in the cache.
+# What numba compiles: the equations of `reference.accumulate_`, where all tensors but v and the gradient may be None.
+# A loop is made of vector instructions only where it does one thing: so a block goes through several.
 
 
 def _multiply_add(a: float, b: float, c: float) -> float:
@@ -147,6 +155,20 @@ def _decay(gradient, w, sign, c, decayed, size):  # type: ignore[no-untyped-def]
         decayed[i] = _multiply_add(c, w[i], sign * gradient[i])
 
 
+def _take_square(g, square, largest, adam, s, size):  # type: ignore[no-untyped-def]
+    """Bring Adam's second moment up to date; write what the velocity is divided by."""
+    beta2, share, slope, least = adam
+    for i in range(size):
+        square[i] = _multiply_add(share * g[i], g[i], beta2 * square[i])
+    root = square
+    if largest is not None:
+        for i in range(size):
+            largest[i] = max(largest[i], square[i])
+        root = largest
+    for i in range(size):
+        s[i] = slope * np.sqrt(root[i]) + least
+
+
 def _correct(v, u, gradient, s, m, gain, look_ahead, sign, size):  # type: ignore[no-untyped-def]
     for i in range(size):
         g = sign * gradient[i]
@@ -155,17 +177,17 @@ def _correct(v, u, gradient, s, m, gain, look_ahead, sign, size):  # type: ignor
         else:
             u[i] = _multiply_add(gain, g, m * u[i])
             if s is not None:
-                v[i] += s[i] * u[i]
+                v[i] += u[i] / s[i]
             elif look_ahead is None:
                 v[i] += u[i]
             else:
                 v[i] = _multiply_add(look_ahead, u[i], v[i] + g)
 
 
-def _largest(bits):  # type: ignore[no-untyped-def]
-    """Return the bits of the largest magnitude of a chunk."""
+def _largest(bits, size):  # type: ignore[no-untyped-def]
+    """Return the bits of the largest magnitude."""
     largest = np.int32(0)
-    for i in range(CHUNK):
+    for i in range(size):
         magnitude = np.int32(bits[i] & MAGNITUDE)  # which numba has widened
         largest = magnitude if magnitude > largest else largest
     return largest
@@ -180,32 +202,30 @@ def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-un
     return count
 
 
-def _accumulate(v, u, gradient, w, s, m, gain, look_ahead, c, sign, threshold, positions, fault):  # type: ignore[no-untyped-def]
+def _accumulate(  # type: ignore[no-untyped-def]
+    v, u, gradient, w, square, largest, m, gain, look_ahead, c, sign, adam, threshold, positions, fault
+):
     count, bits, least = 0, v.view(np.int32), np.array([threshold]).view(np.int32)[0]
     bits_of_gradient = gradient.view(np.int32)
-    clean, decayed = np.empty(CHUNK, dtype=np.float32), np.empty(CHUNK, dtype=np.float32)
+    clean = np.empty(BLOCK, dtype=np.float32)
+    decayed, divisor = np.empty_like(clean), np.empty_like(clean)
     left_sign = sign if w is None else np.float32(1)
-    for start in range(0, v.size - CHUNK + 1, CHUNK):
-        stop = start + CHUNK
+    for start in range(0, v.size, BLOCK):
+        size = min(BLOCK, v.size - start)
+        stop = start + size
         g = gradient[start:stop]
-        if fault is not None and _largest(bits_of_gradient[start:stop]) >= INFINITE:
+        if fault is not None and _largest(bits_of_gradient[start:stop], size) >= INFINITE:
             _finite(g, clean, fault)
             g = clean
         if w is not None:
-            _decay(g, w[start:stop], sign, c, decayed, CHUNK)
+            _decay(g, w[start:stop], sign, c, decayed, size)
             g = decayed
-        own_u, own_s = None if u is None else u[start:stop], None if s is None else s[start:stop]
-        _correct(v[start:stop], own_u, g, own_s, m, gain, look_ahead, left_sign, CHUNK)
-        if _largest(bits[start:stop]) >= least and count <= positions.size:
-            count = _collect(v, start, stop, threshold, positions, count)
-    start = v.size // CHUNK * CHUNK
-    g, size = gradient[start:], v.size - start
-    if fault is not None:
-        _finite(g, clean, fault)
-        g = clean
-    if w is not None:
-        _decay(g, w[start:], sign, c, decayed, size)
-        g = decayed
-    own_u, own_s = None if u is None else u[start:], None if s is None else s[start:]
-    _correct(v[start:], own_u, g, own_s, m, gain, look_ahead, left_sign, size)
-    return _collect(v, start, v.size, threshold, positions, count)
+        if square is not None:
+            _take_square(g, square[start:stop], None if largest is None else largest[start:stop], adam, divisor, size)
+        own_u, own_divisor = None if u is None else u[start:stop], None if square is None else divisor
+        _correct(v[start:stop], own_u, g, own_divisor, m, gain, look_ahead, left_sign, size)
+        for first in range(start, stop - CHUNK + 1, CHUNK):
+            if _largest(bits[first : first + CHUNK], CHUNK) >= least and count <= positions.size:
+                count = _collect(v, first, first + CHUNK, threshold, positions, count)
+        count = _collect(v, start + size // CHUNK * CHUNK, stop, threshold, positions, count)
+    return count

@@ -7,11 +7,72 @@ PaddlePaddle Fleet document, which follows the paper. Nothing here communicates;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMoment:
+    """Adam's mean of squares, whose root the velocity is divided by.
+
+        q = b2 q + share (1 - b2) g^2;  s = (sqrt(q / (1 - b2^t)) + eps) (1 - b1^t)
+
+    Args:
+        square: q, of as many elements as the gradient; float32, bfloat16 or float16.
+        largest: the largest q so far, which takes its place under a root (amsgrad); None without.
+        beta2: b2.
+        share: of a gradient's square; 1/N, see `what.adam`.
+        eps: see above.
+        corrections: 1 - b1^t and 1 - b2^t, with t the steps including this one.
+    """
+
+    square: Tensor
+    largest: Tensor | None
+    beta2: float
+    share: float
+    eps: float
+    corrections: tuple[float, float]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [self.square] if self.largest is None else [self.square, self.largest]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SecondMoment:
+        """Return the same with other tensors: each is replaced by what the function makes of it."""
+        largest = None if self.largest is None else function(self.largest)
+        return replace(self, square=function(self.square), largest=largest)
+
+    def take_(self, gradient: Tensor) -> Tensor:
+        """Take a gradient in; return s, which the velocity is divided by.
+
+        In place:
+            q, and the largest.
+
+        Args:
+            gradient: g; float32 or wider, with Adam's own weight decay.
+
+        Returns:
+            float32.
+        """
+        square = self.square.to(gradient.dtype).mul(self.beta2)
+        square.addcmul_(gradient, gradient, value=(1.0 - self.beta2) * self.share)
+        self.square.copy_(square)
+        if self.largest is not None:
+            self.largest.copy_(torch.maximum(self.largest, self.square))
+            square.copy_(self.largest)
+        slope, least = self.line
+        return square.sqrt_().mul_(slope).add_(least).to(torch.float32)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """What sqrt(q) is multiplied with, and what is added, to give s."""
+        first, second = self.corrections
+        return first / math.sqrt(second), self.eps * first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +95,7 @@ class Segment:
         weight_decay: c.
         sign: -1.0 where the optimizer climbs, else 1.0.
         dampening: d; see `correct_`.
-        scale: s; see `correct_`; float32, None for 1.
+        second_moment: gives the s of `correct_`; None for 1.
         fault: set where G has elements that are not finite, which then count as zeros: bool, a scalar; None: nobody
             looks, and they enter v.
     """
@@ -51,7 +112,7 @@ class Segment:
     weight_decay: float = 0.0
     sign: float = 1.0
     dampening: float = 0.0
-    scale: Tensor | None = None
+    second_moment: SecondMoment | None = None
     fault: Tensor | None = None
 
     @property
@@ -62,19 +123,20 @@ class Segment:
     @property
     def tensors(self) -> list[Tensor]:
         """Those that are there."""
-        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight, self.scale)
-        return [tensor for tensor in everything if tensor is not None]
+        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
+        own = [] if self.second_moment is None else self.second_moment.tensors
+        return [*(tensor for tensor in everything if tensor is not None), *own]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
         """Return the same step on other tensors: each is replaced by what the function makes of it."""
-        buffer, weight, scale = self.momentum_buffer, self.weight, self.scale
+        buffer, weight, second_moment = self.momentum_buffer, self.weight, self.second_moment
         return replace(
             self,
             residual=function(self.residual),
             momentum_buffer=None if buffer is None else function(buffer),
             gradient=function(self.gradient),
             weight=None if weight is None else function(weight),
-            scale=None if scale is None else function(scale),
+            second_moment=None if second_moment is None else second_moment.map(function),
         )
 
 
@@ -96,13 +158,13 @@ def correct_(
     momentum: float,
     nesterov: bool,
     dampening: float = 0.0,
-    scale: Tensor | None = None,
+    divisor: Tensor | None = None,
 ) -> None:
     """Accumulate a corrected gradient locally: momentum correction.
 
     Plain: ``u = m u + g; v = v + u`` (eq. 7). Nesterov: ``u = m u + g; v = v + g + m u``.
-    Without a buffer: ``v = v + g``, which is error feedback. With a scale, for Adam: ``u = m u + (1 - d) g;
-    v = v + s u``.
+    Without a buffer: ``v = v + g``, which is error feedback. With a divisor, for Adam: ``u = m u + (1 - d) g;
+    v = v + u / s``.
 
     Deviation: the paper's Nesterov form is ``u = m (u + g); v = v + u + g``. Its velocity is m times torch's
     `momentum_buffer`; keeping torch's leaves the buffer valid for the dense phase, for checkpoints and for plain DDP.
@@ -117,7 +179,7 @@ def correct_(
         momentum: m, in [0, 1).
         nesterov: whether the optimizer takes the look-ahead form.
         dampening: d, in [0, 1).
-        scale: s, the parameter's shape; None for 1. Not with Nesterov's form.
+        divisor: s, the parameter's shape; None for 1. Not with Nesterov's form.
 
     Source: arXiv 1712.01887, section 3.2 and appendix B.
     """
@@ -125,8 +187,8 @@ def correct_(
         residual.add_(gradient)
         return
     momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - dampening)
-    if scale is not None:
-        residual.add_(momentum_buffer * scale)  # rounded twice, on every machine
+    if divisor is not None:
+        residual.addcdiv_(momentum_buffer, divisor)
     elif nesterov:
         residual.add_(gradient).add_(momentum_buffer, alpha=momentum)
     else:
@@ -150,7 +212,7 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     pass over memory.
 
     In place:
-        the residual, the momentum buffer, and the fault.
+        the residual, the momentum buffer, the second moment, and the fault.
 
     Args:
         segment: flat.
@@ -178,7 +240,7 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
         momentum=segment.momentum,
         nesterov=segment.nesterov,
         dampening=segment.dampening,
-        scale=segment.scale,
+        divisor=None if segment.second_moment is None else segment.second_moment.take_(gradient),
     )
     return reach(residual, threshold) if threshold > 0 else torch.empty(0, dtype=torch.int64, device=residual.device)
 

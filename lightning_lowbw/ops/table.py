@@ -138,7 +138,7 @@ def _signature(segment: Segment) -> tuple[Any, ...]:
         None if buffer is None else (buffer.data_ptr(), buffer.dtype),
         None if weight is None else (weight.data_ptr(), weight.dtype),
         (segment.k, segment.momentum, segment.nesterov, segment.weight_decay, segment.sign),
-        (segment.chunk, segment.dampening, segment.scale is None),
+        (segment.chunk, segment.dampening, segment.second_moment is None),
     )
 
 
@@ -156,7 +156,7 @@ def takes(segment: Segment) -> bool:
     buffer, weight = segment.momentum_buffer, segment.weight  # one by one: this is asked of all tensors in every step
     return (
         segment.chunk is None
-        and segment.scale is None
+        and segment.second_moment is None
         and segment.dampening == 0
         and segment.gradient.dtype in DTYPES
         and (buffer is None or buffer.dtype in DTYPES)
@@ -169,8 +169,8 @@ def _kind(segment: Segment) -> Kind:
     """Return what the kernel that corrects a tensor is compiled for; checks the tensor."""
     if not takes(segment):
         raise ValueError(
-            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements, without chunk, scale and "
-            "dampening: leave this one to the reference."
+            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements, without chunk, second moment "
+            "and dampening: leave this one to the reference."
         )
     for tensor in segment.tensors:
         if not tensor.is_contiguous() or tensor.numel() != segment.residual.numel():

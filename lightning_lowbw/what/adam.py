@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.reference import SecondMoment
 from lightning_lowbw.what.momentum import Constants, ErrorFeedback, Group, MomentumCorrection
 
 
@@ -34,7 +35,6 @@ class AdamCorrection(ErrorFeedback):
     kind = "own_variance"
     velocity_key = "exp_avg"
     is_complete = True
-    reads_first = True
     masks = False
     LARGEST_BETA1 = 0.7
 
@@ -75,28 +75,49 @@ class AdamCorrection(ErrorFeedback):
     def _is_decoupled(self, group: Group) -> bool:
         return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
 
-    def scale(self, parameter: Parameter, group: Group) -> Tensor:
-        assert parameter.grad is not None
-        second_moment = self._take_square(parameter, group, parameter.grad, 1.0 / self.num_participants)
-        beta1, beta2 = self.constants(parameter, group).momentum, float(group["betas"][1])
-        step = float(self.optimizer.state[parameter]["step"])
-        denominator = second_moment.div_(1.0 - beta2**step).sqrt_().add_(group["eps"])
-        return denominator.mul_(1.0 - beta1**step).reciprocal_().to(torch.float32)
-
-    def _take_square(self, parameter: Parameter, group: Group, gradient: Tensor, share: float) -> Tensor:
-        """Step v with a share of the square of a gradient; return it (for amsgrad the largest), float32 or wider."""
+    def second_moment(self, parameter: Parameter, group: Group, own: slice) -> SecondMoment:
         state, beta2 = self._state(parameter, group), float(group["betas"][1])
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        if group["weight_decay"] != 0 and not self._is_decoupled(group):
-            wide = (wide.neg() if group.get("maximize") else wide).add(parameter, alpha=group["weight_decay"])
         state["step"] += 1
-        second_moment: Tensor = state["exp_avg_sq"].to(wide.dtype).mul(beta2)
-        second_moment.addcmul_(wide, wide, value=(1.0 - beta2) * share)
-        state["exp_avg_sq"].copy_(second_moment)
-        if group["amsgrad"]:
-            state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], state["exp_avg_sq"]))
-            second_moment.copy_(state["max_exp_avg_sq"])
-        return second_moment
+        step, beta1 = float(state["step"]), self.constants(parameter, group).momentum
+        flat = {key: state[key].reshape(-1) for key in self.local_keys}
+        moment = SecondMoment(
+            square=flat["exp_avg_sq"],
+            largest=flat.get("max_exp_avg_sq"),
+            beta2=beta2,
+            share=1.0 / self.num_participants,
+            eps=float(group["eps"]),
+            corrections=(1.0 - beta1**step, 1.0 - beta2**step),
+        )
+        for others in (slice(0, own.start), slice(own.stop, parameter.numel())):
+            if others.start < others.stop:  # each rank of a node keeps the whole
+                moment.map(lambda tensor, part=others: tensor[part]).take_(self._gradient(parameter, group, others))  # type: ignore[misc]
+        self._write(parameter, flat)
+        return moment.map(lambda tensor: tensor[own])
+
+    def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
+        flat = {key: self.optimizer.state[parameter][key].reshape(-1) for key in self.local_keys}
+        for whole, part in zip(flat.values(), moment.tensors, strict=True):
+            if whole[own].data_ptr() != part.data_ptr():
+                whole[own] = part
+        self._write(parameter, flat)
+
+    def _write(self, parameter: Parameter, flat: Mapping[str, Tensor]) -> None:
+        """Write states back that are laid out otherwise, so that their flat form is a copy."""
+        for key, copy in flat.items():
+            whole = self.optimizer.state[parameter][key]
+            if not whole.is_contiguous():
+                whole.copy_(copy.view(whole.shape))
+
+    def _gradient(self, parameter: Parameter, group: Group, part: slice) -> Tensor:
+        """Return a part of what Adam squares: float32 or wider, with its own weight decay."""
+        assert parameter.grad is not None
+        gradient = parameter.grad.reshape(-1)[part]
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).nan_to_num(0.0, 0.0, 0.0)
+        constants = self.constants(parameter, group)
+        if constants.weight_decay == 0:
+            return gradient
+        weight = parameter.detach().reshape(-1)[part]
+        return gradient.mul_(constants.sign).add_(weight, alpha=constants.weight_decay)
 
     def _state(self, parameter: Parameter, group: Group) -> dict[str, Any]:
         """Return Adam's state of a parameter, made as Adam makes it at the first step."""

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.reference import SecondMoment
 
 Group = dict[str, Any]
 
@@ -39,14 +40,12 @@ class ErrorFeedback:
         kind: by which a checkpoint tells what its residuals and velocities mean.
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
-        reads_first: whether `scale` reads the gradient, before it is accumulated.
         masks: whether velocities are cleared where they have been sent, unless the user says.
     """
 
     kind = "error_feedback"
     velocity_key: str | None = None
     is_complete = False
-    reads_first = False
     masks = True
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
@@ -78,12 +77,15 @@ class ErrorFeedback:
         velocity: Tensor = state[self.velocity_key]
         return velocity
 
-    def scale(self, parameter: Parameter, group: Group) -> Tensor | None:
-        """Return what the velocity is multiplied with, elementwise, on its way into the residual; None for 1.
+    def second_moment(self, parameter: Parameter, group: Group, own: slice) -> SecondMoment | None:
+        """Return what divides the velocity of this rank's part on its way into the residual; None for 1.
 
-        Called once per sparse step that is taken, before the velocity is brought up to date.
+        Called once per sparse step, before that part is brought up to date; those of other ranks are here.
         """
         return None
+
+    def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
+        """Write back what `second_moment` has returned, where it was a copy."""
 
     def can_step(self, parameter: Parameter, group: Group) -> bool:
         """Whether `step_at` does what the optimizer would do with a sparse mean."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.ops import dispatch, gpu, reference
 from lightning_lowbw.ops.gpu import SELECT_BLOCK
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, SAMPLE, Workspace
 from lightning_lowbw.what.selection import SampledSelector, Selection
 from tests.ops.bits import equal_bits
@@ -51,6 +51,11 @@ def make(
         k=k,
         **factors,
     )
+
+
+def make_second_moment(numel: int) -> SecondMoment:
+    square = torch.rand(numel, device=DEVICE)
+    return SecondMoment(square=square, largest=None, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.5, 0.1))
 
 
 def redraw(segments: Sequence[Segment]) -> None:
@@ -420,7 +425,7 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeyp
         {"gradient": torch.randn(LARGE[0], dtype=torch.float64)},
         {"weight": torch.randn(LARGE[0] + 1)},
         {"residual": torch.randn(LARGE[0]).bfloat16()},
-        {"scale": torch.rand(LARGE[0])},
+        {"second_moment": make_second_moment(LARGE[0])},
         {"dampening": 0.5},
         {"chunk": 64},
     ],
@@ -521,7 +526,7 @@ def test_a_selection_by_kernels_is_the_one_without(masking: bool, monkeypatch: p
         "large": large,
         "chunked": replace(make(1000, 3), chunk=300, k_last=2),
         "narrow": narrow,
-        "scaled": replace(make(*LARGE, momentum=0.5), scale=torch.rand(LARGE[0], device=DEVICE), dampening=0.5),
+        "scaled": replace(make(*LARGE, momentum=0.5), second_moment=make_second_moment(LARGE[0]), dampening=0.5),
         "wide": replace(make(*LARGE), gradient=torch.randn(LARGE[0], dtype=torch.float64, device=DEVICE)),
         "other": other,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,14 +16,14 @@ from torch import Tensor
 
 from lightning_lowbw.ops import compiled, cpu, reference
 from lightning_lowbw.ops.dispatch import kernels_for
-from lightning_lowbw.ops.reference import Segment, accumulate_, correct_, reach, sample_accumulated
+from lightning_lowbw.ops.reference import SecondMoment, Segment, accumulate_, correct_, reach, sample_accumulated
 from tests.ops.bits import equal_bits
 
 needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
 TWINS = [cpu, pytest.param(compiled, marks=needs_numba)]
 SIZES = [0, 1, 7]
-SIZES += [size + more for size in (compiled.CHUNK, cpu.CHUNK) for more in (-1, 0, 1)]
-SIZES += [5 * compiled.CHUNK + 3, 2 * cpu.CHUNK + 12345]
+SIZES += [size + more for size in (compiled.CHUNK, compiled.BLOCK, cpu.CHUNK) for more in (-1, 0, 1)]
+SIZES += [5 * compiled.BLOCK + 3 * compiled.CHUNK + 3, 2 * cpu.CHUNK + 12345]
 PLAIN: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "sign": 1.0}
 
 
@@ -39,7 +40,7 @@ def copies(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 
 def step_on(tensors: tuple[Any, ...], **constants: Any) -> Segment:
-    names = ("residual", "momentum_buffer", "gradient", "weight", "scale")
+    names = ("residual", "momentum_buffer", "gradient", "weight")
     return Segment(**dict(zip(names, tensors, strict=False)), k=1, **constants)
 
 
@@ -151,25 +152,54 @@ def test_a_fault_is_told_from_each_thread() -> None:
         torch.set_num_threads(before)
 
 
+def second_moment(numel: int, amsgrad: bool) -> SecondMoment:
+    square = torch.rand(numel) * 1e-2
+    largest = square + torch.randn(numel).clamp_(min=0.0) * 1e-3 if amsgrad else None
+    return SecondMoment(square=square, largest=largest, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.7, 0.3))
+
+
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("has_weight", [False, True])
-def test_adam(twin: ModuleType, numel: int, has_weight: bool) -> None:
-    """A dampened velocity, scaled on its way into the residual."""
-    tensors = (*make(numel, has_weight=has_weight), torch.rand(numel) + 0.5)
-    positions = check(twin, tensors, momentum=0.9, dampening=0.9, weight_decay=0.37, sign=-1.0, threshold=2.0)
-    assert positions.numel() < max(numel / 2, 2)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam(twin: ModuleType, numel: int, has_weight: bool, amsgrad: bool) -> None:
+    """A dampened velocity, divided on its way into the residual. Not all roots of torch are rounded to the nearest."""
+    tensors, moment = make(numel, has_weight=has_weight), second_moment(numel, amsgrad)
+    constants = {"momentum": 0.9, "dampening": 0.9, "weight_decay": 0.37, "sign": -1.0}
+    expected = replace(step_on(copies(tensors), **constants), second_moment=moment.map(Tensor.clone))
+    actual = expected.map(Tensor.clone)
+    threshold = 2.0
+    sent, found = accumulate_(expected, threshold), twin.accumulate_(actual, threshold)
+    for one, other in zip(actual.tensors[1:], expected.tensors[1:], strict=True):
+        assert equal_bits(one, other)
+    torch.testing.assert_close(actual.residual, expected.residual, rtol=1e-6, atol=1e-6)
+    assert found.equal(reach(actual.residual, threshold))
+    assert abs(found.numel() - sent.numel()) <= 1
 
 
 def test_the_specification_of_adam() -> None:
     v, u, gradient, _ = make(1000)
-    scale = torch.rand(1000)
     assert u is not None
+    moment = second_moment(1000, amsgrad=False)
+    square = 0.99 * moment.square + 0.5 * (1 - 0.99) * gradient**2
     expected_u = 0.9 * u + (1 - 0.9) * gradient
-    expected_v = v + scale * expected_u
-    accumulate_(step_on((v, u, gradient, None, scale), momentum=0.9, dampening=0.9), 0.0)
+    expected_v = v + expected_u / 0.7 / ((square / 0.3).sqrt() + 1e-8)
+    segment = step_on((v, u, gradient, None), momentum=0.9, dampening=0.9)
+    accumulate_(replace(segment, second_moment=moment), 0.0)
+    torch.testing.assert_close(moment.square, square)
     torch.testing.assert_close(u, expected_u)
     torch.testing.assert_close(v, expected_v)
+
+
+def test_the_largest_takes_the_place_of_the_second_moment() -> None:
+    moment = second_moment(1000, amsgrad=True)
+    before = moment.map(Tensor.clone)
+    gradient = torch.randn(1000)
+    divisor = moment.take_(gradient)
+    assert moment.largest is not None
+    assert before.largest is not None
+    assert moment.largest.equal(torch.maximum(before.largest, moment.square))
+    assert divisor.equal(replace(before, square=moment.largest.clone(), largest=None, beta2=1.0).take_(gradient))
 
 
 @pytest.mark.parametrize("twin", TWINS)
