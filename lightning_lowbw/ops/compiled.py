@@ -7,6 +7,7 @@ and keeps the result: beside this file or, where that is read-only, in the user'
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -57,7 +58,7 @@ def _is_importable() -> bool:
     return True
 
 
-def accumulate_(segment: Segment, threshold: float) -> Tensor:
+def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
 
     For contiguous float32. What it takes beside a copy: `benchmarks/results/ops_cpu.md`.
@@ -73,13 +74,16 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     fault = None if segment.fault is None else segment.fault.view(1).numpy()
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
-    def run(start: int, stop: int) -> Tensor:
-        positions = torch.empty((stop - start) // MOST + CHUNK, dtype=torch.int64)
+    def run(start: int, stop: int) -> Tensor | None:
+        positions = torch.empty(min(most, (stop - start) // MOST + CHUNK), dtype=torch.int64)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign, adam)
         count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
+        if count > most:
+            return None
+        # Where there was no room for all, they have not been counted to the end.
         found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
-        return found + start
+        return found.add_(start) if found.numel() <= most else None
 
     numel = residual.numel()
     num_threads = min(torch.get_num_threads(), numel // MIN_PER_THREAD)
@@ -87,7 +91,9 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
         return run(0, numel)
     borders = [numel * number // num_threads for number in range(num_threads + 1)]
     with ThreadPoolExecutor(num_threads) as pool:  # for this call alone: no thread is there when somebody forks
-        return torch.cat(list(pool.map(run, borders[:-1], borders[1:])))
+        pieces = list(pool.map(run, borders[:-1], borders[1:]))
+    found = [each for each in pieces if each is not None]
+    return torch.cat(found) if len(found) == len(pieces) and sum(map(len, found)) <= most else None
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,10 +20,12 @@ ROW = 64  # elements; at two candidates in a thousand one row in eight has any
 
 def reach(values: Tensor, threshold: float) -> Tensor:
     """Return the positions of the elements whose magnitude reaches a threshold; see `reference.reach`."""
-    return _reach_after(lambda chunk: None, values, threshold)
+    positions = _reach_after(lambda chunk: None, values, threshold, sys.maxsize)
+    assert positions is not None
+    return positions
 
 
-def accumulate_(segment: Segment, threshold: float) -> Tensor:
+def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
 
     Chunk by chunk: only the first of its operations waits for the memory.
@@ -34,10 +37,10 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
             part = replace(part, fault=None)
         reference.accumulate_(part, 0.0)
 
-    return _reach_after(accumulate_chunk, segment.residual, threshold)
+    return _reach_after(accumulate_chunk, segment.residual, threshold, most)
 
 
-def _reach_after(prepare: Callable[[slice], None], values: Tensor, threshold: float) -> Tensor:
+def _reach_after(prepare: Callable[[slice], None], values: Tensor, threshold: float, most: int) -> Tensor | None:
     """Prepare the values chunk by chunk, and return where they reach a threshold.
 
     Rows are compared by their largest magnitude, and looked at again only where it reaches. At or below 0 nothing is
@@ -55,8 +58,11 @@ def _reach_after(prepare: Callable[[slice], None], values: Tensor, threshold: fl
         torch.amax(magnitudes[: len(rows)], 1, out=largest[start // ROW : start // ROW + len(rows)])
     if not threshold > 0:
         return torch.empty(0, dtype=torch.int64)
+    if int((largest >= threshold).sum()) > most:  # rows, each with one at least
+        return None
     # Not `largest >= threshold`: a row with a NaN may have a candidate beside it.
     numbers = (largest < threshold).logical_not_().nonzero().squeeze(1)
     within = reference.reach(values[:end].view(-1, ROW).index_select(0, numbers).view(-1), threshold)
     positions = numbers[within // ROW] * ROW + within % ROW
-    return torch.cat([positions, reference.reach(values[end:], threshold) + end])
+    positions = torch.cat([positions, reference.reach(values[end:], threshold) + end])
+    return positions if positions.numel() <= most else None

@@ -72,6 +72,8 @@ def _run_numba(device: torch.device) -> None:
     """Raise if the compiled pass does not do what its specification does."""
     (segment, _), (twin, _) = _tiny_segments(device, torch.float32), _tiny_segments(device, torch.float32)
     found, expected = compiled.accumulate_(segment, 1.0), reference.accumulate_(twin, 1.0)
+    assert found is not None
+    assert expected is not None
     _compare([found, segment.residual], [expected, twin.residual])
 
 

@@ -8,6 +8,7 @@ PaddlePaddle Fleet document, which follows the paper. Nothing here communicates;
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -205,7 +206,7 @@ def reach(values: Tensor, threshold: float) -> Tensor:
     return (values.abs() >= threshold).nonzero().squeeze(1)
 
 
-def accumulate_(segment: Segment, threshold: float) -> Tensor:
+def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Accumulate a gradient locally, and return where the residual reaches a threshold.
 
     ``g = sign G + c w`` (eq. 12), then `correct_`, then `reach`. Whoever knows the threshold beforehand needs a single
@@ -217,9 +218,10 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
     Args:
         segment: flat.
         threshold: at or below 0 nothing is compared, and nothing is returned.
+        most: positions that are of use; room is made for no more.
 
     Returns:
-        The positions where |v| reaches the threshold: int64, ascending.
+        The positions where |v| reaches the threshold: int64, ascending; None where they are more than `most`.
 
     Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
     """
@@ -242,7 +244,10 @@ def accumulate_(segment: Segment, threshold: float) -> Tensor:
         dampening=segment.dampening,
         divisor=None if segment.second_moment is None else segment.second_moment.take_(gradient),
     )
-    return reach(residual, threshold) if threshold > 0 else torch.empty(0, dtype=torch.int64, device=residual.device)
+    if not threshold > 0:
+        return torch.empty(0, dtype=torch.int64, device=residual.device)
+    positions = reach(residual, threshold)
+    return positions if positions.numel() <= most else None
 
 
 def sample_accumulated(segment: Segment, stride: int) -> Tensor:

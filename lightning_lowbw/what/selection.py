@@ -193,7 +193,7 @@ class SampledSelector:
         if self.threshold <= 0.0:
             sample = kernels.sample_accumulated(segment, self._stride(numel))
             self.threshold = self._estimate(sample, numel, k)
-        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold), k)
+        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold, self._most(k)), k)
         if positions is None:
             self.threshold = 0.0
             positions = self(residual, k)
@@ -212,12 +212,16 @@ class SampledSelector:
         rank = max(1, round(self.SURPLUS * k * sample.numel() / numel))
         return float(sample.topk(rank, sorted=False).values.min())
 
-    def _narrow(self, values: Tensor, candidates: Tensor, k: int) -> Tensor | None:
+    def _most(self, k: int) -> int:
+        """Return how many candidates are of use."""
+        return int(8 * self.SURPLUS * k)
+
+    def _narrow(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
         """Return the k largest of the candidates and set the threshold for the next step; None if there are too few,
         or far too many: then the distribution has moved, and to estimate again costs less than to sort them."""
-        count = candidates.numel()
-        if not k <= count <= 8 * self.SURPLUS * k:
+        if candidates is None or not k <= candidates.numel() <= self._most(k):
             return None
+        count = candidates.numel()
         largest = values[candidates].abs().topk(k, sorted=False)
         least = float(largest.values.min())
         if count > k and least > self.threshold:

@@ -77,8 +77,9 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total: Tensor | int = 0
     for tensor in tensors:
-        bits = as_real(tensor)
-        total = total + bits.detach().view(integers[bits.itemsize]).sum()
+        real = as_real(tensor)
+        bits = real.detach().view(integers[real.itemsize])
+        total = total + bits.sum(dtype=bits.dtype).long()  # in its own type, or it would first be copied in 64 bits
     return total
 
 

@@ -114,8 +114,8 @@ def test_sizes(twin: ModuleType, numel: int, has_buffer: bool, has_weight: bool,
 
 
 @pytest.mark.parametrize("twin", [reference, *TWINS])
-@pytest.mark.parametrize("numel", SIZES[1:])
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("numel", [1, 7, compiled.CHUNK + 1, compiled.BLOCK, compiled.BLOCK + 1, cpu.CHUNK + 1])
+@pytest.mark.parametrize("value", [None, float("nan"), -float("inf")])
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_what_is_not_finite_counts_as_zero_and_is_told(
     twin: ModuleType, numel: int, value: float | None, has_weight: bool
@@ -160,8 +160,7 @@ def second_moment(numel: int, amsgrad: bool) -> SecondMoment:
 
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("has_weight", [False, True])
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(("has_weight", "amsgrad"), [(False, False), (True, True)])
 def test_adam(twin: ModuleType, numel: int, has_weight: bool, amsgrad: bool) -> None:
     """A dampened velocity, divided on its way into the residual. Not all roots of torch are rounded to the nearest."""
     tensors, moment = make(numel, has_weight=has_weight), second_moment(numel, amsgrad)
@@ -175,6 +174,31 @@ def test_adam(twin: ModuleType, numel: int, has_weight: bool, amsgrad: bool) -> 
     torch.testing.assert_close(actual.residual, expected.residual, rtol=1e-6, atol=1e-6)
     assert found.equal(reach(actual.residual, threshold))
     assert abs(found.numel() - sent.numel()) <= 1
+
+
+@pytest.mark.parametrize("twin", [reference, *TWINS])
+@pytest.mark.parametrize("numel", [7, compiled.BLOCK + 1, cpu.CHUNK + 12345])
+def test_more_candidates_than_are_of_use_are_not_told(twin: ModuleType, numel: int) -> None:
+    tensors = make(numel)
+    expected = accumulate_(step_on(copies(tensors), momentum=0.9), 1.0)
+    assert expected is not None
+    count = expected.numel()
+    for most in (count, count - 1, 1):
+        actual = copies(tensors)
+        found = twin.accumulate_(step_on(actual, momentum=0.9), 1.0, most)
+        if count <= most:
+            assert found is not None
+            assert found.equal(expected)
+        else:
+            assert found is None
+        assert equal_bits(actual[0], check_residual(tensors))
+
+
+def check_residual(tensors: tuple[Tensor | None, ...]) -> Tensor:
+    """Return the residual as the specification leaves it."""
+    expected = copies(tensors)
+    accumulate_(step_on(expected, momentum=0.9), 0.0)
+    return expected[0]
 
 
 def test_the_specification_of_adam() -> None:
