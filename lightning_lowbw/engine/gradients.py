@@ -208,7 +208,9 @@ class GradientWorker(Worker):
 
     @torch.no_grad()
     def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
-        self._is_prepared, self._num_backwards, self._slots = True, num_backwards, []
+        self._is_prepared, self._num_backwards, self._slots, self._unlooked = True, num_backwards, [], []
+        if self.large is not None and not self._has_begun:
+            self.large.forget()  # an exchange that failed
         if self.peers.num_ranks == 1:
             return
         reduced = frozenset(reduced)
@@ -267,8 +269,9 @@ class GradientWorker(Worker):
             )
         if not self._is_prepared:
             self.prepare(looks=skip_nonfinite)
+        self._is_prepared = False  # also where this one fails
         self._is_taken = self._exchange_slots(skip_nonfinite, applies)
-        self._is_prepared, self._is_exchanged = False, True
+        self._is_exchanged = True
         return self._is_taken
 
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:

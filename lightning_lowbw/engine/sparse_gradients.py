@@ -40,7 +40,8 @@ class SparseGradients:
         self._exchange, self._correction, self._velocities, self._peers = exchange, correction, velocities, peers
         self.are_finite: dict[Parameter, Tensor] = {}
         self.begun: list[tuple[list[Slot], SparseWork]] = []
-        self._selected: dict[str, Sparse] = {}
+        self._compressed: set[str] = set()
+        self._selected: dict[str, Sparse] = {}  # of these, but for parts of no elements; until it is sent
 
     @property
     def sent(self) -> set[Parameter]:
@@ -49,7 +50,7 @@ class SparseGradients:
 
     def forget(self) -> None:
         """End the step."""
-        self.begun, self._selected = [], {}
+        self.begun, self._compressed, self._selected = [], set(), {}
         self.are_finite.clear()
 
     def looks_later(self, slot: Slot) -> bool:
@@ -82,6 +83,7 @@ class SparseGradients:
         asked_for = self._exchange.payload.momentum_masking
         masking = self._correction.masks if asked_for is None else asked_for
         self._selected |= self._exchange.compress(table, masking=masking)
+        self._compressed |= {slot.name for slot in slots}
         for slot in slots:
             if slot.name in table:
                 keep_fields(slot, table[slot.name], self._correction, self._velocities, self._peers)
@@ -93,7 +95,7 @@ class SparseGradients:
 
         Collective: as `SparseExchange.begin`.
         """
-        self.compress([slot for slot in slots if slot.name not in self._selected], density)
+        self.compress([slot for slot in slots if slot.name not in self._compressed], density)
         in_order = {slot.name: self._selected.pop(slot.name) for slot in slots if slot.name in self._selected}
         self.begun.append((slots, self._exchange.begin(in_order, numels_of(slots), density, kind=kind)))
 

@@ -161,6 +161,51 @@ def test_what_is_not_finite_enters_no_state_and_ends_the_training_on_all_ranks(n
             assert is_state_finite, (kind, name)
 
 
+def count_steps(nodes: Nodes) -> dict[str, float]:
+    """A tensor of one element has a part of none on the second rank of a node."""
+    parameters = make_parameters({"single": (1,), "matrix": (30, 20)})
+    optimizer = AdamW(parameters.values(), lr=0.02)
+    METHOD.replace(min_numel=1).attach(optimizer, parameters.items(), topology=nodes)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        optimizer.step()
+    return {name: float(optimizer.state[parameter]["step"]) for name, parameter in parameters.items()}
+
+
+def test_each_step_is_taken_once_where_a_part_is_empty() -> None:
+    for counted in run_ranks(count_steps, 4, NODES["blocks"]):
+        assert counted == {"single": STEPS, "matrix": STEPS}
+
+
+def go_on_after_a_fault(with_prepare: bool) -> tuple[str, str]:
+    """By hand, without `stepping`: what the failed exchange has selected is not sent by the next one."""
+    parameters = make_parameters({"matrix": (30, 20)})
+    optimizer = SGD(parameters.values(), lr=0.05)
+    worker = DGC(sparsity=[0.9], min_numel=18).attach(optimizer, parameters.items())
+    backward(parameters, 0)
+    assert parameters["matrix"].grad is not None
+    if dist.get_rank() == 1:
+        parameters["matrix"].grad[0, 0] = torch.nan
+    message_of(worker.exchange, NonFiniteGradientError)  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[7, 7] = 1000.0
+    if with_prepare:
+        worker.prepare()
+    worker.exchange()
+    assert parameters["matrix"].grad is not None
+    return digest([parameters["matrix"].grad]), str(float(parameters["matrix"].grad[7, 7]))
+
+
+@pytest.mark.parametrize("with_prepare", [False, True])
+def test_what_a_failed_exchange_has_selected_is_not_sent(with_prepare: bool) -> None:
+    (first, value), (second, _) = run_ranks(go_on_after_a_fault, 2, with_prepare)
+    assert first == second
+    assert 900 < float(value) < 1100
+
+
 def take_local_steps() -> bool:
     """`applies` means nothing to averages of weights."""
     parameters = make_parameters(SHAPES)
