@@ -19,11 +19,11 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, is_finite, make_mark
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import as_real, flat
+from lightning_lowbw.ops.reference import as_real, flat, is_finite
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20, which float32 carries exactly
@@ -61,21 +60,6 @@ def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
     """Return a count of steps or backward passes and, where weights are given, a checksum of them, as one number."""
     mark = count % MODULUS
     return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)
-
-
-def is_finite(tensor: Tensor) -> Tensor:
-    """Return whether all elements are finite: bool, a scalar on the tensor's device; True where there are none.
-
-    By the extremes: unlike a norm they do not overflow, and a NaN is both. On a CPU first by the sum, five times as
-    fast: where that is finite all are.
-    """
-    if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    real = as_real(tensor)
-    if not tensor.is_cuda and real.is_floating_point() and (is_finite := real.sum().isfinite()):
-        return is_finite
-    least, largest = torch.aminmax(real)
-    return least.isfinite() & largest.isfinite()
 
 
 def first_fault(are_finite: Sequence[Tensor]) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.control import control_message, first_fault, is_finite
+from lightning_lowbw.engine.control import control_message, first_fault
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import Segment, as_real
+from lightning_lowbw.ops.reference import Segment, as_real, is_finite
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.peers import Peers
@@ -172,13 +172,12 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later:
 
 
 def zero_unless_finite_(gradient: Tensor) -> Tensor:
-    """Return whether a gradient is finite, which becomes zeros where it is not: what is not finite enters no state.
+    """Return whether a gradient is finite; one that is not becomes zeros, for nothing of it may enter a state.
 
     Waits for no device.
     """
     finite = is_finite(gradient)
-    if gradient.is_cuda or not finite:
-        gradient.copy_(torch.where(finite, gradient, 0))
+    gradient.copy_(torch.where(finite, gradient, 0))
     return finite
 
 

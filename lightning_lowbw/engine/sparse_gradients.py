@@ -112,14 +112,14 @@ class SparseGradients:
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
         for mine, work in self.begun:
-            steps = [slot for slot in mine if applies and work.is_sparse and self._can_step(slot)]
-            stepped = {slot.name for slot in steps}
-            self._step(steps, work)
-            self._take([slot for slot in mine if slot.name not in stepped], work)
+            can_step = [applies and work.is_sparse and self._can_step(slot) for slot in mine]
+            self._step([slot for slot, can in zip(mine, can_step, strict=True) if can], work)
+            self._take([slot for slot, can in zip(mine, can_step, strict=True) if not can], work)
         self.forget()
 
     def _can_step(self, slot: Slot) -> bool:
-        return self._correction.can_step(slot.parameter, slot.group)
+        # On a GPU one kernel writes all means as gradients; steps would take a dozen launches for each tensor.
+        return not slot.gradient.is_cuda and self._correction.can_step(slot.parameter, slot.group)
 
     def _step(self, slots: Collection[Slot], work: SparseWork) -> None:
         """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.arguments import names_of
-from lightning_lowbw.engine.control import is_finite
 from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.reference import is_finite
 from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:

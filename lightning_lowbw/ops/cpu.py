@@ -33,8 +33,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     def accumulate_chunk(chunk: slice) -> None:
         part = segment.map(lambda tensor: tensor[chunk])
-        if part.fault is not None and part.gradient.sum().isfinite():  # then all of it is; else the reference looks
-            part = replace(part, fault=None)
+        if part.fault is not None and reference.is_finite(part.gradient):
+            part = replace(part, fault=None)  # else the reference looks at each element
         reference.accumulate_(part, 0.0)
 
     return _reach_after(accumulate_chunk, segment.residual, threshold, most)

@@ -206,6 +206,29 @@ def reach(values: Tensor, threshold: float) -> Tensor:
     return (values.abs() >= threshold).nonzero().squeeze(1)
 
 
+def is_finite(tensor: Tensor) -> Tensor:
+    """Return whether all elements are finite: bool, a scalar on the tensor's device; True where there are none.
+
+    By the extremes: unlike a norm they do not overflow, and a NaN is both. On a CPU first by the sum, five times as
+    fast: where that is finite all are.
+    """
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    real = as_real(tensor)
+    if not tensor.is_cuda and real.is_floating_point() and (is_sum_finite := real.sum().isfinite()):
+        return is_sum_finite
+    least, largest = torch.aminmax(real)
+    return least.isfinite() & largest.isfinite()
+
+
+def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
+    """Return ``g = sign G + c w`` (eq. 12): float32 or wider, for c w is lost in a narrow G."""
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    if sign < 0:
+        gradient = -gradient
+    return gradient if weight is None else gradient.add(weight, alpha=weight_decay)
+
+
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Accumulate a gradient locally, and return where the residual reaches a threshold.
 
@@ -230,11 +253,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         are_finite = gradient.isfinite()
         segment.fault.logical_or_(are_finite.all().logical_not_())
         gradient = torch.where(are_finite, gradient, 0.0)
-    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # c w is lost in a narrow G
-    if segment.sign < 0:
-        gradient = -gradient
-    if segment.weight is not None:
-        gradient = gradient.add(segment.weight, alpha=segment.weight_decay)
+    gradient = decayed(gradient, segment.weight, weight_decay=segment.weight_decay, sign=segment.sign)
     correct_(
         residual,
         segment.momentum_buffer,

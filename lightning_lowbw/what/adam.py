@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import SecondMoment
+from lightning_lowbw.ops.reference import SecondMoment, decayed
 from lightning_lowbw.what.momentum import Constants, ErrorFeedback, Group, MomentumCorrection
 
 
@@ -109,15 +109,14 @@ class AdamCorrection(ErrorFeedback):
                 whole.copy_(copy.view(whole.shape))
 
     def _gradient(self, parameter: Parameter, group: Group, part: slice) -> Tensor:
-        """Return a part of what Adam squares: float32 or wider, with its own weight decay."""
+        """Return a part of what Adam squares: with its own weight decay, and zeros for what is not finite."""
         assert parameter.grad is not None
-        gradient = parameter.grad.reshape(-1)[part]
-        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).nan_to_num(0.0, 0.0, 0.0)
-        constants = self.constants(parameter, group)
-        if constants.weight_decay == 0:
-            return gradient
-        weight = parameter.detach().reshape(-1)[part]
-        return gradient.mul_(constants.sign).add_(weight, alpha=constants.weight_decay)
+        gradient, constants = (
+            parameter.grad.reshape(-1)[part].nan_to_num(0.0, 0.0, 0.0),
+            self.constants(parameter, group),
+        )
+        weight = parameter.detach().reshape(-1)[part] if constants.weight_decay != 0 else None
+        return decayed(gradient, weight, weight_decay=constants.weight_decay, sign=constants.sign)
 
     def _state(self, parameter: Parameter, group: Group) -> dict[str, Any]:
         """Return Adam's state of a parameter, made as Adam makes it at the first step."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, is_finite, make_mark
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
+from lightning_lowbw.ops.reference import is_finite
 
 CPU = torch.device("cpu")
 
