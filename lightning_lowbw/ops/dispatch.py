@@ -81,9 +81,11 @@ def _run_triton(device: torch.device) -> None:
     """Raise if the Triton kernels do not do what their specification does; waits for the device."""
     for dtype in (torch.float32, torch.bfloat16):
         segments, twins = _tiny_segments(device, dtype), _tiny_segments(device, dtype)
-        expected = reference.compress_many_(twins, value_dtype=torch.float32, masking=True)
-        found = gpu.compress_many_(segments, value_dtype=torch.float32, masking=True, workspace=gpu.Workspace())
-        _compare([*found, *(each.residual for each in segments)], [*expected, *(each.residual for each in twins)])
+        workspace = gpu.Workspace()
+        for _ in range(2):  # without thresholds, and with them
+            expected = reference.compress_many_(twins, value_dtype=torch.float32, masking=True)
+            found = gpu.compress_many_(segments, value_dtype=torch.float32, masking=True, workspace=workspace)
+            _compare([*found, *(each.residual for each in segments)], [*expected, *(each.residual for each in twins)])
         counts = [each.num_sent for each in segments]
         gpu.scatter_mean_many_([each.residual for each in segments], counts, [found])
         reference.scatter_mean_many_([each.residual for each in twins], counts, [expected])

@@ -1,8 +1,10 @@
-"""Twins of `reference` for many tensors on a GPU: a fixed number of kernel launches, one wait for the device.
+"""Twins of `reference` for many tensors on a GPU: a fixed number of kernel launches, and no wait for the device.
 
-Steady state of `compress_many_`, whatever the number of tensors: correct and collect candidates (one launch per
-`Kind`), order them, take; then the counts come to the host. Thresholds stay on the device. All tensors are passed over
-once: gradient read, velocity and residual read and written, 20 bytes per element of float32, 24 with weight decay.
+`compress_many_`, whatever the number of tensors: correct and collect candidates (one launch per `Kind`), order them,
+find the k-th magnitudes digit by digit, take. Thresholds and counts stay on the device; the host never waits. All
+tensors are passed over once: gradient read, velocity and residual read and written, 20 bytes per element of float32,
+24 with weight decay, 28 with Adam's second moment. Where a threshold does not fit, the same kernels look through all
+of the tensor instead of its candidates, five times 4 bytes per element more.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import Segment, take_
-from lightning_lowbw.ops.table import BLOCK, DTYPES, Kind, Workspace, takes, upload
+from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Kind, Workspace, takes, upload
 
 __all__ = ["DTYPES", "Workspace", "compress_many_", "disable", "is_available", "scatter_mean_many_", "takes"]
 
-SELECT_BLOCK = 1024  # candidates that a program looks at at a time
+SELECT_BLOCK = BLOCK  # elements that a program of the selection looks at at a time; `table` has room for no more
+PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
+SCATTER_BLOCK = 1024
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -57,14 +61,13 @@ def compress_many_(
 ) -> tuple[Tensor, Tensor]:
     """Correct, select and take all tensors at once; see `reference.compress_many_`.
 
-    The same elements as the reference selects (but for ties at the k-th magnitude where a tensor had to be sorted).
-    A threshold, `workspace.thresholds`, finds the candidates in the pass that corrects; it aims at twice k of them
-    and is steered by their exact number and the k-th magnitude. Too few or too many: the tensor is sorted, and its
-    threshold estimated anew in the next step from a sample. Tensors of which more than about a fiftieth is sent are
-    always sorted, for the room for candidates is bounded (`table.MOST_ROOM`).
+    The same elements as the reference selects. A threshold, `workspace.thresholds`, finds the candidates in the pass
+    that corrects; it aims at twice k of them and is steered by their exact number and the k-th magnitude. Where they
+    are too few or too many, all of the tensor is looked through. Tensors of which more than about a fiftieth is sent
+    always are, for the room for candidates is bounded (`table.MOST_ROOM`).
 
     In place:
-        the residuals and momentum buffers; `workspace`.
+        the residuals, momentum buffers, second moments and faults; `workspace`.
 
     Args:
         segments: at least one, all on one device; see `takes`.
@@ -81,26 +84,11 @@ def compress_many_(
     device = segments[0].residual.device
     with torch.cuda.device_of(segments[0].residual):
         workspace.update(segments)
-        _estimate(workspace)
         _correct(workspace)
         num_sent = sum(segment.num_sent for segment in segments)
         positions = torch.empty(num_sent, dtype=torch.int64, device=device)
         values = torch.empty(num_sent, dtype=value_dtype, device=device)
         _take(workspace, positions, values, masking)
-        counts = workspace.counts.tolist()  # the step's one wait for the device
-        missed = [
-            number
-            for number, (row, count) in enumerate(zip(workspace.rows, counts, strict=True))
-            if not row.k <= count <= row.capacity
-        ]
-        for number in missed:
-            row, segment = workspace.rows[number], segments[number]
-            mine = slice(row.first_output, row.first_output + row.k)
-            positions[mine] = segment.residual.view(-1).abs().topk(row.k, sorted=False).indices.sort().values
-            values[mine] = take_(
-                segment.residual, segment.momentum_buffer, positions[mine], value_dtype=value_dtype, masking=masking
-            )
-        workspace.unknown = [number for number in missed if not workspace.rows[number].is_sorted]
     return positions, values
 
 
@@ -109,29 +97,6 @@ def _types(kind: Kind) -> dict[str, Any]:
 
     names = {"G": kind.gradient, "U": kind.momentum_buffer, "W": kind.weight}
     return {name: getattr(tl, str(dtype).removeprefix("torch.")) for name, dtype in names.items()}
-
-
-def _estimate(workspace: Workspace) -> None:
-    """Estimate the unknown thresholds from a sample of what `_correct` is going to write."""
-    from lightning_lowbw.ops.triton_kernels import sample_kernel
-
-    table, factors, device = workspace.table, workspace.factors, workspace.table.device
-    for kind, _first, _num_blocks in workspace.launches:
-        numbers = [number for number in workspace.unknown if workspace.kinds[number] == kind]
-        if not numbers:
-            continue
-        rows = [workspace.rows[number] for number in numbers]
-        sizes = [-(-row.numel // row.stride) for row in rows]
-        num_programs = -(-max(sizes) // BLOCK)
-        samples = torch.empty(len(rows), num_programs * BLOCK, dtype=torch.float32, device=device)
-        tensors = upload(numbers, torch.int64, device)
-        grid = (len(rows), num_programs)
-        sample_kernel[grid](table, factors, tensors, samples, samples.shape[1], **_types(kind), BLOCK=BLOCK, **OPTIONS)
-        ranks = [max(1, round(row.aim * size / row.numel)) for row, size in zip(rows, sizes, strict=True)]
-        largest = samples.topk(max(ranks), dim=1).values
-        chosen = upload([[rank - 1] for rank in ranks], torch.int64, device)
-        workspace.thresholds[tensors] = largest.gather(1, chosen).squeeze(1)
-    workspace.unknown = []
 
 
 def _correct(workspace: Workspace) -> None:
@@ -143,7 +108,7 @@ def _correct(workspace: Workspace) -> None:
     for kind, first, num_blocks in w.launches:
         correct_kernel[(num_blocks,)](
             w.table, w.factors, w.thresholds, w.owners, w.counts, w.block_counts, w.block_bases, w.positions, w.values,
-            first, **_types(kind), ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8, **OPTIONS,
+            first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8, **OPTIONS,
         )  # fmt: skip
     block_ends = w.block_counts.cumsum(0)
     order_kernel[(w.owners.numel(),)](
@@ -153,17 +118,34 @@ def _correct(workspace: Workspace) -> None:
 
 
 def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool) -> None:
-    """Take the k largest of the candidates of each tensor, where there are enough of them and room for all."""
+    """Take the k largest of each tensor."""
+    import triton
     import triton.language as tl
 
-    from lightning_lowbw.ops.triton_kernels import take_kernel
+    from lightning_lowbw.ops.triton_kernels import choose_kernel, count_kernel, digits_kernel, plan_kernel, take_kernel
 
-    w = workspace
-    take_kernel[(len(w.rows),)](
-        w.table, w.everyone, w.counts, w.thresholds, w.ordered_positions, w.ordered_values, positions, values,
-        torch.finfo(values.dtype).max, V=getattr(tl, str(values.dtype).removeprefix("torch.")),
-        MASKING=masking, BLOCK=SELECT_BLOCK, num_warps=16, **OPTIONS,
+    w, num_tensors = workspace, len(workspace.rows)
+    blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": triton.next_power_of_2(num_tensors)}
+    source = (w.table, w.counts, w.ordered_positions, w.ordered_values, w.ends, w.kth)
+    grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)
+    plan_kernel[(1,)](w.table, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
+    for turn, (shift, bits) in enumerate(DIGITS):
+        digit = {"SHIFT": shift, "BITS": bits, "WIDTH": BINS}
+        digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
+        choose_kernel[(num_tensors,)](
+            w.table, w.counts, w.thresholds, w.kth, w.left, w.bins, IS_FIRST=turn == 0, **digit
+        )
+    count_kernel[grid](*source, *w.found, num_tensors, **blocks)
+    ends = w.found.cumsum(1, dtype=torch.int32)
+    take_kernel[grid](
+        *source, w.left, *w.found, *ends, positions, values, torch.finfo(values.dtype).max, num_tensors,
+        V=getattr(tl, str(values.dtype).removeprefix("torch.")), MASKING=masking, **blocks, **OPTIONS,
     )  # fmt: skip
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -197,6 +179,6 @@ def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Seq
         owners = numbers.repeat_interleave(upload(counts, torch.int64, device), output_size=numel)
         for positions, values in parts:
             if numel:
-                scatter_kernel[(math.ceil(numel / SELECT_BLOCK),)](
-                    addresses, owners, positions, values, numel, 1.0 / len(parts), BLOCK=SELECT_BLOCK, **OPTIONS
+                scatter_kernel[(math.ceil(numel / SCATTER_BLOCK),)](
+                    addresses, owners, positions, values, numel, 1.0 / len(parts), BLOCK=SCATTER_BLOCK, **OPTIONS
                 )

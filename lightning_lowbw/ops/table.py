@@ -15,16 +15,15 @@ from torch import Tensor
 from lightning_lowbw.ops.reference import Segment
 
 BLOCK = 2048  # elements per program
-SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more lest a small k be missed by chance
 ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
 # In units of the tensor's elements. A candidate takes 16 bytes of room: so the room is a byte per parameter at most.
 # Without a bound it is 8 bytes at a sparsity of 0.9375, as much as a model and its gradient, in the middle of the run.
 MOST_ROOM = 1 / 16
-FREE_ROOM = (
-    256  # candidates, 4 KiB: so much every tensor may have, lest all small ones be sorted, a dozen launches each
-)
-LEAST_ROOM = 1.5  # in units of the candidates aimed at; where there is less, the tensor is sorted
+FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
+LEAST_ROOM = 1.5  # in units of the candidates aimed at; where there is less, all of the tensor is looked through
+DIGITS = ((20, 11), (10, 10), (0, 10))  # of a magnitude, from the highest: the first bit, and how many
+BINS = 1 << 11  # of the widest digit
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,21 +35,31 @@ class Row(NamedTuple):
     momentum_buffer: int
     gradient: int
     weight: int
+    square: int
+    largest: int
+    fault: int
     momentum_itemsize: int  # in bytes
     is_nesterov: int
     numel: int
     k: int
     aim: int  # candidates wanted
-    capacity: int  # candidates there is room for; 0: the tensor is sorted
-    stride: int  # of the sample
+    capacity: int  # candidates there is room for; 0: all of the tensor is looked through
     first_block: int
     first_candidate: int
     first_output: int
 
-    @property
-    def is_sorted(self) -> bool:
-        """Whether so much of the tensor is sent that a threshold would not help, or take too much room."""
-        return self.capacity == 0
+
+class Factors(NamedTuple):
+    """The numbers of a tensor's step, as in `reference.Segment`; float32."""
+
+    momentum: float
+    weight_decay: float
+    sign: float
+    undamped: float  # 1 - dampening
+    beta2: float
+    of_square: float  # what a squared gradient is multiplied with in the second moment
+    slope: float  # of `SecondMoment.line`
+    least: float
 
 
 class Kind(NamedTuple):
@@ -59,6 +68,7 @@ class Kind(NamedTuple):
     gradient: torch.dtype
     momentum_buffer: torch.dtype
     weight: torch.dtype
+    is_adam: bool
     is_aligned: bool
 
 
@@ -71,40 +81,45 @@ class Workspace:
     Attributes:
         thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 where
             none is known. They influence the time, never which elements are selected: no checkpoint need keep them.
+        counts: elements that have reached the threshold in the last step, per tensor; int32, on the device.
     """
 
     def __init__(self) -> None:
         self.thresholds = torch.empty(0, dtype=torch.float32)
         self.rows: list[Row] = []
         self.kinds: list[Kind] = []
-        self.unknown: list[int] = []  # tensors whose threshold is to be estimated
-        self._signature: list[Any] = []
+        self._written: list[Factors] = []
 
     @property
     def nbytes(self) -> int:
-        """Memory on the device: about a byte per parameter at most, mostly far less."""
+        """Memory on the device: 8 KiB per tensor, and about a byte per parameter at most, mostly far less."""
         return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
+
+    def missed(self) -> list[int]:
+        """Return the tensors whose threshold did not fit in the last step, so that all of them was looked through.
+
+        Waits for the device.
+        """
+        counts = zip(self.rows, self.counts.tolist(), strict=True)
+        return [number for number, (row, count) in enumerate(counts) if not row.k <= count <= row.capacity]
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step; raises as `compress_many_` does."""
-        signature = [_signature(segment) for segment in segments]
-        if signature == self._signature:
-            return
         device = segments[0].residual.device
         kinds = [_kind(segment) for segment in segments]
         rows = _rows(segments, kinds)
         if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
             self._allocate(rows, kinds, device)
-        self.table = upload(rows, torch.int64, device)
-        factors = [(segment.momentum, segment.weight_decay, segment.sign) for segment in segments]
-        self.factors = upload(factors, torch.float32, device)
-        self.rows, self.kinds, self._signature = rows, kinds, signature
+        if rows != self.rows:
+            self.table = upload(rows, torch.int64, device)
+        factors = [_factors(segment) for segment in segments]
+        if factors != self._written:
+            self.factors = upload(factors, torch.float32, device)
+        self.rows, self.kinds, self._written = rows, kinds, factors
 
     def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
         numbers = {_place(row): number for number, row in enumerate(self.rows)}
         kept = {new: numbers[_place(row)] for new, row in enumerate(rows) if _place(row) in numbers}
-        unknown = {new for new, old in kept.items() if old in self.unknown} | (set(range(len(rows))) - set(kept))
-        self.unknown = [number for number in sorted(unknown) if not rows[number].is_sorted]
         thresholds = torch.zeros(len(rows), dtype=torch.float32, device=device)
         if kept:
             olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
@@ -119,27 +134,17 @@ class Workspace:
             self.launches.append((kind, rows[mine[0]].first_block, sum(num_blocks[number] for number in mine)))
             owners += [torch.full((num_blocks[number],), number, dtype=torch.int32) for number in mine]
         self.owners = torch.cat(owners).to(device)
-        self.everyone = torch.arange(len(rows), dtype=torch.int32, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.int32, device=device)
         self.block_counts = torch.empty_like(self.owners)
         self.block_bases = torch.empty_like(self.owners)
+        # Of the selection, whose blocks are at most as many.
+        self.ends = torch.empty(len(rows), dtype=torch.int64, device=device)
+        self.kth, self.left = torch.empty(2, len(rows), dtype=torch.int32, device=device)
+        self.bins = torch.zeros(len(rows), BINS, dtype=torch.int32, device=device)
+        self.found = torch.zeros(2, self.owners.numel(), dtype=torch.int32, device=device)  # greater ones, and ties
         room = sum(row.capacity for row in rows)
         self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
         self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
-
-
-def _signature(segment: Segment) -> tuple[Any, ...]:
-    """Return all that the table is made from, fast: it is compared in every step."""
-    gradient, buffer, weight = segment.gradient, segment.momentum_buffer, segment.weight
-    return (
-        segment.residual.data_ptr(),
-        segment.residual.numel(),
-        (gradient.data_ptr(), gradient.dtype, gradient.is_contiguous()),
-        None if buffer is None else (buffer.data_ptr(), buffer.dtype),
-        None if weight is None else (weight.data_ptr(), weight.dtype),
-        (segment.k, segment.momentum, segment.nesterov, segment.weight_decay, segment.sign),
-        (segment.chunk, segment.dampening, segment.second_moment is None),
-    )
 
 
 def _place(row: Row) -> tuple[int, int, int]:
@@ -152,15 +157,15 @@ def _num_blocks(numel: int) -> int:
 
 
 def takes(segment: Segment) -> bool:
-    """Return whether the kernels take a segment: in their dtypes, not empty, no chunks, and nothing of Adam's."""
+    """Return whether the kernels take a segment: in their dtypes, with elements, and not cut into chunks."""
     buffer, weight = segment.momentum_buffer, segment.weight  # one by one: this is asked of all tensors in every step
     return (
         segment.chunk is None
-        and segment.second_moment is None
-        and segment.dampening == 0
+        and segment.k > 0
         and segment.gradient.dtype in DTYPES
         and (buffer is None or buffer.dtype in DTYPES)
         and (weight is None or weight.dtype in DTYPES)
+        and (segment.second_moment is None or buffer is not None)
         and segment.residual.numel() > 0
     )
 
@@ -169,8 +174,8 @@ def _kind(segment: Segment) -> Kind:
     """Return what the kernel that corrects a tensor is compiled for; checks the tensor."""
     if not takes(segment):
         raise ValueError(
-            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements, without chunk, second moment "
-            "and dampening: leave this one to the reference."
+            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements of which some are sent, without "
+            "chunk: leave this one to the reference."
         )
     for tensor in segment.tensors:
         if not tensor.is_contiguous() or tensor.numel() != segment.residual.numel():
@@ -180,12 +185,31 @@ def _kind(segment: Segment) -> Kind:
             )
     if segment.residual.dtype != torch.float32:
         raise ValueError(f"The residual is {segment.residual.dtype}; it must be torch.float32.")
+    moment, buffer = segment.second_moment, segment.momentum_buffer
+    if moment is not None and any(buffer is None or each.dtype != buffer.dtype for each in moment.tensors):
+        raise ValueError("The second moment must have the dtype of the momentum buffer, as Adam's has.")
     return Kind(
         segment.gradient.dtype,
-        torch.float32 if segment.momentum_buffer is None else segment.momentum_buffer.dtype,
+        torch.float32 if buffer is None else buffer.dtype,
         torch.float32 if segment.weight is None else segment.weight.dtype,
+        moment is not None,
         segment.residual.numel() % ALIGNMENT_NUMEL == 0
         and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in segment.tensors),
+    )
+
+
+def _factors(segment: Segment) -> Factors:
+    moment = segment.second_moment
+    slope, least = (0.0, 1.0) if moment is None else moment.line
+    return Factors(
+        momentum=segment.momentum,
+        weight_decay=segment.weight_decay,
+        sign=segment.sign,
+        undamped=1.0 - segment.dampening,
+        beta2=0.0 if moment is None else moment.beta2,
+        of_square=0.0 if moment is None else (1.0 - moment.beta2) * moment.share,
+        slope=slope,
+        least=least,
     )
 
 
@@ -201,6 +225,7 @@ def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
     first_candidate = first_output = 0
     for segment, first_block in zip(segments, first_blocks, strict=True):
         numel, buffer, weight = segment.residual.numel(), segment.momentum_buffer, segment.weight
+        moment = segment.second_moment
         aim = SURPLUS * segment.k + MARGIN
         capacity = min(ROOM * aim, numel, max(FREE_ROOM, int(numel * MOST_ROOM)))
         capacity = capacity if capacity >= LEAST_ROOM * aim else 0
@@ -210,13 +235,15 @@ def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
                 momentum_buffer=0 if buffer is None else buffer.data_ptr(),
                 gradient=segment.gradient.data_ptr(),
                 weight=0 if weight is None or segment.weight_decay == 0 else weight.data_ptr(),
+                square=0 if moment is None else moment.square.data_ptr(),
+                largest=0 if moment is None or moment.largest is None else moment.largest.data_ptr(),
+                fault=0 if segment.fault is None else segment.fault.data_ptr(),
                 momentum_itemsize=0 if buffer is None else buffer.itemsize,
                 is_nesterov=int(segment.nesterov and buffer is not None),
                 numel=numel,
                 k=segment.k,
                 aim=aim,
                 capacity=capacity,
-                stride=max(1, numel // SAMPLE) | 1,  # odd: it does not fall into step with rows of a power of two
                 first_block=first_block,
                 first_candidate=first_candidate,
                 first_output=first_output,

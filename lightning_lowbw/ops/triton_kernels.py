@@ -11,23 +11,35 @@ same code on a CPU.
 import triton
 import triton.language as tl
 
-from lightning_lowbw.ops.table import Row
+from lightning_lowbw.ops.table import Factors, Row
 
 NUM_COLUMNS = tl.constexpr(len(Row._fields))
 RESIDUAL = tl.constexpr(Row._fields.index("residual"))
 MOMENTUM_BUFFER = tl.constexpr(Row._fields.index("momentum_buffer"))
 GRADIENT = tl.constexpr(Row._fields.index("gradient"))
 WEIGHT = tl.constexpr(Row._fields.index("weight"))
+SQUARE = tl.constexpr(Row._fields.index("square"))
+LARGEST = tl.constexpr(Row._fields.index("largest"))
+FAULT = tl.constexpr(Row._fields.index("fault"))
 MOMENTUM_ITEMSIZE = tl.constexpr(Row._fields.index("momentum_itemsize"))
 IS_NESTEROV = tl.constexpr(Row._fields.index("is_nesterov"))
 NUMEL = tl.constexpr(Row._fields.index("numel"))
 K = tl.constexpr(Row._fields.index("k"))
 AIM = tl.constexpr(Row._fields.index("aim"))
 CAPACITY = tl.constexpr(Row._fields.index("capacity"))
-STRIDE = tl.constexpr(Row._fields.index("stride"))
 FIRST_BLOCK = tl.constexpr(Row._fields.index("first_block"))
 FIRST_CANDIDATE = tl.constexpr(Row._fields.index("first_candidate"))
 FIRST_OUTPUT = tl.constexpr(Row._fields.index("first_output"))
+
+NUM_FACTORS = tl.constexpr(len(Factors._fields))
+MOMENTUM = tl.constexpr(Factors._fields.index("momentum"))
+WEIGHT_DECAY = tl.constexpr(Factors._fields.index("weight_decay"))
+SIGN = tl.constexpr(Factors._fields.index("sign"))
+UNDAMPED = tl.constexpr(Factors._fields.index("undamped"))
+BETA2 = tl.constexpr(Factors._fields.index("beta2"))
+OF_SQUARE = tl.constexpr(Factors._fields.index("of_square"))
+SLOPE = tl.constexpr(Factors._fields.index("slope"))
+LEAST = tl.constexpr(Factors._fields.index("least"))
 
 
 @triton.jit
@@ -55,68 +67,62 @@ def pointers(row, column, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return result
 
 
-@triton.jit
-def corrected(row, factors, offsets, inside, G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return v and u after `reference.correct_`, with its roundings; G, U, W: dtypes of gradient, buffer, weight."""
-    momentum = tl.load(factors)
-    weight_decay = tl.load(factors + 1)
-    sign = tl.load(factors + 2)
-    # Where there is no buffer or no weight, its address is 0: it reads as zeros.
-    has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
-    has_weight = tl.load(row + WEIGHT) != 0
-    g = tl.load(pointers(row, GRADIENT, offsets, G, ALIGNED), mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(pointers(row, WEIGHT, offsets, W, ALIGNED), mask=inside & has_weight, other=0.0).to(tl.float32)
-    u = tl.load(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), mask=inside & has_buffer, other=0.0)
-    v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside, other=0.0)
-    # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
-    g = tl.fma(w, weight_decay, g * sign)  # in float32: c w is lost in a narrow G
-    u = rounded(rounded(u.to(tl.float32) * momentum, U) + g, U)
-    v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + g), v + u)
-    return v, u
-
-
-@triton.jit
-def sample_kernel(
-    table, factors, tensors, samples, width,
-    G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write corrected magnitudes at strided positions: samples[i] of tensor tensors[i]; zeros behind its end.
-
-    Grid: (tensors, width / BLOCK).
-    """
-    number = tl.program_id(0)
-    tensor = tl.load(tensors + number)
-    row = table + tensor * NUM_COLUMNS
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offsets = lanes.to(tl.int64) * tl.load(row + STRIDE)
-    v, _u = corrected(row, factors + tensor * 3, offsets, offsets < tl.load(row + NUMEL), G, U, W, False)
-    tl.store(samples + number.to(tl.int64) * width + lanes, tl.abs(v))
-
-
 @triton.jit(do_not_specialize=["first"])
 def correct_kernel(
     table, factors, thresholds, owners, counts, block_counts, block_bases, positions, values, first,
-    G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ADAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Correct a block in place, and append its candidates to those of its tensor.
+    """Do `reference.accumulate_` to a block, with its roundings, and append its candidates to those of its tensor.
 
     The blocks of a tensor append in any order; `block_bases` and `block_counts` say where each has come to lie.
     `counts` goes on counting when the capacity is used up.
+
+    G, U, W: dtypes of gradient, buffer (and second moment), weight; ADAM: whether there are second moments.
 
     Grid: (blocks of one group, the first of which is `first`,).
     """
     block = first + tl.program_id(0)
     tensor = tl.load(owners + block)
     row = table + tensor * NUM_COLUMNS
+    factors += tensor * NUM_FACTORS
     # int64: the last block of the largest tensor ends beyond int32
     offsets = (block - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     numel = tl.load(row + NUMEL)
     if ALIGNED:
         numel = tl.multiple_of(numel, 8)  # no load is cut in two by the end
     inside = offsets < numel
-    v, u = corrected(row, factors + tensor * 3, offsets, inside, G, U, W, ALIGNED)
-    tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside)
+    momentum = tl.load(factors + MOMENTUM)
+    # Where there is no buffer, no weight, no flag, its address is 0: it reads as zeros, and is not written.
     has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
+    has_weight = tl.load(row + WEIGHT) != 0
+    has_fault = tl.load(row + FAULT) != 0
+    g = tl.load(pointers(row, GRADIENT, offsets, G, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(pointers(row, WEIGHT, offsets, W, ALIGNED), mask=inside & has_weight, other=0.0).to(tl.float32)
+    u = tl.load(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), mask=inside & has_buffer, other=0.0)
+    v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside, other=0.0)
+    is_bad = has_fault & ((tl.abs(g) == float("inf")) | (g != g))
+    num_bad = tl.sum(is_bad.to(tl.int32), 0)
+    tl.store(tl.load(row + FAULT).to(tl.pointer_type(tl.int8)), 1, mask=num_bad > 0)
+    g = tl.where(is_bad, 0.0, g)
+    # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
+    g = tl.fma(w, tl.load(factors + WEIGHT_DECAY), g * tl.load(factors + SIGN))  # in float32: c w is lost in a narrow G
+    u = rounded(tl.fma(g, tl.load(factors + UNDAMPED), rounded(u.to(tl.float32) * momentum, U)), U)
+    if ADAM:
+        has_largest = tl.load(row + LARGEST) != 0
+        square_pointers = pointers(row, SQUARE, offsets, U, ALIGNED)
+        q = tl.load(square_pointers, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + BETA2)
+        q += tl.load(factors + OF_SQUARE) * g * g
+        tl.store(square_pointers, rounded(q, U).to(U), mask=inside)
+        largest_pointers = pointers(row, LARGEST, offsets, U, ALIGNED)
+        largest = tl.load(largest_pointers, mask=inside & has_largest, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, rounded(q, U))
+        tl.store(largest_pointers, largest.to(U), mask=inside & has_largest)
+        q = tl.where(has_largest, largest, q)
+        s = tl.sqrt_rn(q) * tl.load(factors + SLOPE) + tl.load(factors + LEAST)
+        v += tl.div_rn(u, tl.where(inside, s, 1.0))
+    else:
+        v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + g), v + u)
+    tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside)
     tl.store(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), u.to(U), mask=inside & has_buffer)
 
     threshold = tl.load(thresholds + tensor)
@@ -162,80 +168,195 @@ def order_kernel(
 
 
 @triton.jit
-def take_kernel(
-    table, tensors, counts, thresholds, positions, values, sent_positions, sent_values, limit,
-    V: tl.constexpr, MASKING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Take the k largest of a tensor's candidates (`reference.take_`) and steer its threshold by their number: along
-    the power law through the threshold and the k-th magnitude, as `what.selection.SampledSelector` does.
+def has_candidates(row, count):
+    """Return whether a tensor's largest elements are among its candidates; else they are sought in all of it."""
+    return (count >= tl.load(row + K)) & (count <= tl.load(row + CAPACITY))
 
-    The k-th magnitude is found by its bits, four at a time: floats that are not negative are in the order of
-    their bits. A tensor that has too few or too many candidates is left as it is.
 
-    Grid: (tensors,); candidates are in the order of their positions.
+@triton.jit
+def plan_kernel(table, counts, ends, kth, left, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr):
+    """Share the selection out in blocks: the first `ends[t]` are those of the tensors up to t.
+
+    Grid: (1,). `kth` and `left` are set to where `choose_kernel` starts: no digit is known, and k are to be found.
     """
-    tensor = tl.load(tensors + tl.program_id(0))
+    tensors = tl.arange(0, TENSORS)
+    exists = tensors < num_tensors
+    rows = table + tensors * NUM_COLUMNS
+    count = tl.load(counts + tensors, mask=exists, other=0)
+    k = tl.load(rows + K, mask=exists, other=0)
+    is_short = (count >= k) & (count <= tl.load(rows + CAPACITY, mask=exists, other=0))
+    length = tl.where(is_short, count, tl.load(rows + NUMEL, mask=exists, other=0))
+    tl.store(ends + tensors, tl.cumsum((length + BLOCK - 1) // BLOCK, 0), mask=exists)
+    tl.store(kth + tensors, 0, mask=exists)
+    tl.store(left + tensors, k.to(tl.int32), mask=exists)
+
+
+@triton.jit
+def owner_of(work, ends, num_tensors, TENSORS: tl.constexpr):
+    """Return the tensor of a block of the selection, and the first block of this tensor."""
+    tensors = tl.arange(0, TENSORS)
+    all_ends = tl.load(ends + tensors, mask=tensors < num_tensors, other=9223372036854775807)
+    is_before = all_ends <= work
+    return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, all_ends, 0), 0)
+
+
+@triton.jit
+def looked_at(row, count, start, positions, values, BLOCK: tl.constexpr):
+    """Return positions and values of a block of a tensor's candidates, or of the tensor; and which are there."""
+    is_short = has_candidates(row, count)
+    offsets = start + tl.arange(0, BLOCK)
+    inside = offsets < tl.where(is_short, count, tl.load(row + NUMEL))
+    candidates = tl.load(row + FIRST_CANDIDATE) + offsets
+    residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
+    short = tl.load(values + candidates, mask=inside & is_short, other=0.0)
+    whole = tl.load(residual, mask=inside & (is_short == 0), other=0.0)
+    position = tl.load(positions + candidates, mask=inside & is_short, other=0)
+    return tl.where(is_short, position, offsets), tl.where(is_short, short, whole), inside
+
+
+@triton.jit
+def magnitude_bits(values):
+    """Return |values| as integers: floats that are not negative are in the order of their bits."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def digits_kernel(
+    table, counts, positions, values, ends, kth, bins, num_tensors,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Count the digits of magnitudes, BITS bits from bit SHIFT on, of those whose higher bits are those of `kth`.
+
+    Grid: (any number,); each program takes every so many-th block. `bins`: shape (tensors, WIDTH), zeros before.
+    """
+    digits = tl.arange(0, 1 << BITS)
+    total = tl.load(ends + num_tensors - 1)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        tensor, first = owner_of(work, ends, num_tensors, TENSORS)
+        row = table + tensor * NUM_COLUMNS
+        start = (work - first) * BLOCK
+        _, value, inside = looked_at(row, tl.load(counts + tensor), start, positions, values, BLOCK)
+        bits = magnitude_bits(value)
+        known = tl.load(kth + tensor)
+        # In two steps: all of 32 bits cannot be shifted out at once.
+        inside = inside & (((bits ^ known) >> (SHIFT + BITS - 1) >> 1) == 0)
+        digit = tl.where(inside, (bits >> SHIFT) & ((1 << BITS) - 1), 0)
+        found = tl.histogram(digit, 1 << BITS)
+        found -= tl.where(digits == 0, BLOCK - tl.sum(inside.to(tl.int32), 0), 0)
+        tl.atomic_add(bins + tensor * WIDTH + digits, found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def choose_kernel(
+    table, counts, thresholds, kth, left, bins,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Find a digit of the k-th magnitude of a tensor, and how many of those that have it are to be taken.
+
+    The first turn gives a tensor that had no fitting threshold a new one, for its digits tell how many elements reach
+    what. The last one, SHIFT 0, steers the others, as `what.selection.SampledSelector` does: along the power law
+    through the threshold and the k-th magnitude.
+
+    Grid: (tensors,). Leaves zeros in `bins`.
+    """
+    tensor = tl.program_id(0)
     row = table + tensor * NUM_COLUMNS
+    digits = tl.arange(0, 1 << BITS)
+    found = tl.load(bins + tensor * WIDTH + digits)
+    tl.store(bins + tensor * WIDTH + digits, tl.zeros([1 << BITS], tl.int32))
+    reached = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # elements with this digit or a larger one
+    wanted = tl.load(left + tensor)
+    # The digit 0 is always reached by as many as are wanted.
+    digit = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
+    above = tl.sum(tl.where(digits > digit, found, 0), 0)
+    least = tl.load(kth + tensor) | (digit << SHIFT)
+    tl.store(left + tensor, wanted - above)
+    tl.store(kth + tensor, least)
     count = tl.load(counts + tensor)
     k = tl.load(row + K)
-    if (count >= k) & (count <= tl.load(row + CAPACITY)):
-        positions += tl.load(row + FIRST_CANDIDATE)
-        values += tl.load(row + FIRST_CANDIDATE)
-        digits = tl.arange(0, 16).to(tl.uint32)
-        kth = tl.full([], 0, tl.uint32)
-        for turn in range(8):
-            shift = 28 - 4 * turn
-            trials = kth + (digits << shift)
-            reached = tl.zeros([16], tl.int32)
-            for start in range(0, count, BLOCK):
-                lanes = start + tl.arange(0, BLOCK)
-                inside = lanes < count
-                bits = tl.abs(tl.load(values + lanes, mask=inside, other=0.0)).to(tl.uint32, bitcast=True)
-                reached += tl.sum(((bits[:, None] >= trials[None, :]) & inside[:, None]).to(tl.int32), 0)
-            # The first trial, the digit 0, is always reached by k.
-            kth += (tl.sum((reached >= k).to(tl.int32), 0) - 1).to(tl.uint32) << shift
-        greater = tl.full([], 0, tl.int32)
-        for start in range(0, count, BLOCK):
-            lanes = start + tl.arange(0, BLOCK)
-            inside = lanes < count
-            bits = tl.abs(tl.load(values + lanes, mask=inside, other=0.0)).to(tl.uint32, bitcast=True)
-            greater += tl.sum((inside & (bits > kth)).to(tl.int32), 0)
-
-        residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32))
-        buffer = tl.load(row + MOMENTUM_BUFFER)
-        itemsize = tl.load(row + MOMENTUM_ITEMSIZE)
-        num_taken = tl.load(row + FIRST_OUTPUT)
-        num_ties = tl.full([], 0, tl.int32)
-        for start in range(0, count, BLOCK):
-            lanes = start + tl.arange(0, BLOCK)
-            inside = lanes < count
-            position = tl.load(positions + lanes, mask=inside, other=0)
-            exact = tl.load(values + lanes, mask=inside, other=0.0)
-            bits = tl.abs(exact).to(tl.uint32, bitcast=True)
-            is_tie = inside & (bits == kth)
-            tie = num_ties + tl.cumsum(is_tie.to(tl.int32), 0)
-            is_taken = (inside & (bits > kth)) | (is_tie & (tie <= k - greater))
-            slots = num_taken + tl.cumsum(is_taken.to(tl.int32), 0) - 1
-            value = rounded(tl.minimum(tl.maximum(exact, -limit), limit), V)
-            tl.store(sent_positions + slots, position.to(tl.int64), mask=is_taken)
-            tl.store(sent_values + slots, value.to(V), mask=is_taken)
-            tl.store(residual + position, exact - value, mask=is_taken)
-            if MASKING:
-                is_sent = is_taken & (value != 0)
-                wide = buffer.to(tl.pointer_type(tl.int32)) + position
-                narrow = buffer.to(tl.pointer_type(tl.int16)) + position
-                tl.store(wide, tl.zeros([BLOCK], tl.int32), mask=is_sent & (itemsize == 4))
-                tl.store(narrow, tl.zeros([BLOCK], tl.int16), mask=is_sent & (itemsize == 2))
-            num_ties += tl.sum(is_tie.to(tl.int32), 0)
-            num_taken += tl.sum(is_taken.to(tl.int32), 0)
-
-        least = kth.to(tl.float32, bitcast=True)
+    aim = tl.load(row + AIM).to(tl.float32)
+    is_short = has_candidates(row, count)
+    if IS_FIRST:
+        # Of the elements of one digit, those that reach x fall as a power of x.
+        of_aim = tl.maximum(tl.sum((reached >= aim).to(tl.int32), 0) - 1, 0)
+        low = (of_aim << SHIFT).to(tl.float32, bitcast=True)
+        high = ((of_aim + 1) << SHIFT).to(tl.float32, bitcast=True)
+        at_low = tl.sum(tl.where(digits >= of_aim, found, 0), 0).to(tl.float32)
+        at_high = tl.maximum(tl.sum(tl.where(digits > of_aim, found, 0), 0).to(tl.float32), 0.5)
+        share = tl.log2(tl.maximum(at_low / aim, 1.0)) / tl.log2(tl.maximum(at_low / at_high, 1.0001))
+        share = tl.minimum(tl.maximum(share, 0.0), 1.0)
+        is_known = (low > 0) & (high < float("inf")) & (aim <= tl.load(row + NUMEL))
+        fresh = low * tl.exp2(share * tl.log2(tl.where(is_known, high, 1.0) / tl.where(is_known, low, 1.0)))
+        tl.store(thresholds + tensor, tl.where(is_known, fresh, 0.0), mask=is_short == 0)
+    if SHIFT == 0:
         threshold = tl.load(thresholds + tensor)
-        if (count > k) & (threshold > 0) & (least > threshold):
-            reached = count.to(tl.float32)
-            exponent = tl.log2(least / threshold) / tl.log2(reached / k.to(tl.float32))
-            surplus = tl.log2(reached / tl.load(row + AIM).to(tl.float32))
-            tl.store(thresholds + tensor, threshold * tl.exp2(exponent * surplus))
+        magnitude = least.to(tl.float32, bitcast=True)
+        if is_short & (count > k) & (threshold > 0) & (magnitude > threshold):
+            many = count.to(tl.float32)
+            exponent = tl.log2(magnitude / threshold) / tl.log2(many / k.to(tl.float32))
+            tl.store(thresholds + tensor, threshold * tl.exp2(exponent * tl.log2(many / aim)))
+
+
+@triton.jit
+def count_kernel(
+    table, counts, positions, values, ends, kth, num_greater, num_ties, num_tensors,
+    BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+):  # fmt: skip
+    """Count, in each block of the selection, the magnitudes above the k-th and those equal to it.
+
+    Grid: as `digits_kernel`.
+    """
+    total = tl.load(ends + num_tensors - 1)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        tensor, first = owner_of(work, ends, num_tensors, TENSORS)
+        row = table + tensor * NUM_COLUMNS
+        start = (work - first) * BLOCK
+        _, value, inside = looked_at(row, tl.load(counts + tensor), start, positions, values, BLOCK)
+        bits, least = magnitude_bits(value), tl.load(kth + tensor)
+        tl.store(num_greater + work, tl.sum((inside & (bits > least)).to(tl.int32), 0))
+        tl.store(num_ties + work, tl.sum((inside & (bits == least)).to(tl.int32), 0))
+
+
+@triton.jit
+def take_kernel(
+    table, counts, positions, values, ends, kth, left, num_greater, num_ties, ends_greater, ends_ties,
+    sent_positions, sent_values, limit, num_tensors,
+    V: tl.constexpr, MASKING: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+):  # fmt: skip
+    """Take the k largest elements of every tensor, in the order of their positions: `reference.take_`.
+
+    Grid: as `digits_kernel`. `ends_greater`, `ends_ties`: running sums of what `count_kernel` has counted.
+    """
+    total = tl.load(ends + num_tensors - 1)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        tensor, first = owner_of(work, ends, num_tensors, TENSORS)
+        row = table + tensor * NUM_COLUMNS
+        start = (work - first) * BLOCK
+        position, exact, inside = looked_at(row, tl.load(counts + tensor), start, positions, values, BLOCK)
+        bits, least = magnitude_bits(exact), tl.load(kth + tensor)
+        is_greater = (inside & (bits > least)).to(tl.int32)
+        is_tie = (inside & (bits == least)).to(tl.int32)
+        before = tl.load(num_greater + first) - tl.load(ends_greater + first)
+        greater = before + tl.load(ends_greater + work) - tl.load(num_greater + work)
+        greater += tl.cumsum(is_greater, 0) - is_greater  # how many come before each
+        before = tl.load(num_ties + first) - tl.load(ends_ties + first)
+        ties = before + tl.load(ends_ties + work) - tl.load(num_ties + work) + tl.cumsum(is_tie, 0) - is_tie
+        num_ties_taken = tl.load(left + tensor)
+        is_taken = (is_greater != 0) | ((is_tie != 0) & (ties < num_ties_taken))
+        slots = tl.load(row + FIRST_OUTPUT) + greater + tl.minimum(ties, num_ties_taken)
+        value = rounded(tl.minimum(tl.maximum(exact, -limit), limit), V)
+        tl.store(sent_positions + slots, position.to(tl.int64), mask=is_taken)
+        tl.store(sent_values + slots, value.to(V), mask=is_taken)
+        residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32))
+        tl.store(residual + position, exact - value, mask=is_taken)
+        if MASKING:
+            buffer = tl.load(row + MOMENTUM_BUFFER)
+            itemsize = tl.load(row + MOMENTUM_ITEMSIZE)
+            is_sent = is_taken & (value != 0)
+            wide = buffer.to(tl.pointer_type(tl.int32)) + position
+            narrow = buffer.to(tl.pointer_type(tl.int16)) + position
+            tl.store(wide, tl.zeros([BLOCK], tl.int32), mask=is_sent & (itemsize == 4))
+            tl.store(narrow, tl.zeros([BLOCK], tl.int16), mask=is_sent & (itemsize == 2))
 
 
 @triton.jit(do_not_specialize=["numel"])

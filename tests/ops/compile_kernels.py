@@ -7,18 +7,19 @@ from typing import Any
 
 from lightning_lowbw.ops import gpu
 
-TARGETS = {70: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and a recent one
+TARGETS = {70: "float32", 80: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and two in use
 WARP_SIZE = 32
 POINTERS = {
     name: f"*{type_name}"
     for type_name, names in {
-        "i64": "table tensors block_ends sent_positions addresses",
-        "i32": "owners counts block_counts block_bases positions ordered_positions",
-        "fp32": "factors thresholds samples values ordered_values sent_values",
+        "i64": "table block_ends ends sent_positions addresses",
+        "i32": "owners counts block_counts block_bases positions ordered_positions kth left bins num_greater num_ties "
+        "ends_greater ends_ties",
+        "fp32": "factors thresholds values ordered_values sent_values",
     }.items()
     for name in names.split()
 }
-SCALARS = {"first": "i32", "width": "i32", "numel": "i32", "limit": "fp32", "scale": "fp32"}
+SCALARS = {"first": "i32", "num_tensors": "i32", "numel": "i32", "limit": "fp32", "scale": "fp32"}
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:
@@ -44,15 +45,25 @@ def main() -> None:
     for capability, dtype_name in TARGETS.items():
         dtype = getattr(tl, dtype_name)
         kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
-        take = {"V": dtype, "MASKING": True, "BLOCK": gpu.SELECT_BLOCK}
+        blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": 256}
+        digits = [{"SHIFT": shift, "BITS": bits, "WIDTH": gpu.BINS} for shift, bits in gpu.DIGITS]
+        take = {"V": dtype, "MASKING": True, **blocks}
+        wide_options = {"num_warps": 8}
         for name, kernel, constants, options in (
-            ("correct, aligned,", triton_kernels.correct_kernel, {**kinds, "ALIGNED": True}, {"num_warps": 8}),
-            ("correct, unaligned,", triton_kernels.correct_kernel, {**kinds, "ALIGNED": False}, {"num_warps": 8}),
-            ("sample,", triton_kernels.sample_kernel, kinds, {}),
+            *(
+                (f"correct{' for Adam' * is_adam}, {'un' * (not is_aligned)}aligned,", triton_kernels.correct_kernel,
+                 {**kinds, "ADAM": is_adam, "ALIGNED": is_aligned}, wide_options)
+                for is_adam in (False, True) for is_aligned in (True, False)
+            ),
             ("order,", triton_kernels.order_kernel, {"BLOCK": gpu.ORDER_BLOCK}, {"num_warps": 1}),
-            ("take,", triton_kernels.take_kernel, take, {"num_warps": 16}),
-            ("scatter,", triton_kernels.scatter_kernel, {"BLOCK": gpu.SELECT_BLOCK}, {}),
-        ):
+            ("plan,", triton_kernels.plan_kernel, blocks, {}),
+            ("digits,", triton_kernels.digits_kernel, {**digits[0], **blocks}, {}),
+            ("choose, first,", triton_kernels.choose_kernel, {**digits[0], "IS_FIRST": True}, {}),
+            ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
+            ("count,", triton_kernels.count_kernel, blocks, {}),
+            ("take,", triton_kernels.take_kernel, take, {}),
+            ("scatter,", triton_kernels.scatter_kernel, {"BLOCK": gpu.SCATTER_BLOCK}, {}),
+        ):  # fmt: skip
             ptx = assembly(kernel, capability, constants, **options)
             wide = [name for name in ("ld.global.v4.b32", "st.global.v4.b32") if name in ptx]
             sys.stdout.write(f"sm_{capability} {dtype} {name} {' '.join(wide)}\n")
