@@ -23,7 +23,7 @@ from lightning_lowbw.engine.control import MODULUS, Control, control_message, fi
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import as_real, flat, is_finite
+from lightning_lowbw.ops.reference import are_not_finite, as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
@@ -161,8 +161,8 @@ class Averaging:
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
         device = worker.device
-        are_finite = [is_finite(p.detach()) for p in parameters]
-        fault = first_fault(are_finite) if are_finite else torch.zeros((), dtype=torch.float32, device=device)
+        faults = are_not_finite([p.detach() for p in parameters])
+        fault = first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
         # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.table import upload
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20, which float32 carries exactly
@@ -50,9 +51,16 @@ def control_message(
     sums: Sequence[float], fault: Tensor | float, mark: Tensor | int, rank: int, num_ranks: int, device: torch.device
 ) -> Tensor:
     """Return a rank's message: float32, shape (sums + 2 ranks,); summed over the ranks it is read by `Control`."""
-    message = torch.tensor([*sums, *[0.0] * (2 * num_ranks)], dtype=torch.float32, device=device)
-    own = len(sums) + rank
-    message[own], message[own + num_ranks] = fault, mark
+    numbers, own = [*sums, *[0.0] * (2 * num_ranks)], len(sums) + rank
+    places: dict[int, Tensor] = {}
+    for place, number in ((own, fault), (own + num_ranks, mark)):
+        if isinstance(number, Tensor):
+            places[place] = number
+        else:
+            numbers[place] = number
+    message = upload(numbers, torch.float32, device)
+    for place, number in places.items():
+        message[place] = number
     return message
 
 
@@ -62,7 +70,8 @@ def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
     return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)
 
 
-def first_fault(are_finite: Sequence[Tensor]) -> Tensor:
-    """Return 1 + the index of the first that is not, else 0: float32, a scalar on the device."""
-    is_bad = ~torch.stack(list(are_finite))
-    return torch.where(is_bad.any(), is_bad.float().argmax() + 1, 0).float()
+def first_fault(faults: Sequence[Tensor]) -> Tensor:
+    """Return 1 + the index of the first that is set, else 0: float32, a scalar on the device."""
+    none = len(faults) + 1
+    numbers = torch.arange(1, none, dtype=torch.float32, device=faults[0].device)
+    return torch.where(torch.stack(list(faults)), numbers, none).amin().remainder(none)

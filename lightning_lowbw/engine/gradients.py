@@ -35,6 +35,7 @@ from lightning_lowbw.engine.control import Control, make_mark
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
     Slot,
+    by_group,
     control_of,
     fault_error,
     first_fault_of,
@@ -208,7 +209,8 @@ class GradientWorker(Worker):
 
     @torch.no_grad()
     def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
-        self._is_prepared, self._num_backwards, self._slots, self._unlooked = True, num_backwards, [], []
+        self._is_prepared, self._num_backwards = True, num_backwards
+        self._slots, self._unlooked, self._fault = [], [], None
         if self.large is not None and not self._has_begun:
             self.large.forget()  # an exchange that failed
         if self.peers.num_ranks == 1:
@@ -221,11 +223,14 @@ class GradientWorker(Worker):
             others = [slot.parameter for slot in self._slots if slot.parameter not in reduced]
             if others:
                 average_gradients_(others, [], self.peers.node, others[0].device)
-        known = {} if self.large is None else self.large.are_finite
+        known = {} if self.large is None else self.large.faults
         if self.large is not None and not looks:
-            self._unlooked = [slot for slot in sparse_of(self._slots) if self.large.looks_later(slot)]
+            self._unlooked = [
+                slot for slot in sparse_of(self._slots) if not slot.is_missing and slot.parameter not in known
+            ]
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
-        self._fault = first_fault_of(self._slots, known, {slot.parameter for slot in self._unlooked})
+        if not self._unlooked or any(slot.is_undense for slot in self._slots):
+            self._fault = first_fault_of(self._slots, known, {slot.parameter for slot in self._unlooked})
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -275,10 +280,10 @@ class GradientWorker(Worker):
         return self._is_taken
 
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
-        if self.large is not None and self._fault is not None and self._unlooked:
+        if self.large is not None and self._unlooked:
             self.large.compress(self._unlooked, self.density)
-            if self._fault >= 0:
-                self._fault = first_fault_of(self._slots, self.large.are_finite)
+            if self._fault is None:
+                self._fault = first_fault_of(self._slots, self.large.faults)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_senders == 1:
@@ -286,9 +291,8 @@ class GradientWorker(Worker):
         if self.narrow is not None and self._is_narrow:
             self.narrow.average_gradients_([slot for slot in self._slots if not slot.is_sparse])
         if self.large is not None and self.is_sparse:
-            for slot in self._slots:
-                if not slot.is_sparse:
-                    self.correction.correct_dense(slot.parameter, slot.group)
+            for group, parameters in by_group(slot for slot in self._slots if not slot.is_sparse):
+                self.correction.correct_dense(parameters, group)
             self.large.average(self._slots, self.density, self.step, applies=applies)
         return True
 

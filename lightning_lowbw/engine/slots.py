@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from lightning_lowbw.engine.control import control_message, first_fault
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
-from lightning_lowbw.ops.reference import Segment, as_real, is_finite
+from lightning_lowbw.ops.reference import Segment, are_not_finite, as_real
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.peers import Peers
@@ -38,22 +39,39 @@ class Slot:
         return self.parameter.grad
 
     @property
+    def is_undense(self) -> bool:
+        """Whether there is a gradient that cannot be summed."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient.layout != torch.strided
+
+    @property
     def is_missing(self) -> bool:
         """Whether there is no gradient that could be summed."""
-        gradient = self.parameter.grad
-        return gradient is None or gradient.layout != torch.strided
+        return self.parameter.grad is None or self.is_undense
 
     @property
     def flat_target(self) -> Tensor:
         """Where a mean is written, float32 and flat: the gradient itself, where it is laid out for that."""
-        if self.gradient.dtype == torch.float32 and self.gradient.is_contiguous():
+        if self.is_flat_target:
             return self.gradient.view(-1)
         return torch.empty(self.gradient.numel(), dtype=torch.float32, device=self.gradient.device)
+
+    @property
+    def is_flat_target(self) -> bool:
+        """Whether a mean is written into the gradient itself."""
+        return self.gradient.dtype == torch.float32 and self.gradient.is_contiguous()
 
 
 def sparse_of(slots: Sequence[Slot]) -> list[Slot]:
     """Return those that are sent sparse."""
     return [slot for slot in slots if slot.is_sparse]
+
+
+def by_group(slots: Iterable[Slot]) -> Iterator[tuple[dict[str, Any], list[Parameter]]]:
+    """Yield each param group with its parameters; those of a group lie behind one another."""
+    for _, of_group in groupby(slots, key=lambda slot: id(slot.group)):
+        mine = list(of_group)
+        yield mine[0].group, [slot.parameter for slot in mine]
 
 
 def numels_of(slots: Sequence[Slot]) -> dict[str, int]:
@@ -114,14 +132,17 @@ def take_means(
         means: by name, of those that are averaged whole.
         begun: parameters that are sent already.
     """
-    kept = []
+    kept, targets, sources = [], [], []
     for slot, number in zip(slots, num_users, strict=True):
         if round(number) or slot.parameter in begun:
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
             if slot.name in means:
-                as_real(slot.gradient).copy_(means[slot.name])
+                targets.append(as_real(slot.gradient))
+                sources.append(means[slot.name])
             kept.append(slot)
+    if targets:
+        torch._foreach_copy_(targets, sources)
     return kept
 
 
@@ -154,31 +175,19 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later:
 
     Args:
         slots: at least one.
-        known: whether gradients are finite, of those that have been looked at; the others are added.
+        known: whether gradients are not finite, of those that have been looked at; the others are added.
         later: parameters whose gradients are looked at later.
     """
-    are_finite = []
+    unlooked: dict[Parameter, Tensor] = {}
     for number, slot in enumerate(slots):
         parameter, gradient = slot.parameter, slot.parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
+        if slot.is_undense:
             return torch.tensor(-1.0 - number, dtype=torch.float32, device=parameter.device)
-        if gradient is None or parameter in later:
-            are_finite.append(torch.ones((), dtype=torch.bool, device=parameter.device))
-            continue
-        if parameter not in known:
-            known[parameter] = is_finite(gradient)
-        are_finite.append(known[parameter])
-    return first_fault(are_finite)
-
-
-def zero_unless_finite_(gradient: Tensor) -> Tensor:
-    """Return whether a gradient is finite; one that is not becomes zeros, for nothing of it may enter a state.
-
-    Waits for no device.
-    """
-    finite = is_finite(gradient)
-    gradient.copy_(torch.where(finite, gradient, 0))
-    return finite
+        if gradient is not None and parameter not in later and parameter not in known:
+            unlooked[parameter] = gradient
+    known.update(zip(unlooked, are_not_finite(list(unlooked.values())), strict=True))
+    nothing = torch.zeros((), dtype=torch.bool, device=slots[0].parameter.device)
+    return first_fault([known.get(slot.parameter, nothing) for slot in slots])
 
 
 def fault_error(

@@ -11,9 +11,10 @@ What was not sent, or was rounded away, stays in e.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import Arrival, Segment
 from lightning_lowbw.what.positions import MAX_NUMEL
 from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.what.selection import Selection
@@ -31,6 +32,8 @@ from lightning_lowbw.where.link import Link, choose
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
+
+Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
 
 _logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
 
@@ -178,17 +181,15 @@ class SparseExchange:
         device = next(iter(self.residuals.values())).device
         message = torch.empty(0, dtype=torch.uint8, device=device)
         if selected:
-            message, rounded = self.payload.encode(
-                list(selected.values()), [self.residuals[name].numel() for name in selected]
-            )
-            if self.payload.value_dtype != "float32":
-                for (name, (positions, _)), error in zip(selected.items(), rounded, strict=True):
-                    self.residuals[name].index_add_(0, positions, error)
+            residuals = [self.residuals[name] for name in selected]
+            sizes_here = [residual.numel() for residual in residuals]
+            message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
         num_local = self.peers.num_local_ranks
         sizes = [
             self.payload.nbytes(self._local_numels(numels, local_rank), density) for local_rank in range(num_local)
         ]
-        message = pad(message, (0, max(sizes) - message.numel()))
+        if missing := max(sizes) - message.numel():
+            message = pad(message, (0, missing))
         if control is not None:
             message = torch.cat([message, control.view(torch.uint8)])
         work = self.peers.begin_gather(message)
@@ -309,60 +310,118 @@ class SparseWork:
         if self.dense:
             for name, out in outs.items():
                 out.copy_(self.dense[name])
-            return
-        if not outs:
-            return
-        parts = self._parts()
-        payload, device = self.exchange.payload, next(iter(outs.values())).device
-        if gpu.is_available(device) and payload.mean_over == "ranks":
-            self._average_on_gpu(outs, parts)
-            return
-        for name, out in outs.items():
-            payload.average_(out, parts[name])
+        else:
+            self._apply({name: (out, None, 0.0) for name, out in outs.items()})
 
-    def means_at(self, scratches: Mapping[str, Tensor]) -> dict[str, Sparse]:
-        """Return positions and the mean there of each tensor; what several have sent comes as often, with one value.
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        """Step weights where any participant has sent an element: ``w = w - rate mean``.
 
         In place:
-            `scratches`: of each tensor one of its size: float32, flat, contiguous; left with anything in it.
+            The weights, and what is room to add in, which is left with anything in it.
+
+        Args:
+            steps: of each tensor room of its size, its weight, and the rate: float32, flat, contiguous.
         """
-        if not scratches:
-            return {}
-        parts = self._parts()
-        return {name: self.exchange.payload.mean_at(parts[name], scratch) for name, scratch in scratches.items()}
+        self._apply(steps)
 
     @property
     def is_sparse(self) -> bool:
         """Whether it is known which elements have been sent."""
         return not self.dense
 
-    def _parts(self) -> dict[str, list[Sparse]]:
-        """Return the sparse vectors that are to be averaged, of each tensor."""
-        return {name: [mean] for name, mean in self.means.items()} or self._decode()
+    def _apply(self, steps: Mapping[str, Step]) -> None:
+        if not steps:
+            return
+        payload, device = self.exchange.payload, next(iter(steps.values()))[0].device
+        decoded = list(self._decode())
+        if gpu.is_available(device) and payload.mean_over == "ranks":
+            for each in decoded:
+                gpu.average_many_(each.arrivals(steps), each.positions, each.values)
+            return
+        for name, (out, weight, rate) in steps.items():
+            parts = _joined([part for each in decoded for part in each.of(name)])
+            if weight is None:
+                payload.average_(out, parts)
+            else:
+                positions, means = payload.mean_at(parts, out)
+                weight[positions] = weight[positions].add_(means, alpha=-rate)
 
-    @staticmethod
-    def _average_on_gpu(outs: Mapping[str, Tensor], parts: Mapping[str, list[Sparse]]) -> None:
-        counts = [parts[name][0][0].numel() for name in outs]
-        by_participant = zip(*(parts[name] for name in outs), strict=True)
-        joined = [tuple(torch.cat(column) for column in zip(*each, strict=True)) for each in by_participant]
-        gpu.scatter_mean_many_(list(outs.values()), counts, joined)  # type: ignore[arg-type]
+    def _decode(self) -> Iterator[Decoded]:
+        """Yield what has come, for the local ranks with parts of equal sizes together."""
+        if self.means:
+            positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*self.means.values(), strict=True))
+            counts = [each.numel() for each, _ in self.means.values()]
+            yield Decoded(positions, values, _place(dict.fromkeys(self.means, slice(None)), counts, 0))
+            return
+        peers, gathered, payload = self.exchange.peers, self.wait(), self.exchange.payload
+        parts = [
+            {name: part for name, numel in self.numels.items() if (part := peers.part(numel, each)).stop > part.start}
+            for each in range(len(self.sizes))
+        ]
+        sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
+        for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
+            if numels:
+                mine = list(ranks)
+                messages = gathered[mine[0] : mine[-1] + 1].flatten(0, 1)[:, : self.sizes[mine[0]]]
+                positions, values = payload.decode(messages, numels, self.density)
+                shape = len(mine), -1, positions.shape[1]
+                counts = [payload.num_sent(numel, self.density) for numel in numels]
+                places = [place for row, each in enumerate(mine) for place in _place(parts[each], counts, row)]
+                yield Decoded(positions.view(shape), values.view(shape), places)
 
-    def _decode(self) -> dict[str, list[Sparse]]:
-        """Return the sparse vectors of each tensor, one per participant."""
-        peers, gathered = self.exchange.peers, self.wait()
-        pieces: dict[str, list[list[Sparse]]] = {name: [] for name in self.numels}
-        for local_rank, size in enumerate(self.sizes):
-            parts = {name: peers.part(numel, local_rank) for name, numel in self.numels.items()}
-            sizes = {name: part.stop - part.start for name, part in parts.items() if part.stop > part.start}
-            if not sizes:
-                continue
-            messages = list(gathered[local_rank, :, :size])
-            decoded = self.exchange.payload.decode(messages, list(sizes.values()), self.density)
-            for name, of_tensor in zip(sizes, decoded, strict=True):
-                start = parts[name].start
-                shifted = [(positions + start, values) for positions, values in of_tensor] if start else of_tensor
-                pieces[name].append(shifted)
-        return {name: _joined(of_tensor) for name, of_tensor in pieces.items()}
+
+class Place(NamedTuple):
+    """Where the elements of a tensor, or a part of one, are among those that have come."""
+
+    name: str
+    part: slice  # of the tensor
+    row: int
+    first: int
+    num_sent: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What all participants have sent about parts of equal sizes.
+
+    Attributes:
+        positions: in the part: int64, shape (local ranks, participants, elements).
+        values: float32, of the same shape.
+        places: of the tensors.
+    """
+
+    positions: Tensor
+    values: Tensor
+    places: list[Place]
+
+    def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
+        """Return what a kernel takes."""
+        arrivals = []
+        for name, part, row, first, count in self.places:
+            if name in steps:
+                out, weight, rate = steps[name]
+                own = None if weight is None else weight[part]
+                arrivals.append(Arrival(out[part], row, first, count, own, rate))
+        return arrivals
+
+    def of(self, name: str) -> list[list[Sparse]]:
+        """Return the sparse vectors of a tensor, one per participant, for each part of it that is here."""
+        found = []
+        for other, part, row, first, count in self.places:
+            if other == name:
+                mine = slice(first, first + count)
+                positions, values = self.positions[row, :, mine], self.values[row, :, mine]
+                shifted = positions + part.start if part.start else positions
+                found.append(list(zip(shifted, values, strict=True)))
+        return found
+
+
+def _place(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[Place]:
+    ends = accumulate(counts)
+    return [
+        Place(name, part, row, end - count, count)
+        for (name, part), end, count in zip(parts.items(), ends, counts, strict=True)
+    ]
 
 
 def _joined(pieces: list[list[Sparse]]) -> list[Sparse]:

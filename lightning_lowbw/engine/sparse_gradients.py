@@ -6,13 +6,13 @@ of the selection (`ops`). The weights are touched where something has been sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.slots import Slot, keep_fields, numels_of, segment_fields, sparse_of, zero_unless_finite_
+from lightning_lowbw.engine.slots import Slot, by_group, keep_fields, numels_of, segment_fields, sparse_of
 from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.what.momentum import ErrorFeedback
@@ -30,7 +30,7 @@ class SparseGradients:
         peers: who takes part.
 
     Attributes:
-        are_finite: whether gradients are, of the parameters that have been looked at: bool, scalars.
+        faults: whether a gradient is not finite, of the parameters that have been looked at: bool, scalars.
         begun: what has been sent: the slots, and the messages.
     """
 
@@ -38,7 +38,7 @@ class SparseGradients:
         self, exchange: SparseExchange, correction: ErrorFeedback, velocities: Velocities, peers: Peers
     ) -> None:
         self._exchange, self._correction, self._velocities, self._peers = exchange, correction, velocities, peers
-        self.are_finite: dict[Parameter, Tensor] = {}
+        self.faults: dict[Parameter, Tensor] = {}
         self.begun: list[tuple[list[Slot], SparseWork]] = []
         self._compressed: set[str] = set()
         self._selected: dict[str, Sparse] = {}  # of these, but for parts of no elements; until it is sent
@@ -51,11 +51,7 @@ class SparseGradients:
     def forget(self) -> None:
         """End the step."""
         self.begun, self._compressed, self._selected = [], set(), {}
-        self.are_finite.clear()
-
-    def looks_later(self, slot: Slot) -> bool:
-        """Whether the pass that accumulates a gradient looks at it: on a CPU."""
-        return not (slot.is_missing or slot.gradient.is_cuda or slot.parameter in self.are_finite)
+        self.faults.clear()
 
     def compress(self, slots: Sequence[Slot], density: float) -> None:
         """Accumulate gradients, and take the largest elements out of the residuals of this rank's parts.
@@ -70,11 +66,9 @@ class SparseGradients:
         if not slots:
             return
         gradients = {slot.name: self._exchange.part(slot.gradient) for slot in slots}
-        unlooked = [slot for slot in slots if slot.parameter not in self.are_finite]
-        faults = {slot.name: torch.zeros((), dtype=torch.bool) for slot in unlooked if self.looks_later(slot)}
-        for slot in unlooked:
-            if slot.name not in faults:
-                self.are_finite[slot.parameter] = zero_unless_finite_(slot.gradient)
+        unlooked = [slot for slot in slots if slot.parameter not in self.faults]
+        flags = torch.zeros(len(unlooked), dtype=torch.bool, device=slots[0].gradient.device).unbind()
+        faults = {slot.name: flag for slot, flag in zip(unlooked, flags, strict=True)}
         fields = {}
         for slot in slots:
             corrected = segment_fields(slot, self._correction, self._velocities, self._peers)
@@ -88,7 +82,7 @@ class SparseGradients:
             if slot.name in table:
                 keep_fields(slot, table[slot.name], self._correction, self._velocities, self._peers)
             if slot.name in faults:
-                self.are_finite[slot.parameter] = ~faults[slot.name]
+                self.faults[slot.parameter] = faults[slot.name]
 
     def begin(self, slots: list[Slot], density: float, kind: str = "all_gather") -> None:
         """Send what is selected of some tensors, or is selected now.
@@ -112,29 +106,36 @@ class SparseGradients:
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
         for mine, work in self.begun:
-            can_step = [applies and work.is_sparse and self._can_step(slot) for slot in mine]
+            can_step = [
+                applies and work.is_sparse and self._correction.can_step(slot.parameter, slot.group) for slot in mine
+            ]
             self._step([slot for slot, can in zip(mine, can_step, strict=True) if can], work)
             self._take([slot for slot, can in zip(mine, can_step, strict=True) if not can], work)
         self.forget()
 
-    def _can_step(self, slot: Slot) -> bool:
-        # On a GPU one kernel writes all means as gradients; steps would take a dozen launches for each tensor.
-        return not slot.gradient.is_cuda and self._correction.can_step(slot.parameter, slot.group)
-
-    def _step(self, slots: Collection[Slot], work: SparseWork) -> None:
+    def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:
         """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""
-        means = work.means_at({slot.name: slot.gradient.view(-1) for slot in slots})
+        for group, parameters in by_group(slots):
+            self._correction.decay_weights(parameters, group)
+        work.step_(
+            {
+                slot.name: (slot.gradient.view(-1), slot.parameter.detach().view(-1), float(slot.group["lr"]))
+                for slot in slots
+            }
+        )
         for slot in slots:
-            self._correction.step_at(slot.parameter, slot.group, *means[slot.name])
             slot.parameter.grad = None
 
-    def _take(self, slots: Collection[Slot], work: SparseWork) -> None:
+    def _take(self, slots: Sequence[Slot], work: SparseWork) -> None:
         """Take the means as gradients."""
         outs = {slot.name: slot.flat_target for slot in slots}
         work.average_(outs)
+        climbing = []
         for slot in slots:
             gradient, mean = slot.gradient, outs[slot.name]
-            if gradient.data_ptr() != mean.data_ptr():
+            if not slot.is_flat_target:
                 gradient.copy_(mean.view(gradient.shape))
             if self._correction.constants(slot.parameter, slot.group).sign < 0:
-                gradient.neg_()  # torch's sign, for an optimizer that climbs
+                climbing.append(gradient)  # torch's sign, for an optimizer that climbs
+        if climbing:
+            torch._foreach_neg_(climbing)

@@ -43,7 +43,7 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
             gradient = as_real(slot.gradient)
             gradient.add_(rounded.pop(slot.name).view(gradient.shape))
         if not slot.is_sparse:  # `take_over` has taken momentum and decay from the optimizer
-            correction.correct_dense(slot.parameter, slot.group)
+            correction.correct_dense([slot.parameter], slot.group)
             continue
         assert worker.sparse is not None
         fields = segment_fields(slot, correction, worker.velocities, worker.peers)

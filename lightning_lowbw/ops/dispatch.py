@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import compiled, cpu, gpu, reference
-from lightning_lowbw.ops.reference import Segment
-from lightning_lowbw.ops.table import BLOCK
+from lightning_lowbw.ops.reference import Arrival, Segment
+from lightning_lowbw.ops.table import BLOCK, Field, upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
 
@@ -21,15 +21,6 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
         return reference
     is_plain = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return compiled if is_plain and compiled.is_available() else cpu
-
-
-def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Average what all ranks sent for several tensors, by kernels where there are any.
-
-    See `reference.scatter_mean_many_`; `outs` are float32. The same bits either way.
-    """
-    twin = gpu if outs and gpu.is_available(outs[0].device) else reference
-    twin.scatter_mean_many_(outs, counts, parts)
 
 
 def prepare(device: torch.device) -> str | None:
@@ -86,10 +77,38 @@ def _run_triton(device: torch.device) -> None:
             expected = reference.compress_many_(twins, value_dtype=torch.float32, masking=True)
             found = gpu.compress_many_(segments, value_dtype=torch.float32, masking=True, workspace=workspace)
             _compare([*found, *(each.residual for each in segments)], [*expected, *(each.residual for each in twins)])
-        counts = [each.num_sent for each in segments]
-        gpu.scatter_mean_many_([each.residual for each in segments], counts, [found])
-        reference.scatter_mean_many_([each.residual for each in twins], counts, [expected])
-        _compare([each.residual for each in segments], [each.residual for each in twins])
+        _run_wire(segments, *found)
+
+
+def _run_wire(segments: Sequence[Segment], positions: Tensor, values: Tensor) -> None:
+    """Raise if what has been selected does not come out of a message, or is averaged otherwise."""
+    device, width = positions.device, 10
+    first, second = (each.k + ((each.residual.numel() - 1) >> width) for each in segments)  # bits, `what.positions`
+    k, start = segments[0].k, first + second
+    fields = upload(
+        [Field(k, 0, width, 0, first, start), Field(k, k, width, first, start, start + k * width)], torch.int64, device
+    )
+    residuals = [each.residual for each in segments]
+    twins = [residual.clone() for residual in residuals]
+    message = torch.zeros(4, dtype=torch.int32, device=device)  # two words of positions, one of values
+    sent = message[2:].view(torch.bfloat16)[: positions.numel()]
+    gpu.pack(positions, values, fields.view(2, -1), k, message, sent, residuals)
+    read_positions, read = gpu.unpack(message.unsqueeze(0), fields.view(2, -1), positions.numel(), torch.bfloat16, 4)
+    for twin, at, error in zip(twins, positions.split(k), (values - values.bfloat16()).split(k), strict=True):
+        twin.index_add_(0, at, error)
+    _compare([read_positions[0], read[0], *residuals], [positions, values.bfloat16().float(), *twins])
+    messages = [each.expand(1, 2, -1).contiguous() for each in (read_positions, read)]
+    for step in (False, True):
+        mine, theirs = (
+            [
+                Arrival(torch.ones_like(each), 0, number * k, k, torch.ones_like(each) if step else None, 0.5)
+                for number, each in enumerate(residuals)
+            ]
+            for _ in range(2)
+        )
+        gpu.average_many_(mine, *messages)
+        reference.average_many_(theirs, *messages)
+        _compare(*([each.out if each.weight is None else each.weight for each in many] for many in (mine, theirs)))
 
 
 def _tiny_segments(device: torch.device, dtype: torch.dtype) -> list[Segment]:

@@ -10,22 +10,35 @@ of the tensor instead of its candidates, five times 4 bytes per element more.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import Segment
-from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Kind, Workspace, takes, upload
+from lightning_lowbw.ops.reference import Arrival, Segment
+from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, takes, upload
 
-__all__ = ["DTYPES", "Workspace", "compress_many_", "disable", "is_available", "scatter_mean_many_", "takes"]
+__all__ = [
+    "BLOCK",
+    "DTYPES",
+    "Workspace",
+    "average_many_",
+    "compress_many_",
+    "disable",
+    "is_available",
+    "pack",
+    "takes",
+    "unpack",
+]
 
 SELECT_BLOCK = BLOCK  # elements that a program of the selection looks at at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
-SCATTER_BLOCK = 1024
+PACK_BLOCK = 1024  # elements that a program packs
+WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
+APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
+SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -148,37 +161,138 @@ def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
-def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Average what all ranks sent for several tensors; see `reference.scatter_mean_many_`.
-
-    One launch per rank, in rank order. Positions of one rank are distinct, so plain loads and stores do, and every
-    replica gets the same bits. torch's `index_add_` on CUDA is deterministic for the same reason, for its atomic adds
-    never meet; but it takes launches per rank and tensor.
+def pack(
+    positions: Tensor,
+    values: Tensor,
+    fields: Tensor,
+    longest: int,
+    message: Tensor,
+    sent: Tensor,
+    residuals: Sequence[Tensor] | None,
+) -> None:
+    """Write positions and values into a message: one launch. Twin of `what.positions.pack`.
 
     In place:
-        `outs`, which are overwritten.
+        the front of `message`; `sent`, unless it is float32 of its own; the residuals, to which is added what is
+        rounded away.
 
     Args:
-        outs: flat, contiguous; float32.
-        counts: elements that each rank sent of each of `outs`.
-        parts: (indices int64 or int32, values) of each rank, in rank order; of all tensors behind one another.
+        positions: int64, shape (elements,); see `what.positions.pack`.
+        values: float32, of the same shape.
+        fields: table of `Field`: int64, shape (tensors, columns).
+        longest: elements of the tensor that has most.
+        message: int32, zeros.
+        sent: the part of the message for the values, in the float dtype they are rounded to; or what a receiver
+            decodes, float32 and not a part of the message: then they are written already.
+        residuals: of each tensor: float32, contiguous; None: what is rounded away is lost.
+    """
+    import triton.language as tl
+
+    from lightning_lowbw.ops.triton_kernels import pack_kernel
+
+    addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
+    with torch.cuda.device_of(positions):
+        pack_kernel[(len(fields), -(-longest // PACK_BLOCK))](
+            fields, positions, values, upload(addresses, torch.int64, positions.device), message, sent,
+            torch.finfo(sent.dtype).max, V=getattr(tl, str(sent.dtype).removeprefix("torch.")),
+            IS_SENT=sent.untyped_storage().data_ptr() != message.untyped_storage().data_ptr(), BLOCK=PACK_BLOCK,
+            **OPTIONS,
+        )  # fmt: skip
+
+
+def unpack(
+    messages: Tensor, fields: Tensor, num_elements: int, value_dtype: torch.dtype | None, first_value: int
+) -> tuple[Tensor, Tensor]:
+    """Read positions, and values of a float format, of several messages: one launch. Twin of `what.positions.unpack`.
+
+    Args:
+        messages: int32, shape (messages, words), whose rows are contiguous.
+        fields: as of `pack`.
+        num_elements: in each message.
+        value_dtype: of the values; None: they are not read.
+        first_value: where they begin in a message, in elements of that dtype.
+
+    Returns:
+        int64 and float32, both of shape (messages, num_elements).
+    """
+    import triton.language as tl
+
+    from lightning_lowbw.ops.triton_kernels import unpack_kernel
+
+    shape = len(messages), num_elements
+    positions = torch.empty(shape, dtype=torch.int64, device=messages.device)
+    values = torch.empty(shape, dtype=torch.float32, device=messages.device)
+    with torch.cuda.device_of(messages):
+        unpack_kernel[(len(fields), len(messages))](
+            fields, messages, positions, values, messages.stride(0), num_elements, first_value,
+            V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")), HAS_VALUES=value_dtype is not None,
+            BLOCK=WORDS_BLOCK,
+        )  # fmt: skip
+    return positions, values
+
+
+def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+    """Average what all participants have sent for several tensors, or step weights by it: one launch.
+
+    See `reference.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well, for its atomic
+    adds never meet; but it takes launches per participant and tensor.
 
     Raises:
-        ValueError: one of `outs` is not contiguous, or not float32.
+        ValueError: a tensor is not float32, flat and contiguous.
     """
-    from lightning_lowbw.ops.triton_kernels import scatter_kernel
+    import triton
 
-    for out in outs:
-        if out.dtype != torch.float32 or not out.is_contiguous():
-            raise ValueError(f"A {out.dtype} tensor of strides {out.stride()}: averages are float32 and contiguous.")
-    device, numel = outs[0].device, sum(counts)
-    with torch.cuda.device_of(outs[0]):
-        torch._foreach_zero_(list(outs))
-        addresses = upload([out.data_ptr() for out in outs], torch.int64, device)
-        numbers = torch.arange(len(outs), device=device)
-        owners = numbers.repeat_interleave(upload(counts, torch.int64, device), output_size=numel)
-        for positions, values in parts:
-            if numel:
-                scatter_kernel[(math.ceil(numel / SCATTER_BLOCK),)](
-                    addresses, owners, positions, values, numel, 1.0 / len(parts), BLOCK=SCATTER_BLOCK, **OPTIONS
+    from lightning_lowbw.ops.triton_kernels import apply_kernel
+
+    steps, device = arrivals[0].weight is not None, positions.device
+    _, num_messages, num_elements = positions.shape
+    shapes = tuple((arrival.out.numel(), arrival.count) for arrival in arrivals)
+    rows = []
+    for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True):
+        for tensor in (arrival.out, arrival.weight):
+            if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
+                raise ValueError(
+                    f"A {tensor.dtype} tensor of strides {tensor.stride()}: averages are float32 and contiguous."
                 )
+        weight = 0 if arrival.weight is None else arrival.weight.data_ptr()
+        rows.append(
+            Arrived(
+                out=arrival.out.data_ptr(),
+                weight=weight,
+                group=arrival.group,
+                first=arrival.first,
+                num_sent=arrival.count,
+                shift=shift,
+                first_tile=first_tile,
+            )
+        )
+    owners = _tile_owners(shapes, device)
+    turns = max(arrival.count for arrival in arrivals).bit_length()
+    with torch.cuda.device_of(positions):
+        if not steps:
+            torch._foreach_zero_([arrival.out for arrival in arrivals])
+        table = upload(rows, torch.int64, device)
+        rates = upload([arrival.rate for arrival in arrivals], torch.float32, device)
+        apply_kernel[(len(owners),)](
+            table, owners, rates, positions, values, num_messages, num_elements, turns, 1.0 / num_messages,
+            MESSAGES=triton.next_power_of_2(num_messages), STEPS=steps, BLOCK=APPLY_BLOCK, **OPTIONS,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return of each tensor, of so many elements with so many sent, the size of a tile (as a shift) and its first one;
+    and how many it has."""
+    tiles: list[tuple[int, int]] = []
+    numbers: list[int] = []
+    for numel, count in shapes:
+        shift = max(LEAST_TILE_SHIFT, (numel * SENT_PER_TILE // max(1, count)).bit_length() - 1)
+        tiles.append((shift, sum(numbers)))
+        numbers.append(-(-numel // (1 << shift)))
+    return tiles, numbers
+
+
+@lru_cache(maxsize=64)
+def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    numbers = torch.tensor(_tiles(shapes)[1], dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(shapes)), numbers).to(device, torch.int32)

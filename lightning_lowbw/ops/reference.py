@@ -221,6 +221,17 @@ def is_finite(tensor: Tensor) -> Tensor:
     return least.isfinite() & largest.isfinite()
 
 
+def are_not_finite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return of each tensor whether an element is not finite: bool, scalars on their device.
+
+    On CUDA all together, a few launches; see `is_finite`.
+    """
+    if not tensors or not all(tensor.is_cuda and tensor.numel() for tensor in tensors):
+        return [~is_finite(tensor) for tensor in tensors]
+    largest = torch.stack(torch._foreach_norm([as_real(tensor) for tensor in tensors], math.inf))
+    return (largest * 0 != 0).unbind()  # NaN of a NaN, and of an infinity
+
+
 def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
     """Return ``g = sign G + c w`` (eq. 12): float32 or wider, for c w is lost in a narrow G."""
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -390,17 +401,43 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
     return torch.cat(positions), torch.cat(values)
 
 
-def scatter_mean_many_(outs: Sequence[Tensor], counts: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Average what all ranks sent for several tensors; see `scatter_mean_`.
-
-    In place:
-        `outs`, which are overwritten.
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor, or a part of one, for which messages have come.
 
     Args:
-        outs: flat, contiguous.
-        counts: elements that each rank sent of each of `outs`.
-        parts: (indices int64, values) of each rank, in rank order; those of all tensors behind one another.
+        out: where the mean goes: float32, flat, contiguous.
+        group: row of the messages that are about it.
+        first: its first element in each of these.
+        count: its elements there.
+        weight: what is to be stepped by the mean, of as many elements: float32, flat, contiguous; None: nothing is.
+        rate: of the step.
     """
-    split = [(indices.split(list(counts)), values.split(list(counts))) for indices, values in parts]
-    for number, out in enumerate(outs):
-        scatter_mean_(out, [(indices[number], values[number]) for indices, values in split])
+
+    out: Tensor
+    group: int
+    first: int
+    count: int
+    weight: Tensor | None = None
+    rate: float = 0.0
+
+
+def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+    """Average what all participants have sent for several tensors; see `scatter_mean_`. Or step weights by it.
+
+    In place:
+        `out` of all, which is overwritten. With a weight: the weight, ``w = w - rate mean``; `out` is room to add in,
+        and left with anything in it.
+
+    Args:
+        arrivals: with weights or without, all alike.
+        positions: in `out`: int64, ascending for each tensor, shape (groups, participants, elements).
+        values: float32, of the same shape; summed in the order of the participants.
+    """
+    for arrival in arrivals:
+        mine = slice(arrival.first, arrival.first + arrival.count)
+        parts = list(zip(positions[arrival.group, :, mine], values[arrival.group, :, mine], strict=True))
+        scatter_mean_(arrival.out, parts)
+        if arrival.weight is not None:
+            touched = torch.cat([each for each, _ in parts])
+            arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)

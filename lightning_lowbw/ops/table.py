@@ -62,6 +62,29 @@ class Factors(NamedTuple):
     least: float
 
 
+class Field(NamedTuple):
+    """Where a tensor's positions lie in a message, see `what.positions`; in bits, but for the first two."""
+
+    num_sent: int  # elements
+    first: int  # of all elements of the message
+    width: int  # of the low bits of one
+    unary: int
+    unary_end: int
+    low: int
+
+
+class Arrived(NamedTuple):
+    """What the kernels know of a tensor, or a part of one, for which messages have come."""
+
+    out: int  # address, as that of the weight; 0 without
+    weight: int
+    group: int  # of messages
+    first: int  # element in each message of the group
+    num_sent: int  # elements there
+    shift: int  # a tile has 2^shift elements
+    first_tile: int
+
+
 class Kind(NamedTuple):
     """What a kernel is compiled for; aligned: all tensors start at 16 bytes and have a multiple of 8 elements."""
 

@@ -157,10 +157,9 @@ class AdamCorrection(ErrorFeedback):
                 parameter.mul_(1.0 - lr * float(group["weight_decay"]))
             parameter.add_(parameter.grad, alpha=lr if group.get("maximize") else -lr)
 
-    def step_at(self, parameter: Parameter, group: Group, positions: Tensor, means: Tensor) -> None:
+    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         if self._is_decoupled(group):
-            parameter.detach().mul_(1.0 - float(group["lr"]) * float(group["weight_decay"]))
-        super().step_at(parameter, group, positions, means)
+            torch._foreach_mul_(list(parameters), 1.0 - float(group["lr"]) * float(group["weight_decay"]))
 
     def give_back(self) -> None:
         vars(self.optimizer).pop("_init_group", None)

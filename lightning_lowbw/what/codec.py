@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowbw.what.positions import num_words, pack, unpack
-from lightning_lowbw.what.values import make_value_format
+from lightning_lowbw.ops import gpu
+from lightning_lowbw.what.positions import fields_of, num_words, pack, unpack
+from lightning_lowbw.what.values import FloatFormat, make_value_format
 
 ALIGNMENT_BYTES = 4  # messages of all ranks lie behind one another and are read as int32
 
@@ -40,28 +41,71 @@ class SparseCodec:
         """
         return sum(self._sections(counts, numels))
 
-    def encode(self, parts: Sequence[tuple[Tensor, Tensor]], numels: Sequence[int]) -> Tensor:
+    def encode(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        numels: Sequence[int],
+        residuals: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         """Pack (positions int64, ascending; values float32) of each tensor into one message: uint8, shape (nbytes,).
 
-        A value format may round: what goes out is `decode_values`.
+        In place:
+            `residuals`, to which is added what a value format rounds away: of each tensor, float32, flat; None: it is
+            lost. What goes out is `decode_values`.
         """
         counts = [values.numel() for _, values in parts]
         positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
-        _, data_bytes, padding_bytes = self._sections(counts, numels)
+        words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
+        value_format = make_value_format(self.value_dtype)
+        if gpu.is_available(values.device):
+            message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=values.device)
+            data = message[words_bytes : words_bytes + data_bytes]
+            if isinstance(value_format, FloatFormat):
+                sent = data.view(value_format.dtype)
+            else:
+                data.copy_(value_format.encode(values, counts))
+                sent = value_format.decode(data, counts)
+            fields = fields_of(tuple(counts), tuple(numels), values.device)
+            gpu.pack(positions, values, fields, max(counts), message.view(torch.int32), sent, residuals)
+            return message
         words = pack(positions, counts, numels)
-        data = make_value_format(self.value_dtype).encode(values, counts)
+        data = value_format.encode(values, counts)
         assert data.numel() == data_bytes
+        if residuals is not None and self.value_dtype != "float32":
+            errors = (values - value_format.decode(data, counts)).split(counts)
+            for residual, (at, _), error in zip(residuals, parts, errors, strict=True):
+                residual.index_add_(0, at, error)
         return torch.cat([words.view(torch.uint8), data, data.new_zeros(padding_bytes)])
 
-    def decode(self, message: Tensor, counts: Sequence[int], numels: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Unpack a message into (positions int64, values float32) of each tensor.
+    def decode(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Unpack messages: positions int64 and values float32, both of shape (messages, sum(counts)).
+
+        Args:
+            messages: uint8, shape (messages, nbytes), whose rows are contiguous and begin at multiples of four bytes.
 
         Raises:
-            ValueError: the message is not `nbytes(counts, numels)` long, or holds another number of positions.
+            ValueError: they are not `nbytes(counts, numels)` long; on a CPU also if one holds another number of
+                positions.
         """
-        values = self.decode_values(message, counts, numels)
-        words = message[: self._sections(counts, numels)[0]].view(torch.int32)
-        return list(zip(unpack(words, counts, numels).split(list(counts)), values, strict=True))
+        words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
+        if messages.shape[1] != words_bytes + data_bytes + padding_bytes:
+            raise ValueError(
+                f"A message of {messages.shape[1]} bytes; {words_bytes + data_bytes + padding_bytes} were expected."
+            )
+        value_format, device = make_value_format(self.value_dtype), messages.device
+        words, data = messages[:, :words_bytes], messages[:, words_bytes : words_bytes + data_bytes]
+        if gpu.is_available(device):
+            dtype = value_format.dtype if isinstance(value_format, FloatFormat) else None
+            positions, values = gpu.unpack(
+                messages.view(torch.int32),
+                fields_of(tuple(counts), tuple(numels), device),
+                sum(counts),
+                dtype,
+                0 if dtype is None else words_bytes // dtype.itemsize,
+            )
+            return positions, values if dtype is not None else value_format.decode(data, counts)
+        positions = torch.stack([unpack(each.view(torch.int32), counts, numels) for each in words])
+        return positions, value_format.decode(data, counts)
 
     def decode_values(self, message: Tensor, counts: Sequence[int], numels: Sequence[int]) -> list[Tensor]:
         """Unpack only the values of each tensor: to a sender, what it has sent.

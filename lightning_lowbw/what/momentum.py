@@ -88,7 +88,7 @@ class ErrorFeedback:
         """Write back what `second_moment` has returned, where it was a copy."""
 
     def can_step(self, parameter: Parameter, group: Group) -> bool:
-        """Whether `step_at` does what the optimizer would do with a sparse mean."""
+        """Whether the optimizer would only subtract ``lr mean``, and do what `decay_weights` does."""
         gradient = parameter.grad
         assert gradient is not None
         return (
@@ -97,20 +97,8 @@ class ErrorFeedback:
             and all(each.dtype == torch.float32 and each.is_contiguous() for each in (parameter, gradient))
         )
 
-    def step_at(self, parameter: Parameter, group: Group, positions: Tensor, means: Tensor) -> None:
-        """Step some elements of a parameter by what has arrived.
-
-        In place:
-            The parameter.
-
-        Args:
-            parameter: one that `can_step`.
-            group: of it.
-            positions: of the flat parameter: int64; may repeat, with equal means.
-            means: of what all have sent there: float32.
-        """
-        weights = parameter.detach().view(-1)
-        weights[positions] = weights[positions].add_(means, alpha=-float(group["lr"]))
+    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
+        """Do to all of some weights what the optimizer's step does beside subtracting ``lr mean``, if anything."""
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""
@@ -118,8 +106,8 @@ class ErrorFeedback:
     def give_back(self) -> None:
         """Let the optimizer step as it did."""
 
-    def correct_dense(self, parameter: Parameter, group: Group) -> None:
-        """Make of an averaged gradient, in place, what the optimizer is to step with after `take_over`."""
+    def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
+        """Make of averaged gradients, in place, what the optimizer is to step with after `take_over`."""
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -165,19 +153,21 @@ class MomentumCorrection(ErrorFeedback):
             group.update(values)
         self._user_values.clear()
 
-    def correct_dense(self, parameter: Parameter, group: Group) -> None:
-        """Apply momentum to an averaged gradient. Its buffer stays the same on all ranks, so it needs no residual."""
-        constants, gradient = self.constants(parameter, group), parameter.grad
-        assert gradient is not None
+    def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
+        """Apply momentum to averaged gradients. Its buffers stay the same on all ranks, so they need no residual."""
+        constants = self.constants(parameters[0], group)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if constants.sign < 0:  # as torch's SGD does, before the decay
-            gradient.neg_()
+            torch._foreach_neg_(gradients)
         if constants.weight_decay != 0:
-            gradient.add_(parameter.detach(), alpha=constants.weight_decay)
+            torch._foreach_add_(gradients, [each.detach() for each in parameters], alpha=constants.weight_decay)
         if constants.momentum != 0:
-            velocity = self.velocity(parameter)
-            velocity.mul_(constants.momentum).add_(gradient)
-            gradient = gradient.add(velocity, alpha=constants.momentum) if constants.nesterov else velocity
-        assert parameter.grad is not None
-        parameter.grad.copy_(gradient)
+            velocities = [self.velocity(parameter) for parameter in parameters]
+            torch._foreach_mul_(velocities, constants.momentum)
+            torch._foreach_add_(velocities, gradients)
+            if constants.nesterov:
+                torch._foreach_add_(gradients, velocities, alpha=constants.momentum)
+            else:
+                torch._foreach_copy_(gradients, velocities)
         if constants.sign < 0:
-            parameter.grad.neg_()
+            torch._foreach_neg_(gradients)

@@ -16,9 +16,12 @@ the first bit lowest. The arithmetic runs over all elements at once: a handful o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from lightning_lowbw.ops.table import Field, upload
 
 MAX_NUMEL = 2**31 - 1  # the largest tensor: a field of 30 low bits, shifted by 31, still fits an int64
 CHUNK = 1 << 16  # elements; what is computed for them stays in the cache
@@ -98,24 +101,35 @@ def _sizes(counts: Sequence[int], numels: Sequence[int]) -> tuple[list[int], lis
     return unary_bits, low_bits
 
 
+@lru_cache(maxsize=64)  # of the groups of tensors that are sent together, in the stages of a warm-up
+def fields_of(counts: tuple[int, ...], numels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where the positions of each tensor lie in a message: int64, shape (tensors, columns of `Field`)."""
+    unary_bits, low_bits = _sizes(counts, numels)
+    fields, first, unary_start, low_start = [], 0, 0, sum(unary_bits)
+    for count, numel, unary, low in zip(counts, numels, unary_bits, low_bits, strict=True):
+        width = _low_width(count, numel)
+        fields.append(Field(count, first, width, unary_start, unary_start + unary, low_start))
+        first, unary_start, low_start = first + count, unary_start + unary, low_start + low
+    return upload(fields, torch.int64, device).view(len(fields), len(Field._fields))
+
+
 def _fields(
     counts: Sequence[int], numels: Sequence[int], device: torch.device
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield for CHUNK elements at a time: which, their l, their unary bits but for the risers, their first low bits."""
-    unary_bits, low_bits = _sizes(counts, numels)
-    rows, first, unary_start, low_start = [], 0, 0, sum(unary_bits)
-    for count, numel, unary, low in zip(counts, numels, unary_bits, low_bits, strict=True):
-        width = _low_width(count, numel)
-        rows.append((width, unary_start - first, low_start - first * width))  # element e adds e and e * width
-        first, unary_start, low_start = first + count, unary_start + unary, low_start + low
-    columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3).t().contiguous().to(device)
+    table = fields_of(tuple(counts), tuple(numels), device)
+    column = {name: table[:, number] for number, name in enumerate(Field._fields)}
+    firsts, widths = column["first"], column["width"]
+    # Element e of a message adds e and e * width.
+    columns = torch.stack([widths, column["unary"] - firsts, column["low"] - firsts * widths])
+    num_elements = sum(counts)
     owner: Tensor | None = None
     if len(counts) > 1:
-        owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64).to(device), output_size=first)
-    for start in range(0, first, CHUNK):
-        part = slice(start, min(start + CHUNK, first))
+        owner = torch.repeat_interleave(column["num_sent"], output_size=num_elements)
+    for start in range(0, num_elements, CHUNK):
+        part = slice(start, min(start + CHUNK, num_elements))
         number = torch.arange(part.start, part.stop, device=device)
         # One tensor has one of each, whatever the element.
-        mine = columns if owner is None else [column.index_select(0, owner[part]) for column in columns]
+        mine = columns if owner is None else [each.index_select(0, owner[part]) for each in columns]
         width, unary, low = mine
         yield part, width, unary + number, low + number.mul_(width)

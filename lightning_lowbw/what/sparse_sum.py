@@ -289,8 +289,8 @@ class SparseSum:
 
     def _unpack(self, message: Tensor, capacity: int, count: int) -> Sparse:
         """Return the first `count` elements of a message that has room for `capacity`."""
-        ((positions, values),) = self.codec.decode(message, [capacity], [self._numel(capacity)])
-        return positions[:count], values[:count]
+        positions, values = self.codec.decode(message.unsqueeze(0), [capacity], [self._numel(capacity)])
+        return positions[0, :count], values[0, :count]
 
 
 def even_boundaries(numels: Sequence[int], counts: Sequence[int], num_ranks: int) -> tuple[int, ...]:

@@ -205,36 +205,21 @@ class TopK:
         numels = [numel for numel in numels if numel]
         return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
 
-    def encode(self, parts: Sequence[Sparse], numels: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Return a message with the selected elements, and of each tensor what it rounds away.
+    def decode(self, messages: Tensor, numels: Sequence[int], density: float | None) -> tuple[Tensor, Tensor]:
+        """Return what participants have sent: positions int64 and values float32, shape (messages, elements).
 
         Args:
-            parts: (positions int64, ascending; values float32) of each tensor that is not empty.
-            numels: elements of each.
-
-        Returns:
-            uint8, shape (nbytes,); and ``values - values sent`` of each tensor: float32.
-        """
-        message = self.codec.encode(parts, numels)
-        sent = self.codec.decode_values(message, [values.numel() for _, values in parts], numels)
-        return message, [values - each for (_, values), each in zip(parts, sent, strict=True)]
-
-    def decode(self, messages: Sequence[Tensor], numels: Sequence[int], density: float | None) -> list[list[Sparse]]:
-        """Return the sparse vectors of each tensor, one per participant, in the order of the messages.
-
-        Args:
-            messages: of all participants.
+            messages: of all participants; uint8, shape (messages, nbytes).
             numels: elements of each tensor that is not empty.
             density: at which was selected.
         """
         counts = [self.num_sent(numel, density) for numel in numels]
-        decoded = [self.codec.decode(message, counts, numels) for message in messages]
-        of_tensor = [[of_one[number] for of_one in decoded] for number in range(len(numels))]
+        positions, values = self.codec.decode(messages, counts, numels)
         if self.clip_to_median:
-            return [
-                self._clip(parts, self.layout(numel, density)) for parts, numel in zip(of_tensor, numels, strict=True)
-            ]
-        return of_tensor
+            layouts = [self.layout(numel, density) for numel in numels]
+            of_tensor = zip(values.split(counts, dim=1), layouts, strict=True)
+            values = torch.cat([self._clip(each, layout) for each, layout in of_tensor], 1)
+        return positions, values
 
     def average_(self, out: Tensor, parts: Sequence[Sparse]) -> None:
         """Average sparse vectors, one per participant, into a dense one, in the order of the participants.
@@ -276,20 +261,18 @@ class TopK:
         return positions, scratch[positions]
 
     @staticmethod
-    def _clip(parts: Sequence[Sparse], layout: ChunkLayout) -> list[Sparse]:
-        """Scale each participant's values of a chunk down to the median of all norms."""
-        values = torch.stack([values for _, values in parts])
+    def _clip(values: Tensor, layout: ChunkLayout) -> Tensor:
+        """Scale values of a chunk, shape (participants, elements), down to the median of all participants' norms."""
         num_full, k, k_last = layout.num_full, layout.k, layout.k_last
         squares = values.double().square_()  # of few bits each, so that their sums are exact but for "float32"
-        norms = squares[:, : num_full * k].view(len(values), num_full, k).sum(2)
+        norms = squares[:, : num_full * k].reshape(len(values), num_full, k).sum(2)
         if k_last:
             norms = torch.cat([norms, squares[:, num_full * k :].sum(1, keepdim=True)], 1)
         ordered = norms.sqrt_().sort(0).values
         median = (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
         scale = torch.where(norms > median, median / norms, 1.0).float()
         counts = torch.tensor([k] * num_full + [k_last] * bool(k_last), device=values.device)
-        clipped = values * scale.repeat_interleave(counts, dim=1)
-        return [(positions, each) for (positions, _), each in zip(parts, clipped, strict=True)]
+        return values * scale.repeat_interleave(counts, dim=1)
 
 
 SPARSE_LOCO: dict[str, Any] = {

@@ -25,6 +25,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.table import upload
+
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
 VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
 FLOAT_NAMES = VALUE_NAMES[:3]  # those that can be summed on the way
@@ -53,7 +55,7 @@ class ValueFormat(Protocol):
         ...
 
     def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the values that `encode` has written: float32, shape (sum(counts),)."""
+        """Return the values that `encode` has written: float32, shape (sum(counts),); of several messages in rows."""
         ...
 
 
@@ -95,7 +97,8 @@ class LevelFormat:
         return sum(_num_blocks(counts)) * EXTREME_BYTES + -(-sum(counts) * self.bits // 8)
 
     def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        pieces = list(_pieces(counts))
+        # What a GPU takes from its memory at once it need not take in pieces.
+        pieces = [list(counts)] if values.is_cuda else list(_pieces(counts))
         of_piece = values.split([sum(piece) for piece in pieces])
         coded = [self._encode_blocks(*each) for each in zip(of_piece, pieces, strict=True)]
         extremes, codes = (torch.cat(column) for column in zip(*coded, strict=True))
@@ -135,17 +138,18 @@ class LevelFormat:
 
     def _unpack(self, data: Tensor, count: int) -> Tensor:
         codes = [(data >> shift) & ((1 << self.bits) - 1) for shift in range(0, 8, self.bits)]
-        return torch.stack(codes, 1).view(-1)[:count]
+        return torch.stack(codes, -1).flatten(-2)[..., :count]
 
     def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
         split = sum(_num_blocks(counts)) * EXTREME_BYTES
-        lowest, highest = data[:split].view(torch.int16).view(-1, 2).to(torch.int32).unbind(1)
-        codes = self._unpack(data[split:], sum(counts))
+        extremes = data[..., :split].view(torch.int16).to(torch.int32).unflatten(-1, (-1, 2))
+        lowest, highest = extremes.unbind(-1)
+        codes = self._unpack(data[..., split:], sum(counts))
         has_zero, lowest = lowest < 0, lowest.abs()
         step = ((highest - lowest) << HALF) // (self.num_levels - 1)
         level, row = codes & (self.num_levels - 1), _rows(counts, data.device)
-        bits = step.index_select(0, row).mul_(level).add_((lowest << HALF).index_select(0, row))
-        magnitudes = bits.mul_((level != 0) | ~has_zero.index_select(0, row)).view(torch.float32)
+        bits = step.index_select(-1, row).mul_(level).add_((lowest << HALF).index_select(-1, row))
+        magnitudes = bits.mul_((level != 0) | ~has_zero.index_select(-1, row)).view(torch.float32)
         return magnitudes.mul_(1.0 - (codes >> (self.bits - 1)) * 2.0)
 
 
@@ -233,8 +237,8 @@ def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
     for count, blocks in zip(counts, _num_blocks(counts), strict=True):
         shifts.append(row * BLOCK - first)
         first, row = first + count, row + blocks
-    owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64).to(device), output_size=first)
-    shift = torch.tensor(shifts, dtype=torch.int64).to(device).index_select(0, owner)
+    owner = torch.repeat_interleave(upload(counts, torch.int64, device), output_size=first)
+    shift = upload(shifts, torch.int64, device).index_select(0, owner)
     return shift.add_(torch.arange(first, device=device))
 
 
@@ -245,7 +249,7 @@ def _members(counts: Sequence[int], device: torch.device) -> Tensor:
         shifts.append(first - row * BLOCK)
         ends.append(first + count - 1)
         first, row = first + count, row + blocks
-    owner = torch.repeat_interleave(torch.tensor(_num_blocks(counts), dtype=torch.int64).to(device), output_size=row)
-    table = torch.tensor([shifts, ends], dtype=torch.int64).to(device)
+    owner = torch.repeat_interleave(upload(_num_blocks(counts), torch.int64, device), output_size=row)
+    table = upload([shifts, ends], torch.int64, device)
     slots = torch.arange(row * BLOCK, device=device).view(row, BLOCK)
     return (slots + table[0].index_select(0, owner).unsqueeze(1)).minimum(table[1].index_select(0, owner).unsqueeze(1))

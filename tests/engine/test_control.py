@@ -67,6 +67,6 @@ def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
     ("are_finite", "fault"), [([True], 0), ([True] * 3, 0), ([False], 1), ([True, True, False, False], 3)]
 )
 def test_the_first_that_is_not_finite_is_named(are_finite: list[bool], fault: int) -> None:
-    told = first_fault([torch.tensor(each) for each in are_finite])
+    told = first_fault([torch.tensor(not each) for each in are_finite])
     assert told.dtype == torch.float32
     assert told.item() == fault

@@ -12,14 +12,20 @@ WARP_SIZE = 32
 POINTERS = {
     name: f"*{type_name}"
     for type_name, names in {
-        "i64": "table block_ends ends sent_positions addresses",
+        "i64": "table block_ends ends fields residuals sent_positions",
         "i32": "owners counts block_counts block_bases positions ordered_positions kth left bins num_greater num_ties "
         "ends_greater ends_ties",
         "fp32": "factors thresholds values ordered_values sent_values",
     }.items()
     for name in names.split()
 }
-SCALARS = {"first": "i32", "num_tensors": "i32", "numel": "i32", "limit": "fp32", "scale": "fp32"}
+SCALARS = {
+    **dict.fromkeys(
+        ["first", "num_tensors", "num_messages", "num_elements", "message_words", "first_value", "turns"], "i32"
+    ),
+    **dict.fromkeys(["limit", "scale"], "fp32"),
+}
+IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "rates": "*fp32"}  # not as in the selection
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:
@@ -29,6 +35,8 @@ def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options:
     from triton.compiler import ASTSource
 
     types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
+    if "counts" not in kernel.arg_names:  # of the selection
+        types |= {**IN_MESSAGES, "sent_values": f"*{constants.get('V')}"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in POINTERS}
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, aligned)
     compiled = triton.compile(source, GPUTarget("cuda", capability, WARP_SIZE), {**gpu.OPTIONS, **options})
@@ -62,7 +70,9 @@ def main() -> None:
             ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
             ("count,", triton_kernels.count_kernel, blocks, {}),
             ("take,", triton_kernels.take_kernel, take, {}),
-            ("scatter,", triton_kernels.scatter_kernel, {"BLOCK": gpu.SCATTER_BLOCK}, {}),
+            ("pack,", triton_kernels.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
+            ("unpack,", triton_kernels.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
+            ("apply,", triton_kernels.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
         ):  # fmt: skip
             ptx = assembly(kernel, capability, constants, **options)
             wide = [name for name in ("ld.global.v4.b32", "st.global.v4.b32") if name in ptx]

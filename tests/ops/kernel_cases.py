@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.ops import dispatch, gpu, reference
-from lightning_lowbw.ops.gpu import SCATTER_BLOCK, SELECT_BLOCK
-from lightning_lowbw.ops.reference import SecondMoment, Segment
+from lightning_lowbw.ops.gpu import APPLY_BLOCK, SELECT_BLOCK
+from lightning_lowbw.ops.reference import Arrival, SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Workspace
+from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import SampledSelector, Selection
+from lightning_lowbw.what.values import VALUE_NAMES
 from tests.ops.bits import equal_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +31,9 @@ WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 # (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
 SIZES = [(1, 1), (7, 3), (200, 1), (BLOCK - 1, 5), (BLOCK, 3), (BLOCK + 1, 4), (BLOCK + 8, 600), (3 * BLOCK + 13, 6)]
 LARGE = (2 * BLOCK, 4)
-KERNELS = tuple(f"{n}_kernel" for n in "correct order plan digits choose count take scatter".split())
+KERNELS = tuple(
+    f"{n}_kernel" for n in ["correct", "order", "plan", "digits", "choose", "count", "take", "pack", "unpack", "apply"]
+)
 
 
 def make(
@@ -473,40 +477,80 @@ def test_what_the_kernels_do_not_take(changes: dict[str, Any]) -> None:
         gpu.compress_many_([segment], value_dtype=FLOAT32, masking=True, workspace=Workspace())
 
 
-# scatter_mean_many_ ---------------------------------------------------------------------------------------------------
+# Messages -------------------------------------------------------------------------------------------------------------
+
+# (numel, k): one of one, all, none beside others, low bits that straddle words, more than a program looks at at a time
+WIRE_SIZES = [[(1, 1)], [(70, 70)], [(5, 0), (1000, 3), (33, 31)], [(BLOCK + 1, 4), (300, 1), (64, 64), (9, 2)]]
+WIRE_SIZES += [[(1 << 30, 37), (100_000, 1500)]]
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
-def test_scatter_mean(value_dtype: torch.dtype, index_dtype: torch.dtype) -> None:
-    """Ranks that send the same positions and others, the first and last among them; the sum is in rank order."""
-    numels, counts = [1, 50, 3000, 70], [1, 20, SCATTER_BLOCK + 3, 70]
-    outs = [torch.full((numel,), float("nan"), device=DEVICE) for numel in numels]
-    twins = [out.clone() for out in outs]
-    parts = []
-    for rank in range(3):
-        positions = [torch.randperm(numel)[:count] for numel, count in zip(numels, counts, strict=True)]
-        values = torch.randn(sum(counts)) * 1000.0**rank
-        parts.append((torch.cat(positions).to(DEVICE), values.to(value_dtype).to(DEVICE)))
-    gpu.scatter_mean_many_(outs, counts, [(positions.to(index_dtype), values) for positions, values in parts])
-    reference.scatter_mean_many_(twins, counts, parts)
-    assert all(equal_bits(a, b) for a, b in zip(outs, twins, strict=True))
-    gpu.scatter_mean_many_(outs, counts, [(positions.to(index_dtype), values) for positions, values in parts[::-1]])
-    assert not all(a.equal(b) for a, b in zip(outs, twins, strict=True))  # else the order would not have been tested
+def draw_parts(sizes: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    positions = [torch.randint(numel, (4 * k,)).unique()[:k] if k < numel // 2 else torch.randperm(numel)[:k].sort()[0]
+                 for numel, k in sizes]  # fmt: skip
+    return [(each.to(DEVICE), torch.randn(each.numel()).mul_(1e3).to(DEVICE)) for each in positions]
 
 
-def test_scatter_mean_of_nothing() -> None:
-    outs = [torch.ones(5, device=DEVICE), torch.ones(3, device=DEVICE)]
-    nothing = (torch.empty(0, dtype=torch.int64, device=DEVICE), torch.empty(0, device=DEVICE))
-    gpu.scatter_mean_many_(outs, [0, 0], [nothing, nothing])
-    assert not torch.cat(outs).any()
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+@pytest.mark.parametrize("sizes", WIRE_SIZES, ids=str)
+def test_messages_are_those_of_a_cpu(
+    sizes: list[tuple[int, int]], value_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes, the same of them again, and the same put back into the residuals."""
+    codec, parts, numels = SparseCodec(value_dtype), draw_parts(sizes), [numel for numel, _ in sizes]
+    counts = [positions.numel() for positions, _ in parts]
+    small = min(max(numels), 1 << 20)  # that of 2^30 elements has no memory: its residual is looked at where it is
+    residuals = [torch.ones(min(numel, small), device=DEVICE) for numel in numels]
+    twins = [each.clone() for each in residuals]
+    has_room = small == max(numels)
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    expected = codec.encode(parts, numels, twins if has_room else None)
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    message = codec.encode(parts, numels, residuals if has_room else None)
+    assert message.equal(expected)
+    assert all(a.equal(b) for a, b in zip(residuals, twins, strict=True))
+    rows = torch.stack([message, message]).repeat(1, 2)[:, : message.numel()]  # as among those of other sizes
+    found = codec.decode(rows, counts, numels)
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    assert all(equal_bits(a, b) for a, b in zip(found, codec.decode(rows, counts, numels), strict=True))
+
+
+@pytest.mark.parametrize("num_messages", [1, 3])
+@pytest.mark.parametrize("steps", [False, True])
+def test_average(steps: bool, num_messages: int) -> None:
+    """Positions that several have sent and others, the first and last among them; summed in one order."""
+    numels, counts = [1, 50, 3000, 70, 3000], [1, 20, APPLY_BLOCK + 3, 70, 2]
+    first, rows = [0, 1, 21, 0, 70], [0, 0, 0, 1, 1]
+    shape = 2, num_messages, sum(counts)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    values = torch.randn(shape) * 1000.0 ** torch.arange(num_messages).view(-1, 1)
+    for numel, count, start, row in zip(numels, counts, first, rows, strict=True):
+        for message in range(num_messages):
+            positions[row, message, start : start + count] = torch.randperm(numel)[:count].sort().values
+    positions, values = positions.to(DEVICE), values.to(DEVICE)
+
+    def draw() -> list[Arrival]:
+        outs = [torch.full((numel,), float("nan"), device=DEVICE) for numel in numels]
+        weights = [torch.linspace(1, 2, numel, device=DEVICE) if steps else None for numel in numels]
+        columns = zip(outs, rows, first, counts, weights, strict=True)
+        return [Arrival(*each, 2.0**-number) for number, each in enumerate(columns)]
+
+    def results(arrivals: list[Arrival]) -> list[Tensor]:
+        return [each.out if each.weight is None else each.weight for each in arrivals]
+
+    found, expected, other = draw(), draw(), draw()
+    gpu.average_many_(found, positions, values)
+    reference.average_many_(expected, positions, values)
+    assert all(equal_bits(a, b) for a, b in zip(results(found), results(expected), strict=True))
+    if num_messages > 1:  # else the order would not have been tested
+        gpu.average_many_(other, positions.flip(1), values.flip(1))
+        assert not all(a.equal(b) for a, b in zip(results(other), results(expected), strict=True))
 
 
 def test_averages_are_wide_and_contiguous() -> None:
-    part = (torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE))
+    positions, values = torch.zeros(1, 1, 1, dtype=torch.int64, device=DEVICE), torch.ones(1, 1, 1, device=DEVICE)
     for out in (torch.ones(4, device=DEVICE).bfloat16(), torch.ones(4, 2, device=DEVICE)[:, 0]):
         with pytest.raises(ValueError, match="float32 and contiguous"):
-            gpu.scatter_mean_many_([out], [1], [part])
+            gpu.average_many_([Arrival(out, 0, 0, 1)], positions, values)
 
 
 # Before the training, and in a selection ------------------------------------------------------------------------------
@@ -544,7 +588,7 @@ def test_a_kernel_that_does_not_compile_is_told_and_all_are_disabled(
 
 def test_a_kernel_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "is_available", lambda device: True)
-    monkeypatch.setattr(gpu, "scatter_mean_many_", lambda outs, counts, parts: outs[0].fill_(1.0))
+    monkeypatch.setattr(gpu, "average_many_", lambda arrivals, positions, values: arrivals[0].out.fill_(9.0))
     reason = dispatch.prepare(torch.device(DEVICE))
     assert reason is not None
     assert "something else than plain torch" in reason

@@ -77,12 +77,3 @@ def test_disabling_one_device_leaves_the_other() -> None:
     dispatch.disable(torch.device("cuda"), "no compiler")
     assert gpu._faults == ["no compiler"]
     assert compiled._faults == []
-
-
-def test_averages_without_kernels_are_the_references() -> None:
-    outs, twins = [torch.empty(5), torch.empty(3)], [torch.empty(5), torch.empty(3)]
-    parts = [(torch.tensor([1, 4, 0]), torch.randn(3)), (torch.tensor([1, 2, 2]), torch.randn(3))]
-    dispatch.scatter_mean_many_(outs, [2, 1], parts)
-    reference.scatter_mean_many_(twins, [2, 1], parts)
-    assert all(a.equal(b) for a, b in zip(outs, twins, strict=True))
-    dispatch.scatter_mean_many_([], [], [])

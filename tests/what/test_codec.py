@@ -47,11 +47,13 @@ def test_what_comes_out_is_what_the_values_became(value_dtype: str, sizes: list[
     values = torch.cat([values for _, values in parts])
     value_format = make_value_format(value_dtype)
     assert torch.cat(sent).equal(value_format.decode(value_format.encode(values, counts), counts))
-    decoded = codec.decode(message, counts, numels)
-    assert len(decoded) == len(parts)
-    for (indices, _), mine, (decoded_indices, decoded_values) in zip(parts, sent, decoded, strict=True):
-        assert decoded_indices.equal(indices)
-        assert decoded_values.equal(mine)
+    positions, decoded = codec.decode(message.unsqueeze(0), counts, numels)
+    assert positions[0].equal(torch.cat([indices for indices, _ in parts]))
+    assert decoded[0].equal(torch.cat(sent))
+    residuals = [torch.zeros(numel) for numel in numels]
+    assert codec.encode(parts, numels, residuals).equal(message)
+    for residual, (indices, exact), mine in zip(residuals, parts, sent, strict=True):
+        assert residual[indices].equal(exact - mine)
 
 
 @pytest.mark.parametrize("value_dtype", VALUE_NAMES)
@@ -61,10 +63,9 @@ def test_messages_lie_behind_one_another(value_dtype: str) -> None:
     counts, numels = split(sizes)
     ranks = [make_parts(sizes) for _ in range(3)]
     gathered = torch.stack([codec.encode(parts, numels) for parts in ranks])
-    for parts, row in zip(ranks, gathered, strict=True):
-        for (indices, values), decoded in zip(parts, codec.decode(row, counts, numels), strict=True):
-            assert decoded[0].equal(indices)
-            torch.testing.assert_close(decoded[1], values, rtol=0.1, atol=0.0)
+    for parts, *decoded in zip(ranks, *codec.decode(gathered, counts, numels), strict=True):
+        assert decoded[0].equal(torch.cat([indices for indices, _ in parts]))
+        torch.testing.assert_close(decoded[1], torch.cat([values for _, values in parts]), rtol=0.1, atol=0.0)
 
 
 @pytest.mark.parametrize("value_dtype", VALUE_NAMES)
@@ -102,16 +103,17 @@ def test_a_message_of_the_wrong_size_is_refused(change: int) -> None:
     codec, counts, numels = SparseCodec("int8"), [4, 2], [100, 50]
     size = codec.nbytes(counts, numels)
     message = torch.zeros(size + change, dtype=torch.uint8)
-    for decode in (codec.decode, codec.decode_values):
-        with pytest.raises(ValueError, match=f"A message of {size + change} bytes; {size} were expected"):
-            decode(message, counts, numels)
+    with pytest.raises(ValueError, match=f"A message of {size + change} bytes; {size} were expected"):
+        codec.decode_values(message, counts, numels)
+    with pytest.raises(ValueError, match=f"A message of {size + change} bytes; {size} were expected"):
+        codec.decode(message.unsqueeze(0), counts, numels)
 
 
 def test_a_message_of_zeros_is_refused() -> None:
     codec = SparseCodec("int8")
     message = torch.zeros(codec.nbytes([4], [100]), dtype=torch.uint8)
     with pytest.raises(ValueError, match="0 positions; 4 were expected"):
-        codec.decode(message, [4], [100])
+        codec.decode(message.unsqueeze(0), [4], [100])
 
 
 def test_codecs_are_values() -> None:
@@ -125,8 +127,6 @@ def test_what_a_gpu_sends_is_the_same_on_a_cpu(value_dtype: str) -> None:
     codec, sizes = SparseCodec(value_dtype), STEPS[2]
     counts, numels = split(sizes)
     parts = [(indices.cuda(), values.cuda()) for indices, values in make_parts(sizes)]
-    message = codec.encode(parts, numels)
-    pairs = zip(codec.decode(message, counts, numels), codec.decode(message.cpu(), counts, numels), strict=True)
-    for on_gpu, on_cpu in pairs:
-        assert on_gpu[0].cpu().equal(on_cpu[0])
-        assert on_gpu[1].cpu().equal(on_cpu[1])
+    message = codec.encode(parts, numels).unsqueeze(0)
+    on_gpu, on_cpu = (codec.decode(each, counts, numels) for each in (message, message.cpu()))
+    assert all(a.cpu().equal(b) for a, b in zip(on_gpu, on_cpu, strict=True))

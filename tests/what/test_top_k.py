@@ -53,17 +53,16 @@ def send_(payload: TopK, residuals: list[Tensor], changes: list[Tensor]) -> Tens
             k_last=k_last,
         )
     parts = Selection(payload.selection).compress_(segments, masking=False)
-    message, rounded = payload.encode(parts, [residual.numel() for residual in residuals])
-    for residual, (positions, _), error in zip(residuals, parts, rounded, strict=True):
-        residual.index_add_(0, positions, error)
-    return message
+    return payload.codec.encode(parts, [residual.numel() for residual in residuals], residuals)
 
 
 def receive(payload: TopK, messages: list[Tensor], numels: list[int]) -> list[Tensor]:
     """Return the mean of each tensor, from the messages of all participants."""
     means = [torch.empty(numel) for numel in numels]
-    for mean, parts in zip(means, payload.decode(messages, numels, None), strict=True):
-        payload.average_(mean, parts)
+    decoded = payload.decode(torch.stack(messages), numels, None)
+    columns = zip(*(each.split([payload.num_sent(n) for n in numels], dim=1) for each in decoded), strict=True)
+    for mean, (positions, values) in zip(means, columns, strict=True):
+        payload.average_(mean, list(zip(positions, values, strict=True)))
     return means
 
 
