@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.table import upload
+from lightning_lowbw.ops.table import constant, upload
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20, which float32 carries exactly
@@ -72,6 +72,7 @@ def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
 
 def first_fault(faults: Sequence[Tensor]) -> Tensor:
     """Return 1 + the index of the first that is set, else 0: float32, a scalar on the device."""
-    none = len(faults) + 1
-    numbers = torch.arange(1, none, dtype=torch.float32, device=faults[0].device)
-    return torch.where(torch.stack(list(faults)), numbers, none).amin().remainder(none)
+    device, none = faults[0].device, len(faults) + 1
+    numbers = constant(tuple(range(1, none)), torch.float32, device)
+    none_set = constant((none,), torch.float32, device)
+    return torch.where(torch.stack(list(faults)), numbers, none_set).amin().remainder(none)

@@ -15,6 +15,7 @@ from lightning_lowbw.engine.control import control_message, first_fault
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.ops.reference import Segment, are_not_finite, as_real
+from lightning_lowbw.ops.table import constant
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.peers import Peers
@@ -186,7 +187,7 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later:
         if gradient is not None and parameter not in later and parameter not in known:
             unlooked[parameter] = gradient
     known.update(zip(unlooked, are_not_finite(list(unlooked.values())), strict=True))
-    nothing = torch.zeros((), dtype=torch.bool, device=slots[0].parameter.device)
+    nothing = constant((False,), torch.bool, slots[0].parameter.device).squeeze()
     return first_fault([known.get(slot.parameter, nothing) for slot in slots])
 
 

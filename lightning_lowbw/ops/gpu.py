@@ -10,6 +10,7 @@ of the tensor instead of its candidates, five times 4 bytes per element more.
 from __future__ import annotations
 
 import importlib.util
+import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops.reference import Arrival, Segment
-from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, takes, upload
+from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, constant, takes, upload
 
 __all__ = [
     "BLOCK",
@@ -117,15 +118,14 @@ def _correct(workspace: Workspace) -> None:
     from lightning_lowbw.ops.triton_kernels import correct_kernel, order_kernel
 
     w = workspace
-    w.counts.zero_()
     for kind, first, num_blocks in w.launches:
         correct_kernel[(num_blocks,)](
-            w.table, w.factors, w.thresholds, w.owners, w.counts, w.block_counts, w.block_bases, w.positions, w.values,
+            w.table, w.factors, w.thresholds, w.owners, w.counting, w.block_counts, w.block_bases, w.positions, w.values,
             first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8, **OPTIONS,
         )  # fmt: skip
     block_ends = w.block_counts.cumsum(0)
     order_kernel[(w.owners.numel(),)](
-        w.table, w.owners, w.counts, w.block_counts, w.block_bases, block_ends, w.positions, w.values,
+        w.table, w.owners, w.counting, w.block_counts, w.block_bases, block_ends, w.positions, w.values,
         w.ordered_positions, w.ordered_values, BLOCK=ORDER_BLOCK, num_warps=1,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
     blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": triton.next_power_of_2(num_tensors)}
     source = (w.table, w.counts, w.ordered_positions, w.ordered_values, w.ends, w.kth)
     grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)
-    plan_kernel[(1,)](w.table, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
+    plan_kernel[(1,)](w.table, w.counting, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
     for turn, (shift, bits) in enumerate(DIGITS):
         digit = {"SHIFT": shift, "BITS": bits, "WIDTH": BINS}
         digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
@@ -169,12 +169,13 @@ def pack(
     message: Tensor,
     sent: Tensor,
     residuals: Sequence[Tensor] | None,
+    *,
+    is_written: bool = False,
 ) -> None:
     """Write positions and values into a message: one launch. Twin of `what.positions.pack`.
 
     In place:
-        the front of `message`; `sent`, unless it is float32 of its own; the residuals, to which is added what is
-        rounded away.
+        the front of `message`; `sent`, unless it is written; the residuals, to which is added what is rounded away.
 
     Args:
         positions: int64, shape (elements,); see `what.positions.pack`.
@@ -182,9 +183,9 @@ def pack(
         fields: table of `Field`: int64, shape (tensors, columns).
         longest: elements of the tensor that has most.
         message: int32, zeros.
-        sent: the part of the message for the values, in the float dtype they are rounded to; or what a receiver
-            decodes, float32 and not a part of the message: then they are written already.
+        sent: the part of the message for the values, in the float dtype they are rounded to.
         residuals: of each tensor: float32, contiguous; None: what is rounded away is lost.
+        is_written: whether `sent` is what a receiver decodes of values that are in the message already: float32.
     """
     import triton.language as tl
 
@@ -193,10 +194,9 @@ def pack(
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
         pack_kernel[(len(fields), -(-longest // PACK_BLOCK))](
-            fields, positions, values, upload(addresses, torch.int64, positions.device), message, sent,
+            fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message, sent,
             torch.finfo(sent.dtype).max, V=getattr(tl, str(sent.dtype).removeprefix("torch.")),
-            IS_SENT=sent.untyped_storage().data_ptr() != message.untyped_storage().data_ptr(), BLOCK=PACK_BLOCK,
-            **OPTIONS,
+            IS_SENT=is_written, BLOCK=PACK_BLOCK, **OPTIONS,
         )  # fmt: skip
 
 
@@ -264,6 +264,7 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
                 num_sent=arrival.count,
                 shift=shift,
                 first_tile=first_tile,
+                rate=int.from_bytes(struct.pack("<f", arrival.rate), "little", signed=True),
             )
         )
     owners = _tile_owners(shapes, device)
@@ -272,9 +273,8 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
         if not steps:
             torch._foreach_zero_([arrival.out for arrival in arrivals])
         table = upload(rows, torch.int64, device)
-        rates = upload([arrival.rate for arrival in arrivals], torch.float32, device)
         apply_kernel[(len(owners),)](
-            table, owners, rates, positions, values, num_messages, num_elements, turns, 1.0 / num_messages,
+            table, owners, positions, values, num_messages, num_elements, turns, 1.0 / num_messages,
             MESSAGES=triton.next_power_of_2(num_messages), STEPS=steps, BLOCK=APPLY_BLOCK, **OPTIONS,
         )  # fmt: skip
 
@@ -294,5 +294,5 @@ def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], 
 
 @lru_cache(maxsize=64)
 def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    numbers = torch.tensor(_tiles(shapes)[1], dtype=torch.int64)
-    return torch.repeat_interleave(torch.arange(len(shapes)), numbers).to(device, torch.int32)
+    numbers = _tiles(shapes)[1]
+    return upload([owner for owner, number in enumerate(numbers) for _ in range(number)], torch.int32, device)

@@ -7,6 +7,7 @@ when an address, a length or a factor has changed. On a CPU the segments themsel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,7 @@ class Arrived(NamedTuple):
     num_sent: int  # elements there
     shift: int  # a tile has 2^shift elements
     first_tile: int
+    rate: int  # of the step: the bits of a float32
 
 
 class Kind(NamedTuple):
@@ -157,7 +159,7 @@ class Workspace:
             self.launches.append((kind, rows[mine[0]].first_block, sum(num_blocks[number] for number in mine)))
             owners += [torch.full((num_blocks[number],), number, dtype=torch.int32) for number in mine]
         self.owners = torch.cat(owners).to(device)
-        self.counts = torch.zeros(len(rows), dtype=torch.int32, device=device)
+        self.counts, self.counting = torch.zeros(2, len(rows), dtype=torch.int32, device=device)
         self.block_counts = torch.empty_like(self.owners)
         self.block_bases = torch.empty_like(self.owners)
         # Of the selection, whose blocks are at most as many.
@@ -275,6 +277,12 @@ def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
         first_candidate += capacity
         first_output += segment.num_sent
     return rows
+
+
+@lru_cache(maxsize=64)
+def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what `upload` does, once for the same numbers: it is not to be written to."""
+    return upload(numbers, dtype, device)
 
 
 def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

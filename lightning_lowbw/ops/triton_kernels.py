@@ -56,6 +56,7 @@ ARRIVED_GROUP = tl.constexpr(Arrived._fields.index("group"))
 ARRIVED_FIRST = tl.constexpr(Arrived._fields.index("first"))
 ARRIVED_NUM_SENT = tl.constexpr(Arrived._fields.index("num_sent"))
 ARRIVED_SHIFT = tl.constexpr(Arrived._fields.index("shift"))
+ARRIVED_RATE = tl.constexpr(Arrived._fields.index("rate"))
 ARRIVED_FIRST_TILE = tl.constexpr(Arrived._fields.index("first_tile"))
 
 
@@ -191,15 +192,18 @@ def has_candidates(row, count):
 
 
 @triton.jit
-def plan_kernel(table, counts, ends, kth, left, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr):
+def plan_kernel(table, counting, counts, ends, kth, left, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr):
     """Share the selection out in blocks: the first `ends[t]` are those of the tensors up to t.
 
-    Grid: (1,). `kth` and `left` are set to where `choose_kernel` starts: no digit is known, and k are to be found.
+    Grid: (1,). `counts` becomes `counting`, and this zeros, for the next step. `kth` and `left` are set to where
+    `choose_kernel` starts: no digit is known, and k are to be found.
     """
     tensors = tl.arange(0, TENSORS)
     exists = tensors < num_tensors
     rows = table + tensors * NUM_COLUMNS
-    count = tl.load(counts + tensors, mask=exists, other=0)
+    count = tl.load(counting + tensors, mask=exists, other=0)
+    tl.store(counts + tensors, count, mask=exists)
+    tl.store(counting + tensors, 0, mask=exists)
     k = tl.load(rows + K, mask=exists, other=0)
     is_short = (count >= k) & (count <= tl.load(rows + CAPACITY, mask=exists, other=0))
     length = tl.where(is_short, count, tl.load(rows + NUMEL, mask=exists, other=0))
@@ -466,7 +470,7 @@ def unpack_kernel(
 
 @triton.jit
 def apply_kernel(
-    table, owners, rates, positions, values, num_messages, num_elements, turns, scale,
+    table, owners, positions, values, num_messages, num_elements, turns, scale,
     MESSAGES: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Average what all participants have sent for a tile of a tensor, in their order: `reference.average_many_`.
@@ -522,7 +526,7 @@ def apply_kernel(
             tl.store(out + position, tl.load(out + position, mask=inside, other=0.0) + addend, mask=inside)
     if STEPS:
         weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(tl.float32))
-        rate = tl.load(rates + tensor)
+        rate = tl.load(row + ARRIVED_RATE).to(tl.int32).to(tl.float32, bitcast=True)
         for message in range(num_messages):
             tl.debug_barrier()
             stop = tl.sum(tl.where(messages == message, ends, 0), 0)

@@ -54,19 +54,21 @@ class SparseCodec:
             lost. What goes out is `decode_values`.
         """
         counts = [values.numel() for _, values in parts]
-        positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        positions, values = (joined(column) for column in zip(*parts, strict=True))
         words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
         value_format = make_value_format(self.value_dtype)
         if gpu.is_available(values.device):
             message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=values.device)
             data = message[words_bytes : words_bytes + data_bytes]
+            is_float = isinstance(value_format, FloatFormat)
             if isinstance(value_format, FloatFormat):
                 sent = data.view(value_format.dtype)
             else:
                 data.copy_(value_format.encode(values, counts))
                 sent = value_format.decode(data, counts)
             fields = fields_of(tuple(counts), tuple(numels), values.device)
-            gpu.pack(positions, values, fields, max(counts), message.view(torch.int32), sent, residuals)
+            words = message.view(torch.int32)
+            gpu.pack(positions, values, fields, max(counts), words, sent, residuals, is_written=not is_float)
             return message
         words = pack(positions, counts, numels)
         data = value_format.encode(values, counts)
@@ -123,3 +125,16 @@ class SparseCodec:
         """Return the bytes of positions, values and padding."""
         data_bytes = make_value_format(self.value_dtype).nbytes(counts)
         return num_words(counts, numels) * ALIGNMENT_BYTES, data_bytes, -data_bytes % ALIGNMENT_BYTES
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors behind one another; no copy where they lie so in memory, as the parts of a split do."""
+    first, *others = tensors
+    storage, end = first.untyped_storage()._cdata, first.storage_offset() + first.numel()
+    for tensor in others:
+        if tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end:
+            return torch.cat(list(tensors))
+        end += tensor.numel()
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return torch.cat(list(tensors))
+    return first.as_strided((end - first.storage_offset(),), (1,))

@@ -55,16 +55,10 @@ class MeanWork:
             dtype = wide_dtype(tensors[members[0]]) if members else torch.float32
             extra = 0 if self._buckets else control.numel()
             message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=control.device)
-            offset = 0
-            for part in parts:
-                view = message[offset : offset + part.numel()]
-                if part.dtype == dtype:
-                    torch.mul(part, weight, out=view)
-                else:  # which would multiply in the narrow type
-                    view.copy_(part).mul_(weight)
-                offset += part.numel()
+            room, rest = message.split([message.numel() - extra, extra])
+            _fill(room, parts, weight)
             if extra:
-                message[offset:] = control
+                rest.copy_(control)
             self._buckets.append(_Bucket(members, message, peers.begin_all_reduce_(message)))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
@@ -86,6 +80,18 @@ class MeanWork:
                 means[index] = bucket.message[offset : offset + numel].view(self._shapes[index])
                 offset += numel
         return means, self._buckets[0].message[-self._num_extra :].to(torch.float32)
+
+
+def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
+    """Write tensors, times the weight, behind one another; in the wide type, for they may be narrow."""
+    if room.is_cuda and parts:  # two launches, whatever their number
+        torch.cat(list(parts), out=room).mul_(weight)
+        return
+    for view, part in zip(room.split([part.numel() for part in parts]), parts, strict=True):
+        if part.dtype == view.dtype:
+            torch.mul(part, weight, out=view)
+        else:
+            view.copy_(part).mul_(weight)
 
 
 def average_gradients_(

@@ -13,7 +13,7 @@ POINTERS = {
     name: f"*{type_name}"
     for type_name, names in {
         "i64": "table block_ends ends fields residuals sent_positions",
-        "i32": "owners counts block_counts block_bases positions ordered_positions kth left bins num_greater num_ties "
+        "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater num_ties "
         "ends_greater ends_ties",
         "fp32": "factors thresholds values ordered_values sent_values",
     }.items()
@@ -25,7 +25,7 @@ SCALARS = {
     ),
     **dict.fromkeys(["limit", "scale"], "fp32"),
 }
-IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "rates": "*fp32"}  # not as in the selection
+IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32"}  # not as in the selection
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:

@@ -37,8 +37,9 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 @pytest.mark.slow
-def test_interpreted() -> None:
-    tests = '["-q", "-p", "no:cacheprovider", "tests/ops/kernel_cases.py"]'
+@pytest.mark.parametrize("name", ["kernel_cases", "kernel_steps"])
+def test_interpreted(name: str) -> None:
+    tests = ["-q", "-p", "no:cacheprovider", f"tests/ops/{name}.py"]
     output = run(f"import pytest; sys.exit(pytest.main({tests}))", TRITON_INTERPRET="1")
     assert " passed" in output
     assert "skipped" not in output

@@ -1,0 +1,244 @@
+"""What a sparse step on a GPU launches and waits for, counted without one.
+
+Tensors are fake, on a device "cuda" of which nothing but shapes exists; kernels of Triton are stubs. What is counted is
+each operation of torch that computes or copies something, each kernel, and each wait of the host for the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.ops import gpu, table
+from lightning_lowbw.what import positions
+from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.node_peers import NodePeers
+from lightning_lowbw.where.side_queue import SideQueue
+from lightning_lowbw.where.topology import Topology
+from tests.ops.test_table import resnet50_shapes
+
+triton_kernels = pytest.importorskip("lightning_lowbw.ops.triton_kernels")
+
+NUM_LAYERS, WIDTH, NUM_TOKENS = 24, 1024, 50_257
+# Operations that only look at a tensor otherwise, or make room for one.
+FREE = (
+    "view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes", "unbind", "detach", "expand",
+    "unsqueeze", "squeeze", "t", "transpose", "permute", "alias", "as_strided", "empty", "empty_like", "empty_strided",
+    "new_empty", "lift_fresh", "unfold", "view_as_real", "flatten", "unflatten", "new_empty_strided", "diagonal",
+    "narrow", "is_pinned", "resize_",
+)  # fmt: skip
+
+
+def transformer_shapes() -> list[tuple[int, ...]]:
+    """A decoder like GPT-2 medium: 354M parameters in 292 tensors."""
+    shapes = [(NUM_TOKENS, WIDTH), (1024, WIDTH)]
+    for _ in range(NUM_LAYERS):
+        for outputs, inputs in ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)):
+            shapes += [(outputs, inputs), (outputs,)]
+        shapes += [(WIDTH,)] * 4
+    return [*shapes, (WIDTH,), (WIDTH,)]
+
+
+def stand_in_for_the_device(monkeypatch: pytest.MonkeyPatch, count: Counter[str], num_ranks: int) -> None:
+    """Let fake tensors answer what only a device could, and count what the host waits for."""
+
+    def replace(name: str, answer: Callable[..., Any]) -> None:
+        monkeypatch.setattr(FakeTensor, name, answer, raising=False)
+
+    def wait(name: str, answer: Any) -> Callable[..., Any]:
+        def waiting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.is_cuda:
+                count[f"wait: {name}"] += 1
+            return answer(tensor) if callable(answer) else answer
+
+        return waiting
+
+    def on_host_or_uploaded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device") or next((each for each in args if isinstance(each, torch.device)), None)
+        if tensor.is_cuda or device is None or device.type != "cuda":
+            return Tensor.to(tensor, *args, **kwargs)
+        count["upload" if kwargs.get("non_blocking") else "wait: upload from pageable memory"] += 1
+        dtype = next((each for each in args if isinstance(each, torch.dtype)), tensor.dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device="cuda")
+
+    def set_item(tensor: Tensor, index: Any, value: Any) -> None:
+        target = indexed(tensor, index)
+        copy(target, value) if isinstance(value, Tensor) else target.fill_(value)
+
+    # Read are only control messages: all ranks have all gradients, none has a fault.
+    replace("tolist", wait("tolist", lambda each: [1.0] * (each.numel() - 2 * num_ranks) + [0.0] * 2 * num_ranks))
+    for name, answer in (("item", 1.0), ("__bool__", True), ("__float__", 1.0), ("__int__", 1), ("nonzero", None)):
+        replace(name, wait(name, answer))
+    replace("data_ptr", lambda each: 16 * each.untyped_storage()._cdata + each.storage_offset() * each.itemsize)
+    replace("pin_memory", lambda each: each)
+    replace("to", on_host_or_uploaded)
+    replace("copy_", copy)
+    replace("__getitem__", indexed)
+    replace("__setitem__", set_item)
+
+
+def copy(target: Tensor, source: Tensor) -> Tensor:
+    """Do what `copy_` does: torch's own would ask for the device."""
+    return target.mul_(source)
+
+
+def indexed(tensor: Tensor, index: Any) -> Tensor:
+    """Return what indexing does, by operations: Python's own would ask for the device."""
+    indices, dim = list(index) if isinstance(index, tuple) else [index], 0
+    if Ellipsis in indices:
+        place, missing = indices.index(Ellipsis), tensor.dim() - len(indices) + 1
+        indices[place : place + 1] = [slice(None)] * missing
+    for each in indices:
+        if isinstance(each, slice):
+            start, stop, step = each.indices(tensor.shape[dim])
+            if (start, stop, step) != (0, tensor.shape[dim], 1):
+                tensor = torch.ops.aten.slice.Tensor(tensor, dim, start, stop, step)
+            dim += 1
+        elif isinstance(each, int):
+            tensor = torch.ops.aten.select.int(tensor, dim, each)
+        elif each is None:
+            tensor, dim = tensor.unsqueeze(dim), dim + 1
+        else:
+            raise NotImplementedError(f"an index {each!r}")
+    return tensor
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch launches on the device."""
+
+    def __init__(self, count: Counter[str]) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        name = str(operation).split(".")[1 if str(operation).startswith("aten") else 0]
+        flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        on_device = any(isinstance(each, Tensor) and each.is_cuda for each in flat)
+        if on_device and name not in FREE and str(operation).startswith("aten"):
+            self.count[name] += 1
+        return result
+
+
+class Stub:
+    """Stands for a kernel."""
+
+    def __init__(self, count: Counter[str], name: str) -> None:
+        self.count, self.name = count, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(each > 0 for each in grid)
+        return lambda *args, **kwargs: self.count.update([self.name])
+
+
+class Done:
+    """Work that has ended."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+class Event:
+    """Stands for an event of CUDA."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+
+def count_step(
+    monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, ...]], optimizer: Any, peers: Any, *, has_scaler: bool
+) -> Counter[str]:
+    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer."""
+    count: Counter[str] = Counter()
+    for name in vars(triton_kernels):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(triton_kernels, name, Stub(count, name))
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(gpu, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(SideQueue, "begin", run_now)
+    stand_in_for_the_device(monkeypatch, count, peers.num_ranks)
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        parameters = [Parameter(torch.empty(shape, device="cuda"), requires_grad=False) for shape in shapes]
+        for parameter in parameters:
+            parameter.requires_grad_()
+        ours = optimizer(parameters)
+        worker = GradientWorker(DGC(exchange="all_gather"), ours, [(str(i), each) for i, each in enumerate(parameters)], peers)
+        for _ in range(2):  # the first makes what is kept
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            count.clear()
+            with worker.stepping():
+                reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
+                worker.prepare(reduced=reduced, looks=has_scaler)
+                worker.exchange(skip_nonfinite=has_scaler, applies=True)
+        return count
+
+
+def run_now(queue: Any, collectives: Callable[[], object], result: Tensor, *reads: Any, in_thread: bool) -> Done:
+    collectives()
+    return Done(result)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Nothing fake stays in the caches."""
+    yield
+    for cached in (table.constant, positions.fields_of, gpu._tile_owners):
+        cached.cache_clear()
+
+
+def make_peers(num_ranks: int, num_nodes: int) -> Any:
+    if num_ranks == num_nodes:
+        return FlatPeers()
+    size = num_ranks // num_nodes
+    nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
+    return NodePeers(Topology(nodes), ledger=TrafficLedger())
+
+
+MODELS = {"ResNet-50": resnet50_shapes, "transformer, 24 layers": transformer_shapes}
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
+    "SGD": (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 40),
+    "AdamW": (lambda parameters: AdamW(parameters, lr=1e-3), 60),
+}
+WORLDS = [(2, 2), (8, 8), (64, 64), (8, 2), (64, 8)]
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(("num_ranks", "num_nodes"), WORLDS)
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_launches(
+    optimizer: str, model: str, num_ranks: int, num_nodes: int, has_scaler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, most = OPTIMIZERS[optimizer]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        peers = make_peers(num_ranks, num_nodes)
+        count = count_step(monkeypatch, MODELS[model](), make, peers, has_scaler=has_scaler)
+    finally:
+        dist.destroy_process_group()
+    waits = Counter({name: number for name, number in count.items() if name.startswith("wait")})
+    print(optimizer, model, num_ranks, num_nodes, has_scaler, (count - waits).total(), waits.total(), count)

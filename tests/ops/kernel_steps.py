@@ -1,0 +1,76 @@
+"""Whole steps with the Triton kernels, in Triton's interpreter: run by `test_gpu`, as `kernel_cases` is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.ops import gpu
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+
+# All factors are powers of two, or the interpreter, which fuses no multiply with an add, would round otherwise.
+EXACT = {"lr": 0.25, "momentum": 0.5, "weight_decay": 2.0**-7}
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (SGD, EXACT),
+    "nesterov": (SGD, {**EXACT, "nesterov": True, "maximize": True}),
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True}),
+    "adamw": (AdamW, {"lr": 0.01}),
+}
+NUM_STEPS = 4
+
+
+def train(uses_kernels: bool, name: str, changes: dict[str, Any], nodes: Any) -> tuple[list[Tensor], list[Tensor], str]:
+    """Train in a plain loop; return weights, residuals, and a digest of the weights."""
+    gpu.is_available = lambda device: uses_kernels  # put back by `run_ranks`
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 300), nn.Tanh(), nn.Linear(300, 17), nn.Tanh(), nn.Linear(17, 3))
+    kind, options = OPTIMIZERS[name]
+    optimizer = kind(model.parameters(), **options)
+    method = DGC(**{"sparsity": (0.9, 0.97), "rampup_step": 2, "min_numel": 1000, **changes})
+    worker = method.attach(optimizer, model.named_parameters(), topology=nodes)
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        for parameter in model.parameters():  # drawn: a backward pass would not round alike on all machines
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    weights = [parameter.detach() for parameter in model.parameters()]
+    return weights, list(worker.residuals.values()), digest(weights)  # type: ignore[attr-defined]
+
+
+NODES = ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "nodes"),
+    [
+        ("sgd", {}, "flat"),
+        ("sgd", {}, NODES),
+        ("nesterov", {"value_dtype": "int4"}, NODES),
+        ("sgd", {"exchange": "reduce_scatter", "value_dtype": "float16"}, "flat"),
+        ("adam", {}, NODES),
+        ("adamw", {"value_dtype": "float32"}, "flat"),
+    ],
+    ids=str,
+)
+def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: Any) -> None:
+    """To the bit with SGD, to rounding with Adam; and the replicas are one."""
+    num_ranks = 2 if nodes == "flat" else 4
+    found, expected = (run_ranks(train, num_ranks, each, name, changes, nodes) for each in (True, False))
+    assert len({of_weights for _, _, of_weights in found}) == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine[1]
+        for a, b in zip([*mine[0], *mine[1]], [*theirs[0], *theirs[1]], strict=True):
+            if name in ("sgd", "nesterov"):
+                assert a.equal(b)
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
