@@ -158,6 +158,7 @@ def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities
         "momentum_buffer": velocities.part(parameter) if has_velocity else None,
         "weight": parameter.detach().reshape(-1)[own] if constants.weight_decay != 0 else None,
         "second_moment": second_moment,
+        "elsewhere": correction.elsewhere(parameter, slot.group, own),
         **vars(constants),
     }
 

@@ -120,8 +120,9 @@ def _correct(workspace: Workspace) -> None:
     w = workspace
     for kind, first, num_blocks in w.launches:
         correct_kernel[(num_blocks,)](
-            w.table, w.factors, w.thresholds, w.owners, w.counting, w.block_counts, w.block_bases, w.positions, w.values,
-            first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8, **OPTIONS,
+            w.table, w.factors, w.thresholds, w.owners, w.counting, w.block_counts, w.block_bases, w.positions,
+            w.values, first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8,
+            **OPTIONS,
         )  # fmt: skip
     block_ends = w.block_counts.cumsum(0)
     order_kernel[(w.owners.numel(),)](
@@ -137,7 +138,7 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
 
     from lightning_lowbw.ops.triton_kernels import choose_kernel, count_kernel, digits_kernel, plan_kernel, take_kernel
 
-    w, num_tensors = workspace, len(workspace.rows)
+    w, num_tensors = workspace, workspace.num_tensors
     blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": triton.next_power_of_2(num_tensors)}
     source = (w.table, w.counts, w.ordered_positions, w.ordered_values, w.ends, w.kth)
     grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -77,6 +78,38 @@ class SecondMoment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A part of a tensor that another rank of the node accumulates, and whose second moment is kept here too.
+
+    Args:
+        second_moment: q of this part.
+        gradient: G of it.
+        weight: w of it; None without weight decay.
+        weight_decay: c.
+        sign: see `Segment`.
+    """
+
+    second_moment: SecondMoment
+    gradient: Tensor
+    weight: Tensor | None
+    weight_decay: float
+    sign: float
+    # What a segment has, and this has not.
+    residual: ClassVar[None] = None
+    momentum_buffer: ClassVar[None] = None
+    fault: ClassVar[None] = None
+    k: ClassVar[int] = 0
+    momentum: ClassVar[float] = 0.0
+    dampening: ClassVar[float] = 0.0
+    nesterov: ClassVar[bool] = False
+
+    def take_(self) -> None:
+        """Bring the second moment up to date; what is not finite counts as zero."""
+        gradient = self.gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.second_moment.take_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """One tensor of a compress step: a row of the table that every backend takes.
 
@@ -99,6 +132,8 @@ class Segment:
         second_moment: gives the s of `correct_`; None for 1.
         fault: set where G has elements that are not finite, which then count as zeros: bool, a scalar; None: nobody
             looks, and they enter v.
+        elsewhere: the other parts of the tensor, where second moments of these are kept: not for `accumulate_`, but for
+            `compress_many_`.
     """
 
     residual: Tensor
@@ -115,6 +150,7 @@ class Segment:
     dampening: float = 0.0
     second_moment: SecondMoment | None = None
     fault: Tensor | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
 
     @property
     def num_sent(self) -> int:
@@ -381,7 +417,7 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
     """Correct, select and take, tensor by tensor: `accumulate_`, `largest`, `take_`.
 
     In place:
-        the residuals and momentum buffers.
+        the residuals, momentum buffers, second moments (also those elsewhere) and faults.
 
     Args:
         segments: at least one.
@@ -394,6 +430,8 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
     """
     positions, values = [], []
     for segment in segments:
+        for other in segment.elsewhere:
+            other.take_()
         accumulate_(segment, 0.0)
         residual, momentum_buffer = segment.residual, segment.momentum_buffer
         positions.append(largest(segment))

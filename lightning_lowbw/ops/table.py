@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import Elsewhere, Segment
 
 BLOCK = 2048  # elements per program
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more lest a small k be missed by chance
@@ -111,7 +111,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self.thresholds = torch.empty(0, dtype=torch.float32)
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # of the segments, then of what is elsewhere
         self.kinds: list[Kind] = []
         self._written: list[Factors] = []
 
@@ -131,13 +131,16 @@ class Workspace:
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step; raises as `compress_many_` does."""
         device = segments[0].residual.device
-        kinds = [_kind(segment) for segment in segments]
-        rows = _rows(segments, kinds)
+        others = [other for segment in segments for other in segment.elsewhere]
+        kinds = [*(_kind(segment) for segment in segments), *(_kind_elsewhere(other) for other in others)]
+        everything: list[Segment | Elsewhere] = [*segments, *others]
+        rows = _rows(everything, kinds)
+        self.num_tensors = len(segments)
         if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
             self._allocate(rows, kinds, device)
         if rows != self.rows:
             self.table = upload(rows, torch.int64, device)
-        factors = [_factors(segment) for segment in segments]
+        factors = [_factors(segment) for segment in everything]
         if factors != self._written:
             self.factors = upload(factors, torch.float32, device)
         self.rows, self.kinds, self._written = rows, kinds, factors
@@ -174,7 +177,7 @@ class Workspace:
 
 def _place(row: Row) -> tuple[int, int, int]:
     """Return what a threshold belongs to."""
-    return row.residual, row.numel, row.k
+    return row.residual or row.square, row.numel, row.k
 
 
 def _num_blocks(numel: int) -> int:
@@ -223,7 +226,20 @@ def _kind(segment: Segment) -> Kind:
     )
 
 
-def _factors(segment: Segment) -> Factors:
+def _kind_elsewhere(other: Elsewhere) -> Kind:
+    """Return what the kernel is compiled for that keeps a second moment up to date."""
+    tensors = [other.gradient, *other.second_moment.tensors, *([] if other.weight is None else [other.weight])]
+    return Kind(
+        other.gradient.dtype,
+        other.second_moment.square.dtype,
+        torch.float32 if other.weight is None else other.weight.dtype,
+        True,
+        other.gradient.numel() % ALIGNMENT_NUMEL == 0
+        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors),
+    )
+
+
+def _factors(segment: Segment | Elsewhere) -> Factors:
     moment = segment.second_moment
     slope, least = (0.0, 1.0) if moment is None else moment.line
     return Factors(
@@ -238,31 +254,30 @@ def _factors(segment: Segment) -> Factors:
     )
 
 
-def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
+def _rows(segments: Sequence[Segment | Elsewhere], kinds: Sequence[Kind]) -> list[Row]:
     """Return the table; the blocks of one kind lie behind one another, candidates and output are in order."""
     first_blocks, num_blocks = [0] * len(segments), 0
     for kind in dict.fromkeys(kinds):
         for number, segment in enumerate(segments):
             if kinds[number] == kind:
                 first_blocks[number] = num_blocks
-                num_blocks += _num_blocks(segment.residual.numel())
+                num_blocks += _num_blocks(segment.gradient.numel())
     rows: list[Row] = []
     first_candidate = first_output = 0
     for segment, first_block in zip(segments, first_blocks, strict=True):
-        numel, buffer, weight = segment.residual.numel(), segment.momentum_buffer, segment.weight
-        moment = segment.second_moment
+        numel, buffer, moment = segment.gradient.numel(), segment.momentum_buffer, segment.second_moment
         aim = SURPLUS * segment.k + MARGIN
         capacity = min(ROOM * aim, numel, max(FREE_ROOM, int(numel * MOST_ROOM)))
-        capacity = capacity if capacity >= LEAST_ROOM * aim else 0
+        capacity = capacity if segment.k and capacity >= LEAST_ROOM * aim else 0
         rows.append(
             Row(
-                residual=segment.residual.data_ptr(),
-                momentum_buffer=0 if buffer is None else buffer.data_ptr(),
+                residual=_address(segment.residual),
+                momentum_buffer=_address(buffer),
                 gradient=segment.gradient.data_ptr(),
-                weight=0 if weight is None or segment.weight_decay == 0 else weight.data_ptr(),
-                square=0 if moment is None else moment.square.data_ptr(),
-                largest=0 if moment is None or moment.largest is None else moment.largest.data_ptr(),
-                fault=0 if segment.fault is None else segment.fault.data_ptr(),
+                weight=_address(None if segment.weight_decay == 0 else segment.weight),
+                square=_address(None if moment is None else moment.square),
+                largest=_address(None if moment is None else moment.largest),
+                fault=_address(segment.fault),
                 momentum_itemsize=0 if buffer is None else buffer.itemsize,
                 is_nesterov=int(segment.nesterov and buffer is not None),
                 numel=numel,
@@ -275,8 +290,12 @@ def _rows(segments: Sequence[Segment], kinds: Sequence[Kind]) -> list[Row]:
             )
         )
         first_candidate += capacity
-        first_output += segment.num_sent
+        first_output += segment.k
     return rows
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @lru_cache(maxsize=64)

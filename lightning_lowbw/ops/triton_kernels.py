@@ -110,17 +110,19 @@ def correct_kernel(
         numel = tl.multiple_of(numel, 8)  # no load is cut in two by the end
     inside = offsets < numel
     momentum = tl.load(factors + MOMENTUM)
-    # Where there is no buffer, no weight, no flag, its address is 0: it reads as zeros, and is not written.
+    # Where there is no buffer, no weight, no flag, its address is 0: it reads as zeros, and is not written. There is no
+    # residual of a part elsewhere (`reference.Elsewhere`).
+    has_residual = tl.load(row + RESIDUAL) != 0
     has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
     has_weight = tl.load(row + WEIGHT) != 0
     has_fault = tl.load(row + FAULT) != 0
     g = tl.load(pointers(row, GRADIENT, offsets, G, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     w = tl.load(pointers(row, WEIGHT, offsets, W, ALIGNED), mask=inside & has_weight, other=0.0).to(tl.float32)
     u = tl.load(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), mask=inside & has_buffer, other=0.0)
-    v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside, other=0.0)
-    is_bad = has_fault & ((tl.abs(g) == float("inf")) | (g != g))
+    v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside & has_residual, other=0.0)
+    is_bad = (has_fault | (has_residual == 0)) & ((tl.abs(g) == float("inf")) | (g != g))
     num_bad = tl.sum(is_bad.to(tl.int32), 0)
-    tl.store(tl.load(row + FAULT).to(tl.pointer_type(tl.int8)), 1, mask=num_bad > 0)
+    tl.store(tl.load(row + FAULT).to(tl.pointer_type(tl.int8)), 1, mask=(num_bad > 0) & has_fault)
     g = tl.where(is_bad, 0.0, g)
     # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
     g = tl.fma(w, tl.load(factors + WEIGHT_DECAY), g * tl.load(factors + SIGN))  # in float32: c w is lost in a narrow G
@@ -140,7 +142,7 @@ def correct_kernel(
         v += tl.div_rn(u, tl.where(inside, s, 1.0))
     else:
         v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + g), v + u)
-    tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside)
+    tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside & has_residual)
     tl.store(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), u.to(U), mask=inside & has_buffer)
 
     threshold = tl.load(thresholds + tensor)

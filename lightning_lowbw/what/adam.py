@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import SecondMoment, decayed
+from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
 from lightning_lowbw.what.momentum import Constants, ErrorFeedback, Group, MomentumCorrection
 
 
@@ -38,6 +38,11 @@ class AdamCorrection(ErrorFeedback):
     masks = False
     LARGEST_BETA1 = 0.7
 
+    def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
+        super().__init__(optimizer, num_participants)
+        self._counted: dict[Parameter, tuple[Tensor, int]] = {}  # the optimizer's count of steps, and what it says
+        self._coming: dict[Parameter, int] = {}  # the number of the step in progress
+
     @property
     def note(self) -> str:
         largest = self.LARGEST_BETA1
@@ -56,12 +61,11 @@ class AdamCorrection(ErrorFeedback):
 
     def check(self) -> None:
         for group in self.optimizer.param_groups:
-            for name in ("capturable", "differentiable"):
-                if group.get(name):
-                    raise ConfigurationError(
-                        f"{type(self.optimizer).__name__}({name}=True): the sparse steps of {name} Adam are not "
-                        f'corrected. Leave {name} out, or set correction="error_feedback".'
-                    )
+            if group.get("differentiable"):
+                raise ConfigurationError(
+                    f"{type(self.optimizer).__name__}(differentiable=True): a differentiable sparse step is not "
+                    'done. Leave differentiable out, or set correction="error_feedback".'
+                )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
         beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
@@ -76,11 +80,40 @@ class AdamCorrection(ErrorFeedback):
         return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
 
     def second_moment(self, parameter: Parameter, group: Group, own: slice) -> SecondMoment:
-        state, beta2 = self._state(parameter, group), float(group["betas"][1])
-        state["step"] += 1
-        step, beta1 = float(state["step"]), self.constants(parameter, group).momentum
+        self._state(parameter, group)
+        self._coming[parameter] = self._num_steps(parameter) + 1
+        return self._moment(parameter, group).map(lambda tensor: tensor[own])
+
+    def elsewhere(self, parameter: Parameter, group: Group, own: slice) -> tuple[Elsewhere, ...]:
+        assert parameter.grad is not None
+        moment, gradient = self._moment(parameter, group), parameter.grad.reshape(-1)
+        constants = self.constants(parameter, group)
+        weight = parameter.detach().reshape(-1) if constants.weight_decay != 0 else None
+        parts = [slice(0, own.start), slice(own.stop, parameter.numel())]
+        others = tuple(
+            Elsewhere(
+                second_moment=moment.map(lambda tensor, part=part: tensor[part]),  # type: ignore[misc]
+                gradient=gradient[part],
+                weight=None if weight is None else weight[part],
+                weight_decay=constants.weight_decay,
+                sign=constants.sign,
+            )
+            for part in parts
+            if part.start < part.stop
+        )
+        if all(self.optimizer.state[parameter][key].is_contiguous() for key in self.local_keys):
+            return others
+        for other in others:  # copies, to be written back now
+            other.take_()
+        self._write(parameter, dict(zip(self.local_keys, moment.tensors, strict=True)))
+        return ()
+
+    def _moment(self, parameter: Parameter, group: Group) -> SecondMoment:
+        """Return the second moment of a whole parameter; copies of what is laid out otherwise."""
+        state, beta2 = self.optimizer.state[parameter], float(group["betas"][1])
+        step, beta1 = self._coming[parameter], self.constants(parameter, group).momentum
         flat = {key: state[key].reshape(-1) for key in self.local_keys}
-        moment = SecondMoment(
+        return SecondMoment(
             square=flat["exp_avg_sq"],
             largest=flat.get("max_exp_avg_sq"),
             beta2=beta2,
@@ -88,11 +121,6 @@ class AdamCorrection(ErrorFeedback):
             eps=float(group["eps"]),
             corrections=(1.0 - beta1**step, 1.0 - beta2**step),
         )
-        for others in (slice(0, own.start), slice(own.stop, parameter.numel())):
-            if others.start < others.stop:  # each rank of a node keeps the whole
-                moment.map(lambda tensor, part=others: tensor[part]).take_(self._gradient(parameter, group, others))  # type: ignore[misc]
-        self._write(parameter, flat)
-        return moment.map(lambda tensor: tensor[own])
 
     def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         flat = {key: self.optimizer.state[parameter][key].reshape(-1) for key in self.local_keys}
@@ -108,21 +136,21 @@ class AdamCorrection(ErrorFeedback):
             if not whole.is_contiguous():
                 whole.copy_(copy.view(whole.shape))
 
-    def _gradient(self, parameter: Parameter, group: Group, part: slice) -> Tensor:
-        """Return a part of what Adam squares: with its own weight decay, and zeros for what is not finite."""
-        assert parameter.grad is not None
-        gradient, constants = (
-            parameter.grad.reshape(-1)[part].nan_to_num(0.0, 0.0, 0.0),
-            self.constants(parameter, group),
-        )
-        weight = parameter.detach().reshape(-1)[part] if constants.weight_decay != 0 else None
-        return decayed(gradient, weight, weight_decay=constants.weight_decay, sign=constants.sign)
+    def _num_steps(self, parameter: Parameter) -> int:
+        """Return the steps taken. On the device, where a fused optimizer counts, they are read once."""
+        counted = self.optimizer.state[parameter]["step"]
+        known, number = self._counted.get(parameter, (None, 0))
+        if known is not counted:  # the first time, or another state has been loaded
+            number = int(counted)
+            self._counted[parameter] = counted, number
+        return number
 
     def _state(self, parameter: Parameter, group: Group) -> dict[str, Any]:
         """Return Adam's state of a parameter, made as Adam makes it at the first step."""
         state: dict[str, Any] = self.optimizer.state[parameter]
         if not state:
-            device = parameter.device if group.get("fused") else torch.device("cpu")
+            is_on_device = group.get("fused") or group.get("capturable")
+            device = parameter.device if is_on_device else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for key in (self.velocity_key, *self.local_keys):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -135,8 +163,8 @@ class AdamCorrection(ErrorFeedback):
 
         def step_ours_and_gather_the_others(group: Group, *lists: list[Any]) -> Any:
             mine = [p for p in group["params"] if p in ours and p.grad is not None]
-            for parameter in mine if self._unscale([p.grad for p in mine]) else ():
-                self._step(parameter, group)
+            if mine and self._unscale([p.grad for p in mine]):
+                self._step(mine, group)
             return gather(optimizer, {**group, "params": [p for p in group["params"] if p not in ours]}, *lists)
 
         optimizer._init_group = step_ours_and_gather_the_others  # type: ignore[attr-defined]
@@ -145,17 +173,15 @@ class AdamCorrection(ErrorFeedback):
         """Do for a fused optimizer what a GradScaler leaves to its kernel; return whether the step is to be taken."""
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
         if scale is not None:
-            for gradient in gradients:
-                gradient.div_(scale)
+            torch._foreach_div_(list(gradients), scale)
         return found_inf is None or not found_inf
 
-    def _step(self, parameter: Parameter, group: Group) -> None:
+    def _step(self, parameters: Sequence[Parameter], group: Group) -> None:
         lr = float(group["lr"])
-        assert parameter.grad is not None
         with torch.no_grad():
-            if self._is_decoupled(group):
-                parameter.mul_(1.0 - lr * float(group["weight_decay"]))
-            parameter.add_(parameter.grad, alpha=lr if group.get("maximize") else -lr)
+            self.decay_weights(parameters, group)
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         if self._is_decoupled(group):
@@ -163,6 +189,11 @@ class AdamCorrection(ErrorFeedback):
 
     def give_back(self) -> None:
         vars(self.optimizer).pop("_init_group", None)
+        counts = {parameter: self.optimizer.state[parameter]["step"] for parameter in self._coming}
+        for device in dict.fromkeys(count.device for count in counts.values()):
+            torch._foreach_add_([count for count in counts.values() if count.device == device], 1)
+        self._counted |= {parameter: (count, self._coming[parameter]) for parameter, count in counts.items()}
+        self._coming.clear()
 
 
 def correction_for(optimizer: Optimizer, choice: str, num_participants: int) -> ErrorFeedback:

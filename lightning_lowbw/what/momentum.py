@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import SecondMoment
+from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
 
 Group = dict[str, Any]
 
@@ -80,9 +80,16 @@ class ErrorFeedback:
     def second_moment(self, parameter: Parameter, group: Group, own: slice) -> SecondMoment | None:
         """Return what divides the velocity of this rank's part on its way into the residual; None for 1.
 
-        Called once per sparse step, before that part is brought up to date; those of other ranks are here.
+        Called once per sparse step, before that part is brought up to date.
         """
         return None
+
+    def elsewhere(self, parameter: Parameter, group: Group, own: slice) -> tuple[Elsewhere, ...]:
+        """Return the parts of a parameter that other ranks of the node accumulate, if their second moment is kept here.
+
+        Called once per sparse step, after `second_moment`.
+        """
+        return ()
 
     def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         """Write back what `second_moment` has returned, where it was a copy."""

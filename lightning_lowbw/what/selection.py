@@ -113,6 +113,8 @@ class Selection:
         parts = self._compress_together_(for_kernels, masking) if for_kernels else {}
         for name, segment in segments.items():
             if name not in parts:
+                for other in segment.elsewhere:
+                    other.take_()
                 positions = self._accumulate_(name, segment)
                 values = segment.residual[positions]
                 remove_sent_(segment.residual, segment.momentum_buffer, positions, values, masking=masking)

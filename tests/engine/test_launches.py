@@ -6,9 +6,11 @@ each operation of torch that computes or copies something, each kernel, and each
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,9 @@ from tests.ops.test_table import resnet50_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.ops.triton_kernels")
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
+BEFORE = Path(__file__).with_name("launches_before.json")
+HEADING = "| | launches before | waits before | launches | waits |\n| --- | --- | --- | --- | --- |\n"
 NUM_LAYERS, WIDTH, NUM_TOKENS = 24, 1024, 50_257
 # Operations that only look at a tensor otherwise, or make room for one.
 FREE = (
@@ -45,7 +50,7 @@ FREE = (
 
 
 def transformer_shapes() -> list[tuple[int, ...]]:
-    """A decoder like GPT-2 medium: 354M parameters in 292 tensors."""
+    """A decoder like GPT-2 medium: 355M parameters."""
     shapes = [(NUM_TOKENS, WIDTH), (1024, WIDTH)]
     for _ in range(NUM_LAYERS):
         for outputs, inputs in ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)):
@@ -185,7 +190,9 @@ def count_step(
         for parameter in parameters:
             parameter.requires_grad_()
         ours = optimizer(parameters)
-        worker = GradientWorker(DGC(exchange="all_gather"), ours, [(str(i), each) for i, each in enumerate(parameters)], peers)
+        worker = GradientWorker(
+            DGC(exchange="all_gather"), ours, [(str(i), each) for i, each in enumerate(parameters)], peers
+        )
         for _ in range(2):  # the first makes what is kept
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -218,27 +225,70 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
     return NodePeers(Topology(nodes), ledger=TrafficLedger())
 
 
-MODELS = {"ResNet-50": resnet50_shapes, "transformer, 24 layers": transformer_shapes}
+MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
     "SGD": (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 40),
     "AdamW": (lambda parameters: AdamW(parameters, lr=1e-3), 60),
+    "AdamW(fused=True)": (lambda parameters: AdamW(parameters, lr=1e-3, fused=True), 60),
 }
-WORLDS = [(2, 2), (8, 8), (64, 64), (8, 2), (64, 8)]
+FLAT, NESTED = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64)}, {"2 nodes of 4": (8, 2)}
+NESTED["8 nodes of 8"] = (64, 8)
+CELLS = [
+    *((optimizer, "ResNet-50", where, False) for optimizer in ("SGD", "AdamW") for where in {**FLAT, **NESTED}),
+    *((optimizer, "transformer", at, False) for optimizer in ("SGD", "AdamW") for at in ("8 ranks", "8 nodes of 8")),
+    ("SGD", "ResNet-50", "8 nodes of 8", True),
+    ("AdamW", "transformer", "8 ranks", True),
+    ("AdamW(fused=True)", "transformer", "8 ranks", True),
+]
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize(("num_ranks", "num_nodes"), WORLDS)
-@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """The rows of the table, as the document has them; with --rewrite-golden as they are found now."""
+    head, *written = DOCUMENT.read_text().split(HEADING)
+    if not request.config.getoption("--rewrite-golden"):
+        yield {row.split(" |")[0].removeprefix("| "): row for row in "".join(written).splitlines() if row}
+        return
+    found: dict[str, str] = {}
+    yield found
+    DOCUMENT.write_text(head + HEADING + "\n".join(found.values()) + "\n")
+
+
+@pytest.mark.parametrize(("optimizer", "model", "where", "has_scaler"), CELLS, ids=str)
 def test_launches(
-    optimizer: str, model: str, num_ranks: int, num_nodes: int, has_scaler: bool, monkeypatch: pytest.MonkeyPatch
+    optimizer: str,
+    model: str,
+    where: str,
+    has_scaler: bool,
+    rows: dict[str, str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make, most = OPTIMIZERS[optimizer]
+    """Not one more than the table in docs/launches.md says, and never more than is promised."""
+    (make, most), (num_ranks, num_nodes) = OPTIMIZERS[optimizer], {**FLAT, **NESTED}[where]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        peers = make_peers(num_ranks, num_nodes)
-        count = count_step(monkeypatch, MODELS[model](), make, peers, has_scaler=has_scaler)
+        count = count_step(monkeypatch, MODELS[model](), make, make_peers(num_ranks, num_nodes), has_scaler=has_scaler)
     finally:
         dist.destroy_process_group()
-    waits = Counter({name: number for name, number in count.items() if name.startswith("wait")})
-    print(optimizer, model, num_ranks, num_nodes, has_scaler, (count - waits).total(), waits.total(), count)
+    num_waits = sum(number for name, number in count.items() if name.startswith("wait"))
+    num_launches = count.total() - num_waits
+    assert num_launches <= most, count
+    assert num_waits == 1, count
+    name = ", ".join([optimizer, model, where, *["GradScaler"] * has_scaler])
+    before = json.loads(BEFORE.read_text())["launches"].get(name, ["", ""])
+    row = f"| {name} | {before[0]} | {before[1]} | {num_launches} | {num_waits} |"
+    if request.config.getoption("--rewrite-golden"):
+        rows[name] = row
+    assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
+
+
+def test_the_count_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    count: Counter[str] = Counter()
+    stand_in_for_the_device(monkeypatch, count, 0)
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        tensor = torch.empty(3, device="cuda").mul_(2.0)
+        bool(tensor.view(3)[0] > 0)
+        torch.empty(2).to("cpu").to(torch.device("cuda"))
+        torch.empty(2).to(torch.device("cuda"), non_blocking=True)
+    assert count == {"mul_": 1, "gt": 1, "wait: __bool__": 1, "wait: upload from pageable memory": 1, "upload": 1}

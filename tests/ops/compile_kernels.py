@@ -13,8 +13,8 @@ POINTERS = {
     name: f"*{type_name}"
     for type_name, names in {
         "i64": "table block_ends ends fields residuals sent_positions",
-        "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater num_ties "
-        "ends_greater ends_ties",
+        "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
+        "num_ties ends_greater ends_ties",
         "fp32": "factors thresholds values ordered_values sent_values",
     }.items()
     for name in names.split()
