@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest bench lint clean
+.PHONY: help venv demo test test-oldest bench gpu lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -37,6 +37,11 @@ test-oldest:  ## run the quick tests with the oldest releases that the package a
 
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs root and iproute2)
 	$(RUN) benchmarks/slow_link.py
+
+# With the torch that is there: a plain install would bring another one.
+gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
+	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests/gpu tests/what
+	$(PYTHON) benchmarks/ops_gpu.py
 
 lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m ruff check .

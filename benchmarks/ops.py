@@ -29,7 +29,8 @@ from torch import Tensor
 
 from benchmarks.slow_link import RESULTS, describe_environment
 from lightning_lowbw.ops import compiled, cpu
-from lightning_lowbw.ops.reference import Segment, correct_, scatter_mean_, take_
+from lightning_lowbw.ops.averages import scatter_mean_
+from lightning_lowbw.ops.reference import Segment, correct_, take_
 from lightning_lowbw.what import selection
 from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
 

@@ -1,20 +1,30 @@
-"""What compressing costs on a GPU: Triton's kernels against plain torch, PowerSGD's matmuls, and the memory's speed.
+"""What a sparse step costs on a GPU, beside the optimizer's own step: at 25M, 100M and 1B parameters.
 
-    .venv/bin/python benchmarks/ops_gpu.py
+    python benchmarks/ops_gpu.py             # about four minutes; `make gpu` runs the GPU's tests first
 
-The tensors are those of ResNet-50 that are sent sparse (at least 16384 elements). All contestants run in turn, between
-CUDA events; medians. Writes benchmarks/results/ops_gpu.json and a table. Needs a CUDA device and Triton.
+Timed is all between the end of backward and the stepped weights: `worker.prepare`, `worker.exchange` and
+`optimizer.step`. Nothing is sent: each rank's message is this rank's own, so that packing, unpacking and averaging are
+those of a real step. Beside it stand the optimizer's own step, the copy of as much memory as a step must touch,
+`torch.topk`, and PowerSGD's matmuls. All take turns, between CUDA events; medians. A step that waits for the device
+more than once ends the benchmark.
+
+Writes benchmarks/results/ops_gpu.json, a table, and a plot. Needs a CUDA device and Triton; on a CPU (`--device cpu`)
+it shows only that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,76 +33,153 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_lowbw.ops import gpu, reference
-from lightning_lowbw.ops.reference import Segment, correct_, take_
-from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
+import lightning_lowbw
+from lightning_lowbw.engine import gradients
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.ops import dispatch, gpu
+from lightning_lowbw.where.collectives import Reduction
+from lightning_lowbw.where.flat_peers import FlatPeers
 
 RESULTS = Path(__file__).parent / "results"
-MIN_NUMEL = 16384
-MOMENTUM = 0.9
-BYTES_PER_PARAMETER = 20  # gradient read, velocity and residual read and written; float32
-NUM_RANKS = 8  # of the average
-POWERSGD_RANKS = (1, 2, 4)
-
-
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Return the shapes of the weights of ResNet-50: convolutions, then the last layer."""
-    shapes, width = [(64, 3, 7, 7)], 64
-    for planes, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(num_blocks):
-            shapes += [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
-            if block == 0:
-                shapes.append((4 * planes, width, 1, 1))
-            width = 4 * planes
-    return [*shapes, (1000, width)]
-
+WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
+NUM_TOKENS = 16_384
+# Read and written per parameter: gradient, velocity, residual; Adam's second moment. Float32.
+BYTES = {"SGD": 20, "AdamW": 28}
+NUM_RANKS = (2, 8, 64)
+POWERSGD_RANKS = (1, 4)
+LIMIT = "copy of {} bytes per parameter"
 
 Step = Callable[[], object]
 
 
-def contestants(shapes: list[tuple[int, ...]], density: float) -> dict[str, Step]:
-    """Return what is timed, by name; each has tensors of its own."""
+@dataclass(frozen=True)
+class Row:
+    """One contestant at one size.
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
+    Attributes:
+        limit: the row it is compared with.
+        ms: of each repetition.
+    """
 
-    def segments() -> list[Segment]:
-        return [
-            Segment(
-                residual=torch.zeros(numel, device="cuda"),
-                momentum_buffer=torch.zeros(numel, device="cuda"),
-                gradient=draw(numel),
-                weight=None,
-                k=num_selected(numel, density),
-                momentum=MOMENTUM,
-            )
-            for numel in map(prod, shapes)
-        ]
+    size: str
+    parameters: int
+    tensors: int
+    name: str
+    limit: str
+    ms: list[float] = field(default_factory=list)
 
-    def fused() -> Step:
-        mine, workspace = segments(), gpu.Workspace()
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.ms)
+
+
+class Echo(FlatPeers):
+    """Ranks that all send what this one does; nothing leaves the device.
+
+    Args:
+        num_ranks: how many.
+    """
+
+    num_ranks, rank = 0, 0  # type: ignore[assignment]
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.num_ranks = num_ranks  # type: ignore[misc]
+
+    @property
+    def num_senders(self) -> int:
+        return self.num_ranks
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
+        return Reduction(tensor.mul_(self.num_ranks))
+
+    def begin_gather(self, message: Tensor) -> Any:
+        return Reduction(message.expand(1, self.num_ranks, -1).contiguous())
+
+
+def decoder_shapes(width: int, num_layers: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a decoder's weights, norms and biases."""
+    shapes: list[tuple[int, ...]] = [(NUM_TOKENS, width)]
+    for _ in range(num_layers):
+        for outputs, inputs in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
+            shapes += [(outputs, inputs), (outputs,)]
+        shapes += [(width,)] * 4
+    return shapes
+
+
+def make_optimizer(kind: str, parameters: list[Parameter], **options: Any) -> Optimizer:
+    """Return an optimizer as a user would have it."""
+    if kind == "SGD":
+        return SGD(parameters, lr=1e-6, momentum=0.9, **options)
+    return AdamW(parameters, lr=1e-6, **options)
+
+
+class Contest:
+    """The contestants at one size; each has tensors of its own only while it is measured.
+
+    Args:
+        shapes: of the parameters.
+        device: of all tensors.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+        self.shapes, self.device = shapes, device
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device)
+
+    def parameters(self) -> list[Parameter]:
+        return [Parameter(self.draw(*shape)) for shape in self.shapes]
+
+    def sparse_step(self, kind: str, num_ranks: int) -> Step:
+        """Return a step of `dgc` among so many ranks."""
+        parameters = self.parameters()
+        gradients_of = [self.draw(*shape) for shape in self.shapes]
+        optimizer = make_optimizer(kind, parameters)
+        method = DGC(exchange="all_gather")
+        worker = GradientWorker(
+            method, optimizer, [(str(i), each) for i, each in enumerate(parameters)], Echo(num_ranks)
+        )
+
+        worker.step = 1  # at the first step the weights are compared, which `Echo` cannot answer
+
+        def refresh() -> None:
+            for parameter, gradient in zip(parameters, gradients_of, strict=True):
+                parameter.grad = gradient.normal_()
 
         def step() -> None:
-            gpu.compress_many_(mine, value_dtype=torch.float32, masking=True, workspace=workspace)
-            workspaces.add(workspace)
+            with worker.stepping():
+                worker.prepare(looks=False)
+                worker.exchange(applies=True)
+                optimizer.step()
 
+        step.refresh = refresh  # type: ignore[attr-defined]
         return step
 
-    def per_tensor(selectors: list[Callable[[Tensor, int], Tensor]]) -> Step:
-        mine = segments()
+    def own_step(self, kind: str, **options: Any) -> Step:
+        """Return the optimizer's own step."""
+        parameters = self.parameters()
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = make_optimizer(kind, parameters, **options)
+        return optimizer.step
 
-        def step() -> None:
-            for segment, select in zip(mine, selectors, strict=True):
-                v, u = segment.residual, segment.momentum_buffer
-                correct_(v, u, segment.gradient, momentum=MOMENTUM, nesterov=False)
-                take_(v, u, select(v, segment.k), value_dtype=torch.float32, masking=True)
+    def copy(self, num_bytes: int) -> Step:
+        source = self.draw(sum(map(prod, self.shapes)) * num_bytes // 8)  # a copied float32 is read and written
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
 
-        return step
+    def topk(self) -> Step:
+        values = [self.draw(prod(shape)) for shape in self.shapes]
+        return lambda: [each.abs().topk(max(1, each.numel() // 1000), sorted=False) for each in values]
 
-    def powersgd(rank: int) -> Step:
-        matrices = [draw(shape[0], prod(shape[1:])) for shape in shapes]
-        rights = [draw(matrix.shape[1], rank) for matrix in matrices]
+    def powersgd(self, rank: int) -> Step:
+        matrices = [self.draw(*shape) for shape in self.shapes if len(shape) == 2]
+        rights = [self.draw(matrix.shape[1], rank) for matrix in matrices]
 
         def step() -> None:
             for matrix, right in zip(matrices, rights, strict=True):
@@ -101,115 +188,165 @@ def contestants(shapes: list[tuple[int, ...]], density: float) -> dict[str, Step
 
         return step
 
-    def copy() -> Step:
-        source = draw(sum(map(prod, shapes)) * BYTES_PER_PARAMETER // 8)  # a copied float32 is read and written
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-
-    def average(scatter: Callable[..., None]) -> Step:
-        outs = [torch.empty(prod(shape), device="cuda") for shape in shapes]
-        counts = [num_selected(out.numel(), density) for out in outs]
-        parts = [
-            (
-                torch.cat(
-                    [torch.randperm(out.numel(), device="cuda")[:k] for out, k in zip(outs, counts, strict=True)]
-                ),
-                draw(sum(counts)),
-            )
-            for _ in range(NUM_RANKS)
-        ]
-        return lambda: scatter(outs, counts, parts)
-
-    return {
-        f"copy of {BYTES_PER_PARAMETER} bytes per parameter": copy(),
-        "compress: Triton, all tensors": fused(),
-        "compress: torch, per tensor, sampled": per_tensor([SampledSelector() for _ in shapes]),
-        "compress: torch, per tensor, topk": per_tensor([exact_top_k for _ in shapes]),
-        **{f"PowerSGD, matmuls of rank {rank}": powersgd(rank) for rank in POWERSGD_RANKS},
-        f"average of {NUM_RANKS} ranks: Triton, all tensors": average(gpu.scatter_mean_many_),
-        f"average of {NUM_RANKS} ranks: torch, per tensor": average(reference.scatter_mean_many_),
-    }
+    def contestants(self) -> dict[str, tuple[str, Callable[[], Step]]]:
+        """Return what is measured: how it is made, and the row it is compared with."""
+        found: dict[str, tuple[str, Callable[[], Step]]] = {}
+        for kind, num_bytes in BYTES.items():
+            limit = LIMIT.format(num_bytes)
+            found[limit] = limit, lambda num_bytes=num_bytes: self.copy(num_bytes)  # type: ignore[misc]
+            for options in ({"foreach": True}, {"fused": True}):
+                name = f"{kind}({next(iter(options))}=True), its own step"
+                found[name] = limit, lambda kind=kind, options=options: self.own_step(kind, **options)  # type: ignore[misc]
+            for num_ranks in NUM_RANKS if kind == "SGD" else NUM_RANKS[1:2]:
+                name = f"dgc, {kind}, {num_ranks} ranks: exchange and step"
+                found[name] = limit, lambda kind=kind, n=num_ranks: self.sparse_step(kind, n)  # type: ignore[misc]
+        limit = LIMIT.format(BYTES["SGD"])
+        found["torch.topk of each tensor, alone"] = limit, self.topk
+        for rank in POWERSGD_RANKS:
+            found[f"PowerSGD, matmuls of rank {rank}, alone"] = limit, lambda rank=rank: self.powersgd(rank)  # type: ignore[misc]
+        return found
 
 
-workspaces: set[gpu.Workspace] = set()  # in use
+def time_ms(step: Step, device: torch.device) -> float:
+    """Return the milliseconds of one step, without drawing its gradients."""
+    getattr(step, "refresh", lambda: None)()
+    if device.type == "cpu":
+        started = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - started)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
-def measure(steps: dict[str, Step], warm_up: int, repetitions: int) -> dict[str, list[float]]:
-    """Return milliseconds of each repetition, all contestants in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repetition in range(warm_up + repetitions):
-        for name, step in steps.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            start.record()
-            step()
-            end.record()
-            end.synchronize()
-            if repetition >= warm_up:
-                times[name].append(start.elapsed_time(end))
-    return times
+@contextmanager
+def one_wait(device: torch.device) -> Iterator[None]:
+    """Raise where a step waits for the device more than once."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(each.message) for each in caught if "synchroniz" in str(each.message)]
+    if len(waits) > 1:
+        raise SystemExit(f"A step waited for the device {len(waits)} times; once is allowed. {waits}")
 
 
-def describe_environment() -> dict[str, Any]:
+def measure(size: str, shapes: list[tuple[int, ...]], device: torch.device, repetitions: int) -> list[Row]:
+    """Return the rows of one size. In two rounds, so that a drift of the clock shows as a spread."""
+    contest, rows = Contest(shapes, device), {}
+    numel = sum(map(prod, shapes))
+    for _ in range(2):
+        for name, (limit, make) in contest.contestants().items():
+            step = make()
+            for _ in range(max(3, repetitions // 2)):  # until thresholds fit and kernels are compiled
+                time_ms(step, device)
+            if hasattr(step, "refresh"):
+                step.refresh()
+                with one_wait(device):
+                    step()
+            row = rows.setdefault(name, Row(size, numel, len(shapes), name, limit))
+            row.ms.extend(time_ms(step, device) for _ in range(repetitions))
+            del step
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return list(rows.values())
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return what the numbers depend on."""
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
-        "cuda": torch.version.cuda,
+    found = {
+        "lightning_lowbw": lightning_lowbw.__version__,
         "torch": torch.__version__,
-        "triton": triton.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
+        "device": "cpu",
     }
+    if device.type == "cuda":
+        import triton
+
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "capability": capability,
+            "cuda": str(torch.version.cuda),
+            "triton": triton.__version__,
+        }
+    return found
 
 
-def to_markdown(results: dict[str, Any]) -> str:
-    """Return the table: medians, and their ratio to the first row."""
-    environment, medians = results["environment"], {}
-    for name, times in results["times_ms"].items():
-        medians[name] = statistics.median(times)
-    limit = next(iter(medians.values()))
+def to_markdown(environment: dict[str, Any], rows: list[Row]) -> str:
+    """Return the table: medians, and their ratio to the copy."""
+    medians = {(row.size, row.name): row.median_ms for row in rows}
     lines = [
-        f"{environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}; {results['parameters']} "
-        f"parameters in {results['tensors']} tensors, density {results['density']}, {results['repetitions']} "
-        f"repetitions; {results['missed']} tensors looked through in the last step.",
+        ", ".join(f"{name} {value}" for name, value in environment.items()) + ".",
         "",
-        "| | ms | fastest - slowest | x the copy |",
-        "| --- | --- | --- | --- |",
+        "| parameters | tensors | | ms | fastest - slowest | x the copy |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, times in results["times_ms"].items():
-        spread = f"{min(times):.3f} - {max(times):.3f}"
-        lines.append(f"| {name} | {medians[name]:.3f} | {spread} | {medians[name] / limit:.2f} |")
+    for row in rows:
+        ratio = row.median_ms / medians[row.size, row.limit]
+        spread = f"{min(row.ms):.3f} - {max(row.ms):.3f}"
+        lines.append(
+            f"| {row.parameters:,} | {row.tensors} | {row.name} | {row.median_ms:.3f} | {spread} | {ratio:.2f} |"
+        )
     return "\n".join([*lines, ""])
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Plot milliseconds against parameters, where matplotlib is installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = [row for row in rows if row.name == name]
+        style = "o-" if name.startswith("dgc") else "s--"
+        axes.plot([row.parameters for row in mine], [row.median_ms for row in mine], style, label=name, markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="ms per step, without forward and backward")
+    axes.legend(fontsize=6)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--density", type=float, default=0.001)
-    parser.add_argument("--warm-up", type=int, default=50, help="steps before the first that counts")
-    parser.add_argument("--repetitions", type=int, default=100)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--sizes", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS / "ops_gpu", help="of the results, without a suffix")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or not gpu.is_available(torch.device("cuda")):
+    device = torch.device(options.device)
+    if device.type == "cuda" and not (torch.cuda.is_available() and gpu.is_available(torch.device("cuda", 0))):
         raise SystemExit("This measures a GPU: it needs a CUDA device that Triton supports, and Triton.")
+    if device.type == "cuda" and (reason := dispatch.prepare(torch.device("cuda", 0))):
+        raise SystemExit(reason)
+    gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
     torch.manual_seed(0)
-    shapes = [shape for shape in resnet50_shapes() if prod(shape) >= MIN_NUMEL]
-    times = measure(contestants(shapes, options.density), options.warm_up, options.repetitions)
-    results = {
-        "environment": describe_environment(),
-        "command": " ".join(sys.argv),
-        "tensors": len(shapes),
-        "parameters": sum(map(prod, shapes)),
-        "density": options.density,
-        "repetitions": options.repetitions,
-        "missed": sum(len(workspace.missed()) for workspace in workspaces),
-        "times_ms": times,
-    }
-    (RESULTS / "ops_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "ops_gpu.md").write_text(to_markdown(results))
-    print(to_markdown(results))
+    rows = []
+    for size in options.sizes:
+        rows += measure(size, decoder_shapes(*WIDTHS[size]), device, options.repetitions)
+    environment = describe_environment(device)
+    results = {"environment": environment, "command": " ".join(sys.argv), "rows": [asdict(row) for row in rows]}
+    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
+    draw(rows, options.out.with_suffix(".png"))
+    print(to_markdown(environment, rows))
 
 
 if __name__ == "__main__":

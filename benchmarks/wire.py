@@ -28,7 +28,8 @@ from torch.utils.data import Dataset
 
 from benchmarks.models import mlp_25m
 from benchmarks.slow_link import RESULTS, describe_environment
-from lightning_lowbw.ops.reference import correct_, remove_sent_, scatter_mean_
+from lightning_lowbw.ops.averages import scatter_mean_
+from lightning_lowbw.ops.reference import correct_, remove_sent_
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import exact_top_k, num_selected
 from lightning_lowbw.what.values import VALUE_NAMES

@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.reference import Arrival, Segment
+from lightning_lowbw.ops.averages import Arrival
+from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.positions import MAX_NUMEL
 from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.what.selection import Selection
@@ -336,7 +337,8 @@ class SparseWork:
         decoded = list(self._decode())
         if gpu.is_available(device) and payload.mean_over == "ranks":
             for each in decoded:
-                gpu.average_many_(each.arrivals(steps), each.positions, each.values)
+                if arrivals := each.arrivals(steps):
+                    gpu.average_many_(arrivals, each.positions, each.values)
             return
         for name, (out, weight, rate) in steps.items():
             parts = _joined([part for each in decoded for part in each.of(name)])
@@ -362,12 +364,11 @@ class SparseWork:
         for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
             if numels:
                 mine = list(ranks)
-                messages = gathered[mine[0] : mine[-1] + 1].flatten(0, 1)[:, : self.sizes[mine[0]]]
+                messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
                 positions, values = payload.decode(messages, numels, self.density)
-                shape = len(mine), -1, positions.shape[1]
                 counts = [payload.num_sent(numel, self.density) for numel in numels]
                 places = [place for row, each in enumerate(mine) for place in _place(parts[each], counts, row)]
-                yield Decoded(positions.view(shape), values.view(shape), places)
+                yield Decoded(positions, values, places)
 
 
 class Place(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import compiled, cpu, gpu, reference
-from lightning_lowbw.ops.reference import Arrival, Segment
+from lightning_lowbw.ops import averages, compiled, cpu, gpu, reference
+from lightning_lowbw.ops.averages import Arrival
+from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Field, upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
@@ -78,6 +80,25 @@ def _run_triton(device: torch.device) -> None:
             found = gpu.compress_many_(segments, value_dtype=torch.float32, masking=True, workspace=workspace)
             _compare([*found, *(each.residual for each in segments)], [*expected, *(each.residual for each in twins)])
         _run_wire(segments, *found)
+        _run_adam(device, dtype)
+
+
+def _run_adam(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise if Adam's step goes into the residual otherwise than to rounding."""
+    segment, twin = (_with_second_moment(_tiny_segments(device, dtype)[0]) for _ in range(2))
+    positions, values = gpu.compress_many_(
+        [segment], value_dtype=torch.float32, masking=False, workspace=gpu.Workspace()
+    )
+    reference.accumulate_(twin, 0.0)
+    corrected = segment.residual.index_put((positions,), values)
+    if not torch.allclose(corrected, twin.residual, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5):
+        raise ArithmeticError("they compute another step of Adam than plain torch")
+
+
+def _with_second_moment(segment: Segment) -> Segment:
+    square = torch.ones_like(segment.gradient)
+    moment = SecondMoment(square=square, largest=None, beta2=0.5, share=0.5, eps=1e-8, corrections=(0.5, 0.5))
+    return replace(segment, dampening=segment.momentum, second_moment=moment)
 
 
 def _run_wire(segments: Sequence[Segment], positions: Tensor, values: Tensor) -> None:
@@ -107,7 +128,7 @@ def _run_wire(segments: Sequence[Segment], positions: Tensor, values: Tensor) ->
             for _ in range(2)
         )
         gpu.average_many_(mine, *messages)
-        reference.average_many_(theirs, *messages)
+        averages.average_many_(theirs, *messages)
         _compare(*([each.out if each.weight is None else each.weight for each in many] for many in (mine, theirs)))
 
 

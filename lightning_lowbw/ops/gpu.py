@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import Arrival, Segment
+from lightning_lowbw.ops.averages import Arrival
+from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, constant, takes, upload
 
 __all__ = [
@@ -190,7 +191,7 @@ def pack(
     """
     import triton.language as tl
 
-    from lightning_lowbw.ops.triton_kernels import pack_kernel
+    from lightning_lowbw.ops.triton_messages import pack_kernel
 
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
@@ -218,7 +219,7 @@ def unpack(
     """
     import triton.language as tl
 
-    from lightning_lowbw.ops.triton_kernels import unpack_kernel
+    from lightning_lowbw.ops.triton_messages import unpack_kernel
 
     shape = len(messages), num_elements
     positions = torch.empty(shape, dtype=torch.int64, device=messages.device)
@@ -235,7 +236,7 @@ def unpack(
 def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
     """Average what all participants have sent for several tensors, or step weights by it: one launch.
 
-    See `reference.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well, for its atomic
+    See `averages.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well, for its atomic
     adds never meet; but it takes launches per participant and tensor.
 
     Raises:
@@ -243,7 +244,7 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     """
     import triton
 
-    from lightning_lowbw.ops.triton_kernels import apply_kernel
+    from lightning_lowbw.ops.triton_messages import apply_kernel
 
     steps, device = arrivals[0].weight is not None, positions.device
     _, num_messages, num_elements = positions.shape

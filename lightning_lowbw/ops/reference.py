@@ -373,30 +373,6 @@ def take_(
     return values
 
 
-def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Average sparse vectors, one per rank, into a dense one: ``out = 1/N sum_k sparse_k`` (eq. 7).
-
-    The sum runs in rank order, so that all replicas get the same bits; equal indices of two ranks add up; N counts
-    all ranks, also those that sent nothing here.
-
-    In place:
-        `out`, which is overwritten.
-
-    Args:
-        out: flat, contiguous.
-        parts: (indices int64, values) of each rank, in rank order; indices are distinct within a rank.
-    """
-    out.zero_()
-    add_mean_(out, parts)
-
-
-def add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add what `scatter_mean_` writes."""
-    for indices, values in parts:
-        # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
-        out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))
-
-
 def largest(segment: Segment) -> Tensor:
     """Return the positions of the k largest |v| of a tensor, or of each of its chunks; of equal ones the first.
 
@@ -437,45 +413,3 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
         positions.append(largest(segment))
         values.append(take_(residual, momentum_buffer, positions[-1], value_dtype=value_dtype, masking=masking))
     return torch.cat(positions), torch.cat(values)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A tensor, or a part of one, for which messages have come.
-
-    Args:
-        out: where the mean goes: float32, flat, contiguous.
-        group: row of the messages that are about it.
-        first: its first element in each of these.
-        count: its elements there.
-        weight: what is to be stepped by the mean, of as many elements: float32, flat, contiguous; None: nothing is.
-        rate: of the step.
-    """
-
-    out: Tensor
-    group: int
-    first: int
-    count: int
-    weight: Tensor | None = None
-    rate: float = 0.0
-
-
-def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
-    """Average what all participants have sent for several tensors; see `scatter_mean_`. Or step weights by it.
-
-    In place:
-        `out` of all, which is overwritten. With a weight: the weight, ``w = w - rate mean``; `out` is room to add in,
-        and left with anything in it.
-
-    Args:
-        arrivals: with weights or without, all alike.
-        positions: in `out`: int64, ascending for each tensor, shape (groups, participants, elements).
-        values: float32, of the same shape; summed in the order of the participants.
-    """
-    for arrival in arrivals:
-        mine = slice(arrival.first, arrival.first + arrival.count)
-        parts = list(zip(positions[arrival.group, :, mine], values[arrival.group, :, mine], strict=True))
-        scatter_mean_(arrival.out, parts)
-        if arrival.weight is not None:
-            touched = torch.cat([each for each, _ in parts])
-            arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)

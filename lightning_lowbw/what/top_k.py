@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import from_mapping, is_number
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import add_mean_, scatter_mean_
+from lightning_lowbw.ops.averages import add_mean_, scatter_mean_
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.what.selection import SELECTIONS, num_selected
@@ -206,19 +206,25 @@ class TopK:
         return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
 
     def decode(self, messages: Tensor, numels: Sequence[int], density: float | None) -> tuple[Tensor, Tensor]:
-        """Return what participants have sent: positions int64 and values float32, shape (messages, elements).
+        """Return what participants have sent: positions int64, values float32, shape (groups, participants, elements).
 
         Args:
-            messages: of all participants; uint8, shape (messages, nbytes).
+            messages: of all participants, about as many groups of parts of these sizes: uint8, shape (groups,
+                participants, nbytes).
             numels: elements of each tensor that is not empty.
             density: at which was selected.
         """
         counts = [self.num_sent(numel, density) for numel in numels]
-        positions, values = self.codec.decode(messages, counts, numels)
+        shape = *messages.shape[:2], sum(counts)
+        positions, values = (each.view(shape) for each in self.codec.decode(messages.flatten(0, 1), counts, numels))
         if self.clip_to_median:
             layouts = [self.layout(numel, density) for numel in numels]
-            of_tensor = zip(values.split(counts, dim=1), layouts, strict=True)
-            values = torch.cat([self._clip(each, layout) for each, layout in of_tensor], 1)
+            values = torch.stack(
+                [
+                    torch.cat([self._clip(*each) for each in zip(group.split(counts, dim=1), layouts, strict=True)], 1)
+                    for group in values
+                ]
+            )
         return positions, values
 
     def average_(self, out: Tensor, parts: Sequence[Sparse]) -> None:

@@ -32,14 +32,14 @@ from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.node_peers import NodePeers
 from lightning_lowbw.where.side_queue import SideQueue
 from lightning_lowbw.where.topology import Topology
-from tests.ops.test_table import resnet50_shapes
+from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.ops.triton_kernels")
+triton_messages = pytest.importorskip("lightning_lowbw.ops.triton_messages")
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
 BEFORE = Path(__file__).with_name("launches_before.json")
 HEADING = "| | launches before | waits before | launches | waits |\n| --- | --- | --- | --- | --- |\n"
-NUM_LAYERS, WIDTH, NUM_TOKENS = 24, 1024, 50_257
 # Operations that only look at a tensor otherwise, or make room for one.
 FREE = (
     "view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes", "unbind", "detach", "expand",
@@ -47,16 +47,6 @@ FREE = (
     "new_empty", "lift_fresh", "unfold", "view_as_real", "flatten", "unflatten", "new_empty_strided", "diagonal",
     "narrow", "is_pinned", "resize_",
 )  # fmt: skip
-
-
-def transformer_shapes() -> list[tuple[int, ...]]:
-    """A decoder like GPT-2 medium: 355M parameters."""
-    shapes = [(NUM_TOKENS, WIDTH), (1024, WIDTH)]
-    for _ in range(NUM_LAYERS):
-        for outputs, inputs in ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)):
-            shapes += [(outputs, inputs), (outputs,)]
-        shapes += [(WIDTH,)] * 4
-    return [*shapes, (WIDTH,), (WIDTH,)]
 
 
 def stand_in_for_the_device(monkeypatch: pytest.MonkeyPatch, count: Counter[str], num_ranks: int) -> None:
@@ -176,9 +166,10 @@ def count_step(
 ) -> Counter[str]:
     """Return what the second sparse step has launched and waited for, without the step of the user's optimizer."""
     count: Counter[str] = Counter()
-    for name in vars(triton_kernels):
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(triton_kernels, name, Stub(count, name))
+    for module in (triton_kernels, triton_messages):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Stub(count, name))
     monkeypatch.setattr(gpu, "is_available", lambda device: True)
     monkeypatch.setattr(gpu, "_num_processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
@@ -234,8 +225,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
 FLAT, NESTED = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64)}, {"2 nodes of 4": (8, 2)}
 NESTED["8 nodes of 8"] = (64, 8)
 CELLS = [
-    *((optimizer, "ResNet-50", where, False) for optimizer in ("SGD", "AdamW") for where in {**FLAT, **NESTED}),
-    *((optimizer, "transformer", at, False) for optimizer in ("SGD", "AdamW") for at in ("8 ranks", "8 nodes of 8")),
+    *(("SGD", "ResNet-50", where, False) for where in {**FLAT, **NESTED}),
+    *(("AdamW", "ResNet-50", where, False) for where in ("64 ranks", "8 nodes of 8")),
+    *(("SGD", "transformer", where, False) for where in ("8 ranks", "8 nodes of 8")),
     ("SGD", "ResNet-50", "8 nodes of 8", True),
     ("AdamW", "transformer", "8 ranks", True),
     ("AdamW(fused=True)", "transformer", "8 ranks", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,31 @@ def test_methods_on_two_levels_through_gloo(name: str) -> None:
 def test_methods_on_two_levels_through_nccl(name: str, tmp_path: Path) -> None:
     on_gpu = run_ranks(through_nccl, 4, str(tmp_path / "store"), train, name, NODES["blocks"])
     check_training(on_gpu, run_ranks(train, 4, "cpu", name, NODES["blocks"]))
+
+
+def through_nccl_on_one_device(store: str, function: Any, *args: Any) -> Any:
+    """Call a function with NCCL between ranks of one device, which it allows where each claims a host of its own."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    torch.cuda.set_device(0)
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    return function("cuda", *args)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "nodes"), [("dgc", 2, ()), ("local", 2, ()), ("dgc", 4, NODES["blocks"])]
+)
+def test_ranks_on_one_device_through_nccl(name: str, num_ranks: int, nodes: Nodes, tmp_path: Path) -> None:
+    try:
+        on_gpu = run_ranks(
+            through_nccl_on_one_device, num_ranks, str(tmp_path / "store"), train, name, nodes, fresh=True
+        )
+    except AssertionError as error:
+        if "Duplicate GPU" in str(error) or "invalid usage" in str(error):
+            pytest.skip("this NCCL allows one rank per device only")
+        raise
+    check_training(on_gpu, run_ranks(train, num_ranks, "cpu", name, nodes))
 
 
 # In Lightning ---------------------------------------------------------------------------------------------------

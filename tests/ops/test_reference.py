@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import Segment, compress_many_, correct_, flat, largest, scatter_mean_, take_
+from lightning_lowbw.ops.averages import scatter_mean_
+from lightning_lowbw.ops.reference import Segment, compress_many_, correct_, flat, largest, take_
 from tests.ops.bits import equal_bits
 
 WIRE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]

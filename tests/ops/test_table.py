@@ -10,23 +10,11 @@ import torch
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.ops.table import BLOCK, FREE_ROOM, MOST_ROOM, Workspace
 from lightning_lowbw.what.selection import num_selected
+from tests.shapes import resnet50_shapes
 
 BYTES_PER_CANDIDATE = 16
 BYTES_PER_BLOCK = 20
 BYTES_OF_DIGITS = 8192  # of a tensor
-
-
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Those of the weights of ResNet-50, of norms and biases too."""
-    shapes, width = [(64, 3, 7, 7), (64,), (64,)], 64
-    for planes, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(num_blocks):
-            of_block = [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
-            if block == 0:
-                of_block.append((4 * planes, width, 1, 1))
-            shapes += [each for shape in of_block for each in (shape, shape[:1], shape[:1])]
-            width = 4 * planes
-    return [*shapes, (1000, width), (1000,)]
 
 
 def workspace_for(numels: list[int], sparsity: float) -> Workspace:

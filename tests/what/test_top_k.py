@@ -59,7 +59,7 @@ def send_(payload: TopK, residuals: list[Tensor], changes: list[Tensor]) -> Tens
 def receive(payload: TopK, messages: list[Tensor], numels: list[int]) -> list[Tensor]:
     """Return the mean of each tensor, from the messages of all participants."""
     means = [torch.empty(numel) for numel in numels]
-    decoded = payload.decode(torch.stack(messages), numels, None)
+    decoded = (each[0] for each in payload.decode(torch.stack(messages).unsqueeze(0), numels, None))
     columns = zip(*(each.split([payload.num_sent(n) for n in numels], dim=1) for each in decoded), strict=True)
     for mean, (positions, values) in zip(means, columns, strict=True):
         payload.average_(mean, list(zip(positions, values, strict=True)))
