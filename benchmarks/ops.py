@@ -2,9 +2,9 @@
 
     python benchmarks/ops.py                # 25M parameters, one thread; a minute or two
 
-A step is what `prepare_sparse` does between the gradient and the message: decay, momentum correction, the k largest,
-masking. All variants start from one state, in which the threshold has settled, take turns, and do the same steps.
-Writes benchmarks/results/ops_cpu.json with the environment, and a table.
+A step is what lies between the gradient and the message: the look for what is not finite, decay, momentum correction,
+the k largest, masking. All variants start from one state, in which the threshold has settled, take turns, and do the
+same steps. Writes benchmarks/results/ops_cpu.json with the environment, and a table.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch import Tensor
 from benchmarks.slow_link import RESULTS, describe_environment
 from lightning_lowbw.ops import compiled, cpu
 from lightning_lowbw.ops.averages import scatter_mean_
-from lightning_lowbw.ops.reference import Segment, correct_, take_
+from lightning_lowbw.ops.reference import SecondMoment, Segment, correct_, take_
 from lightning_lowbw.what import selection
 from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
-COPY_BYTES = 20  # read and written per parameter: G read, u and v read and written; float32
+# Read and written per parameter: G read, u and v read and written; with decay w read; Adam's m, v and the residual.
+COPY_BYTES = {"SGD": 20, "SGD, decay": 24, "AdamW": 28}
 SETTLING_STEPS = 30  # until a residual has stopped growing fast
-LIMIT = f"copy, {COPY_BYTES} bytes"
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Row:
     """One variant, repeated.
 
     Attributes:
-        decay: whether the weight is added to the gradient, which reads four bytes more.
+        optimizer: one of `COPY_BYTES`, with its copy the row is compared; empty: with the first.
         ns: nanoseconds per parameter, of each repetition.
     """
 
     variant: str
-    decay: bool
+    optimizer: str
     ns: list[float] = field(default_factory=list)
 
     @property
@@ -61,77 +61,76 @@ class Row:
 
 
 class State:
-    """What one variant keeps from step to step: v, u and a selector per tensor."""
+    """What one variant keeps from step to step: v, u, Adam's mean of squares and a selector per tensor."""
 
     def __init__(self, device: str) -> None:
         self.residuals = [torch.zeros(size, device=device) for size in SIZES]
         self.momentum_buffers = [torch.zeros(size, device=device) for size in SIZES]
+        self.squares = [torch.zeros(size, device=device) for size in SIZES]
         self.selectors = [SampledSelector() for _ in SIZES]
 
     def clone(self) -> State:
         other = State.__new__(State)
         other.residuals = [tensor.clone() for tensor in self.residuals]
         other.momentum_buffers = [tensor.clone() for tensor in self.momentum_buffers]
+        other.squares = [tensor.clone() for tensor in self.squares]
         other.selectors = [SampledSelector() for _ in SIZES]
         for mine, its in zip(self.selectors, other.selectors, strict=True):
             its.threshold = mine.threshold
         return other
 
 
-Select = Callable[[SampledSelector, Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
+Select = Callable[[SampledSelector, Segment], Tensor]
 
 
-def step(state: State, select: Select, gradients: list[Tensor], weights: list[Tensor] | None) -> None:
-    """Correct, select and mask all tensors."""
+def step(state: State, select: Select, optimizer: str, gradients: list[Tensor], weights: list[Tensor]) -> None:
+    """Correct, look for what is not finite, select and mask all tensors."""
+    is_adam = optimizer == "AdamW"
     for number, (v, u) in enumerate(zip(state.residuals, state.momentum_buffers, strict=True)):
-        weight = None if weights is None else weights[number]
-        k = num_selected(v.numel(), DENSITY)
-        positions = select(state.selectors[number], v, u, gradients[number], weight, k)
-        take_(v, u, positions, value_dtype=torch.float32, masking=True)
-
-
-def correct_separately(v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None) -> None:
-    """Make a pass for each operation, as torch does it."""
-    if weight is not None:
-        gradient.add_(weight, alpha=WEIGHT_DECAY)
-    correct_(v, u, gradient, momentum=MOMENTUM, nesterov=False)
-
-
-def select_by_sorting(
-    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
-) -> Tensor:
-    correct_separately(v, u, gradient, weight)
-    return exact_top_k(v, k)
-
-
-def select_separately(
-    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
-) -> Tensor:
-    correct_separately(v, u, gradient, weight)
-    return selector(v, k)
-
-
-def select_in_one_pass(
-    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
-) -> Tensor:
-    return selector.accumulate_(
-        Segment(
+        moment = SecondMoment(
+            square=state.squares[number], largest=None, beta2=0.999, share=0.5, eps=1e-8, corrections=(1.0, 0.1)
+        )
+        segment = Segment(
             residual=v,
             momentum_buffer=u,
-            gradient=gradient,
-            weight=weight,
-            k=k,
+            gradient=gradients[number],
+            weight=weights[number] if optimizer == "SGD, decay" else None,
+            k=num_selected(v.numel(), DENSITY),
             momentum=MOMENTUM,
-            weight_decay=WEIGHT_DECAY,
+            dampening=MOMENTUM if is_adam else 0.0,
+            weight_decay=WEIGHT_DECAY if optimizer == "SGD, decay" else 0.0,
+            second_moment=moment if is_adam else None,
+            fault=torch.zeros((), dtype=torch.bool),
         )
-    )
+        positions = select(state.selectors[number], segment)
+        take_(v, u, positions, value_dtype=torch.float32, masking=not is_adam)
 
 
-def select_without_a_threshold(
-    selector: SampledSelector, v: Tensor, u: Tensor, gradient: Tensor, weight: Tensor | None, k: int
-) -> Tensor:
+def correct_separately(segment: Segment) -> None:
+    """Make a pass for each operation, as torch does it; nobody looks for what is not finite."""
+    gradient = segment.gradient
+    if segment.weight is not None:
+        gradient.add_(segment.weight, alpha=WEIGHT_DECAY)
+    correct_(segment.residual, segment.momentum_buffer, gradient, momentum=MOMENTUM, nesterov=False)
+
+
+def select_by_sorting(selector: SampledSelector, segment: Segment) -> Tensor:
+    correct_separately(segment)
+    return exact_top_k(segment.residual, segment.k)
+
+
+def select_separately(selector: SampledSelector, segment: Segment) -> Tensor:
+    correct_separately(segment)
+    return selector(segment.residual, segment.k)
+
+
+def select_in_one_pass(selector: SampledSelector, segment: Segment) -> Tensor:
+    return selector.accumulate_(segment)
+
+
+def select_without_a_threshold(selector: SampledSelector, segment: Segment) -> Tensor:
     selector.threshold = 0.0
-    return select_in_one_pass(selector, v, u, gradient, weight, k)
+    return select_in_one_pass(selector, segment)
 
 
 @contextmanager
@@ -149,10 +148,10 @@ def seconds_on_cpu(function: Callable[[], object]) -> float:
 
 
 def measure(
-    variants: dict[str, Callable[[], object]], decay: bool, repetitions: int, prepare: Callable[[], None]
+    variants: dict[str, Callable[[], object]], optimizer: str, repetitions: int, prepare: Callable[[], None]
 ) -> list[Row]:
     """Time the variants in turns, after a first round that is not counted; `prepare` comes before each round."""
-    rows = [Row(name, decay) for name in variants]
+    rows = [Row(name, optimizer) for name in variants]
     for number in range(-1, repetitions):
         prepare()
         for row, function in zip(rows, variants.values(), strict=True):
@@ -168,15 +167,15 @@ def draw(gradients: list[Tensor]) -> None:
         gradient.normal_()
 
 
-def steps_on_cpu(decay: bool, repetitions: int) -> list[Row]:
+def steps_on_cpu(optimizer: str, repetitions: int) -> list[Row]:
     """Measure a whole step in each variant, and its limit."""
     gradients = [torch.empty(size) for size in SIZES]
-    weights = [torch.randn(size) for size in SIZES] if decay else None
+    weights = [torch.randn(size) for size in SIZES]
     settled = State("cpu")
     for _ in range(SETTLING_STEPS):
         draw(gradients)
-        step(settled, select_in_one_pass, gradients, weights)
-    source = torch.ones(sum(SIZES) * COPY_BYTES // 8)  # four bytes read and four written per element
+        step(settled, select_in_one_pass, optimizer, gradients, weights)
+    source = torch.ones(sum(SIZES) * COPY_BYTES[optimizer] // 8)  # four bytes read and four written per element
     target = torch.zeros_like(source)
 
     def stepping(select: Select, kernels: ModuleType) -> Callable[[], object]:
@@ -184,21 +183,22 @@ def steps_on_cpu(decay: bool, repetitions: int) -> list[Row]:
 
         def run() -> None:
             with only(kernels):
-                step(state, select, gradients, weights)
+                step(state, select, optimizer, gradients, weights)
 
         return run
 
     variants: dict[str, Callable[[], object]] = {
-        LIMIT: lambda: target.copy_(source),
-        "separate passes, sort": stepping(select_by_sorting, cpu),
-        "separate passes, threshold": stepping(select_separately, cpu),
+        copy_of(optimizer): lambda: target.copy_(source),
         "blocks (torch)": stepping(select_in_one_pass, cpu),
         "blocks (torch), no threshold yet": stepping(select_without_a_threshold, cpu),
     }
+    if optimizer != "AdamW":
+        variants["separate passes, sort"] = stepping(select_by_sorting, cpu)
+        variants["separate passes, threshold"] = stepping(select_separately, cpu)
     if compiled.is_available():
         variants["compiled (numba)"] = stepping(select_in_one_pass, compiled)
         variants["compiled (numba), no threshold yet"] = stepping(select_without_a_threshold, compiled)
-    return measure(variants, decay, repetitions, lambda: draw(gradients))
+    return measure(variants, optimizer, repetitions, lambda: draw(gradients))
 
 
 def rest_on_cpu(repetitions: int) -> list[Row]:
@@ -223,20 +223,25 @@ def rest_on_cpu(repetitions: int) -> list[Row]:
 
     variants: dict[str, Callable[[], object]] = {"look for NaN and inf (aminmax)": look}
     variants |= {f"scatter_mean_, {ranks} ranks": averaging(ranks) for ranks in (2, 8, 32)}
-    return measure(variants, False, repetitions, lambda: None)
+    return measure(variants, "", repetitions, lambda: None)
+
+
+def copy_of(optimizer: str) -> str:
+    """Return the name of the row that is the limit."""
+    return f"copy, {COPY_BYTES[optimizer]} bytes"
 
 
 def to_markdown(rows: list[Row]) -> str:
     """Return a table; ratios are of medians within one run."""
-    limit = next(row.median_ns for row in rows if row.variant == LIMIT)
+    medians = {row.variant: row.median_ns for row in rows}
     lines = [
-        "| variant | weight decay | ns per parameter | spread | x copy |",
+        "| variant | optimizer | ns per parameter | spread | x copy |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         spread = f"{min(row.ns):.2f} - {max(row.ns):.2f}"
-        decay = "yes" if row.decay else "no"
-        lines.append(f"| {row.variant} | {decay} | {row.median_ns:.2f} | {spread} | {row.median_ns / limit:.2f} |")
+        ratio = row.median_ns / medians[copy_of(row.optimizer or "SGD")]
+        lines.append(f"| {row.variant} | {row.optimizer} | {row.median_ns:.2f} | {spread} | {ratio:.2f} |")
     return "\n".join([*lines, ""])
 
 
@@ -261,7 +266,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     with torch.no_grad():
-        rows = [row for decay in (False, True) for row in steps_on_cpu(decay, options.repetitions)]
+        rows = [row for optimizer in COPY_BYTES for row in steps_on_cpu(optimizer, options.repetitions)]
         rows += rest_on_cpu(options.repetitions)
     print(write(options.name, rows, threads=options.threads))
 
