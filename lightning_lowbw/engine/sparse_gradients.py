@@ -79,7 +79,10 @@ class SparseGradients:
         self._selected |= self._exchange.compress(table, masking=masking)
         self._compressed |= {slot.name for slot in slots}
         for slot in slots:
-            if slot.name in table:
+            if slot.name not in table:  # this rank's part has no elements
+                for other in fields[slot.name]["elsewhere"]:
+                    other.take_()
+            else:
                 keep_fields(slot, table[slot.name], self._correction, self._velocities, self._peers)
             if slot.name in faults:
                 self.faults[slot.parameter] = faults[slot.name]

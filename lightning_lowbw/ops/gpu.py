@@ -99,11 +99,15 @@ def compress_many_(
     device = segments[0].residual.device
     with torch.cuda.device_of(segments[0].residual):
         workspace.update(segments)
-        _correct(workspace)
         num_sent = sum(segment.num_sent for segment in segments)
         positions = torch.empty(num_sent, dtype=torch.int64, device=device)
         values = torch.empty(num_sent, dtype=value_dtype, device=device)
-        _take(workspace, positions, values, masking)
+        try:
+            _correct(workspace)
+            _take(workspace, positions, values, masking)
+        except BaseException:
+            workspace.counting.zero_()  # else the next step appends behind what this one has found
+            raise
     return positions, values
 
 
@@ -195,7 +199,7 @@ def pack(
 
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
-        pack_kernel[(len(fields), -(-longest // PACK_BLOCK))](
+        pack_kernel[(-(-longest // PACK_BLOCK), len(fields))](
             fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message, sent,
             torch.finfo(sent.dtype).max, V=getattr(tl, str(sent.dtype).removeprefix("torch.")),
             IS_SENT=is_written, BLOCK=PACK_BLOCK, **OPTIONS,
@@ -248,7 +252,8 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
 
     steps, device = arrivals[0].weight is not None, positions.device
     _, num_messages, num_elements = positions.shape
-    shapes = tuple((arrival.out.numel(), arrival.count) for arrival in arrivals)
+    # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
+    shapes = tuple((arrival.out.numel(), 1 << arrival.count.bit_length()) for arrival in arrivals)
     rows = []
     for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True):
         for tensor in (arrival.out, arrival.weight):
@@ -283,12 +288,12 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
 
 @lru_cache(maxsize=64)
 def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return of each tensor, of so many elements with so many sent, the size of a tile (as a shift) and its first one;
-    and how many it has."""
+    """Return the tiles of tensors of so many elements, with about so many sent: of each tensor the size of a tile (as a
+    shift) and its first one; and how many it has."""
     tiles: list[tuple[int, int]] = []
     numbers: list[int] = []
     for numel, count in shapes:
-        shift = max(LEAST_TILE_SHIFT, (numel * SENT_PER_TILE // max(1, count)).bit_length() - 1)
+        shift = max(LEAST_TILE_SHIFT, (numel * SENT_PER_TILE // count).bit_length() - 1)
         tiles.append((shift, sum(numbers)))
         numbers.append(-(-numel // (1 << shift)))
     return tiles, numbers

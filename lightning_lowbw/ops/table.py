@@ -160,7 +160,7 @@ class Workspace:
         for kind in dict.fromkeys(kinds):
             mine = [number for number, other in enumerate(kinds) if other == kind]
             self.launches.append((kind, rows[mine[0]].first_block, sum(num_blocks[number] for number in mine)))
-            owners += [torch.full((num_blocks[number],), number, dtype=torch.int32) for number in mine]
+            owners += [torch.full((num_blocks[number],), number, dtype=torch.int32, device="cpu") for number in mine]
         self.owners = torch.cat(owners).to(device)
         self.counts, self.counting = torch.zeros(2, len(rows), dtype=torch.int32, device=device)
         self.block_counts = torch.empty_like(self.owners)
@@ -306,5 +306,5 @@ def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device)
 
 def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy numbers to a device without waiting for it."""
-    tensor = torch.tensor(list(numbers), dtype=dtype)
+    tensor = torch.tensor(list(numbers), dtype=dtype, device="cpu")  # whatever the default device is
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

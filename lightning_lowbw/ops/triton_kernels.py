@@ -129,7 +129,7 @@ def correct_kernel(
 
     threshold = tl.load(thresholds + tensor)
     threshold = tl.where(threshold > 0, threshold, float("inf"))  # 0: none is known
-    is_candidate = inside & (tl.abs(v) >= threshold)
+    is_candidate = inside & has_residual & (tl.abs(v) >= threshold)
     ones = is_candidate.to(tl.int32)
     count = tl.sum(ones, 0)
     base = tl.atomic_add(counts + tensor, count, sem="relaxed")

@@ -38,11 +38,12 @@ def pack_kernel(
     The values are rounded to V, and written where `sent_values` begins; or, with IS_SENT, that is what has been made
     of them. What is rounded away is added to the residuals, whose addresses are `residuals`: 0 for none.
 
-    Grid: (tensors, blocks of the longest). Elements share words, which are zeros before: bits are or-ed in.
+    Grid: (blocks of the longest, tensors): a grid may be long in its first axis only. Elements share words, which are
+    zeros before: bits are or-ed in.
     """
-    tensor = tl.program_id(0)
+    tensor = tl.program_id(1)
     row = fields + tensor * FIELD_COLUMNS
-    elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = elements < tl.load(row + FIELD_NUM_SENT)
     places = tl.load(row + FIELD_FIRST) + elements
     position = tl.load(positions + places, mask=inside, other=0)

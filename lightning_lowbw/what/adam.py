@@ -40,7 +40,8 @@ class AdamCorrection(ErrorFeedback):
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         super().__init__(optimizer, num_participants)
-        self._counted: dict[Parameter, tuple[Tensor, int]] = {}  # the optimizer's count of steps, and what it says
+        # The optimizer's count of steps as it was left, its version, and what it says.
+        self._counted: dict[Parameter, tuple[Tensor, int, int]] = {}
         self._coming: dict[Parameter, int] = {}  # the number of the step in progress
 
     @property
@@ -139,11 +140,10 @@ class AdamCorrection(ErrorFeedback):
     def _num_steps(self, parameter: Parameter) -> int:
         """Return the steps taken. On the device, where a fused optimizer counts, they are read once."""
         counted = self.optimizer.state[parameter]["step"]
-        known, number = self._counted.get(parameter, (None, 0))
-        if known is not counted:  # the first time, or another state has been loaded
-            number = int(counted)
-            self._counted[parameter] = counted, number
-        return number
+        known = self._counted.get(parameter)
+        if known is not None and known[0] is counted and known[1] == counted._version:
+            return known[2]
+        return int(counted)  # the first time, or somebody else has counted, or loaded another state
 
     def _state(self, parameter: Parameter, group: Group) -> dict[str, Any]:
         """Return Adam's state of a parameter, made as Adam makes it at the first step."""
@@ -192,7 +192,7 @@ class AdamCorrection(ErrorFeedback):
         counts = {parameter: self.optimizer.state[parameter]["step"] for parameter in self._coming}
         for device in dict.fromkeys(count.device for count in counts.values()):
             torch._foreach_add_([count for count in counts.values() if count.device == device], 1)
-        self._counted |= {parameter: (count, self._coming[parameter]) for parameter, count in counts.items()}
+        self._counted |= {p: (count, count._version, self._coming[p]) for p, count in counts.items()}
         self._coming.clear()
 
 

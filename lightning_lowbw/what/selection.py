@@ -87,7 +87,7 @@ class Selection:
         """
         known = {name: selector.threshold for name, selector in self._selectors.items()}
         for names, workspace in self._workspaces.items():
-            known.update(zip(names, workspace.thresholds.tolist(), strict=True))
+            known.update(zip(names, workspace.thresholds[: len(names)].tolist(), strict=True))
         return known
 
     @thresholds.setter

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 from lightning_lowbw import DGC, ConfigurationError, Method
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.state import merge
+from lightning_lowbw.what.adam import AdamCorrection
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.topology import part_of
 from tests.adam_oracle import OracleAdam
@@ -218,3 +219,40 @@ def test_other_ranks_hold_the_mean_of_the_moments() -> None:
     torch.testing.assert_close(
         optimizer.state[parameters["large"]]["exp_avg_sq"], 3 * merged["local"]["large"]["exp_avg_sq"]
     )
+
+
+def moments_of_a_single_element(nodes: Nodes) -> list[Tensor]:
+    """Return the means of squares of a tensor of which only the first rank of a node has a part."""
+    parameters = make_parameters({"large": (40, 30), "single": (1,)})
+    optimizer = AdamW(parameters.values(), lr=LR)
+    worker = DGC(**{**EXACT, "sparsity": [0.5], "min_numel": 1}).attach(optimizer, parameters.items(), topology=nodes)
+    for _ in range(3):
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    return [optimizer.state[parameter]["exp_avg_sq"] for parameter in parameters.values()]
+
+
+def test_all_ranks_of_a_node_keep_the_moments_of_all_parts() -> None:
+    first, *others = run_ranks(moments_of_a_single_element, 4, ((0, 1), (2, 3)))
+    assert all(moment.any() for moment in first)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
+    """In place, as torch.distributed.checkpoint loads it."""
+    parameter = torch.nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    optimizer = AdamW([parameter], lr=LR)
+    correction, group = AdamCorrection(optimizer, 2), optimizer.param_groups[0]
+    beta2 = group["betas"][1]
+    for expected in (1, 2, 101, 102):
+        if expected == 101:
+            optimizer.state[parameter]["step"].fill_(100)
+        moment = correction.second_moment(parameter, group, slice(0, 8))
+        assert moment.corrections[1] == 1.0 - beta2**expected
+        correction.give_back()
+        assert optimizer.state[parameter]["step"].item() == expected

@@ -42,6 +42,7 @@ def train(uses_kernels: bool, name: str, changes: dict[str, Any], nodes: Any) ->
         with worker.stepping():
             worker.exchange()
             optimizer.step()
+    assert worker.state_dict()
     weights = [parameter.detach() for parameter in model.parameters()]
     kept = [state for parameter in model.parameters() for state in optimizer.state[parameter].values()]
     return weights, [*worker.residuals.values(), *kept], digest(weights)  # type: ignore[attr-defined]
