@@ -229,7 +229,7 @@ class GradientWorker(Worker):
                 slot for slot in sparse_of(self._slots) if not slot.is_missing and slot.parameter not in known
             ]
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
-        if not self._unlooked or any(slot.is_undense for slot in self._slots):
+        if not self._unlooked or any(slot.has_sparse_layout for slot in self._slots):
             self._fault = first_fault_of(self._slots, known, {slot.parameter for slot in self._unlooked})
         for slot in self._slots:
             if slot.is_missing:

@@ -40,15 +40,15 @@ class Slot:
         return self.parameter.grad
 
     @property
-    def is_undense(self) -> bool:
-        """Whether there is a gradient that cannot be summed."""
+    def has_sparse_layout(self) -> bool:
+        """Whether the gradient is a sparse tensor, which cannot be summed."""
         gradient = self.parameter.grad
         return gradient is not None and gradient.layout != torch.strided
 
     @property
     def is_missing(self) -> bool:
         """Whether there is no gradient that could be summed."""
-        return self.parameter.grad is None or self.is_undense
+        return self.parameter.grad is None or self.has_sparse_layout
 
     @property
     def flat_target(self) -> Tensor:
@@ -183,7 +183,7 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later:
     unlooked: dict[Parameter, Tensor] = {}
     for number, slot in enumerate(slots):
         parameter, gradient = slot.parameter, slot.parameter.grad
-        if slot.is_undense:
+        if slot.has_sparse_layout:
             return torch.tensor(-1.0 - number, dtype=torch.float32, device=parameter.device)
         if gradient is not None and parameter not in later and parameter not in known:
             unlooked[parameter] = gradient

@@ -206,17 +206,23 @@ def owner_of(work, ends, num_tensors, TENSORS: tl.constexpr):
 
 
 @triton.jit
-def looked_at(row, count, start, positions, values, BLOCK: tl.constexpr):
-    """Return positions and values of a block of a tensor's candidates, or of the tensor; and which are there."""
+def looked_at(
+    work, table, counts, positions, values, ends, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr
+):  # fmt: skip
+    """Return the tensor of a block of the selection, and the first block of this tensor; positions and values of the
+    block, of the tensor's candidates or of all of it; and which are there."""
+    tensor, first = owner_of(work, ends, num_tensors, TENSORS)
+    row = table + tensor * NUM_COLUMNS
+    count = tl.load(counts + tensor)
     is_short = has_candidates(row, count)
-    offsets = start + tl.arange(0, BLOCK)
+    offsets = (work - first) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < tl.where(is_short, count, tl.load(row + NUMEL))
     candidates = tl.load(row + FIRST_CANDIDATE) + offsets
     residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
     short = tl.load(values + candidates, mask=inside & is_short, other=0.0)
     whole = tl.load(residual, mask=inside & (is_short == 0), other=0.0)
     position = tl.load(positions + candidates, mask=inside & is_short, other=0)
-    return tl.where(is_short, position, offsets), tl.where(is_short, short, whole), inside
+    return tensor, first, tl.where(is_short, position, offsets), tl.where(is_short, short, whole), inside
 
 
 @triton.jit
@@ -237,10 +243,9 @@ def digits_kernel(
     digits = tl.arange(0, 1 << BITS)
     total = tl.load(ends + num_tensors - 1)
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        tensor, first = owner_of(work, ends, num_tensors, TENSORS)
-        row = table + tensor * NUM_COLUMNS
-        start = (work - first) * BLOCK
-        _, value, inside = looked_at(row, tl.load(counts + tensor), start, positions, values, BLOCK)
+        tensor, _, _, value, inside = looked_at(
+            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
+        )  # fmt: skip
         bits = magnitude_bits(value)
         known = tl.load(kth + tensor)
         # In two steps: all of 32 bits cannot be shifted out at once.
@@ -313,10 +318,9 @@ def count_kernel(
     """
     total = tl.load(ends + num_tensors - 1)
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        tensor, first = owner_of(work, ends, num_tensors, TENSORS)
-        row = table + tensor * NUM_COLUMNS
-        start = (work - first) * BLOCK
-        _, value, inside = looked_at(row, tl.load(counts + tensor), start, positions, values, BLOCK)
+        tensor, _, _, value, inside = looked_at(
+            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
+        )  # fmt: skip
         bits, least = magnitude_bits(value), tl.load(kth + tensor)
         tl.store(num_greater + work, tl.sum((inside & (bits > least)).to(tl.int32), 0))
         tl.store(num_ties + work, tl.sum((inside & (bits == least)).to(tl.int32), 0))
@@ -334,10 +338,10 @@ def take_kernel(
     """
     total = tl.load(ends + num_tensors - 1)
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        tensor, first = owner_of(work, ends, num_tensors, TENSORS)
+        tensor, first, position, exact, inside = looked_at(
+            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
+        )  # fmt: skip
         row = table + tensor * NUM_COLUMNS
-        start = (work - first) * BLOCK
-        position, exact, inside = looked_at(row, tl.load(counts + tensor), start, positions, values, BLOCK)
         bits, least = magnitude_bits(exact), tl.load(kth + tensor)
         is_greater = (inside & (bits > least)).to(tl.int32)
         is_tie = (inside & (bits == least)).to(tl.int32)

@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_lowbw.arguments import from_mapping, is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.averages import add_mean_, scatter_mean_
+from lightning_lowbw.ops.table import upload
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.what.selection import SELECTIONS, num_selected
@@ -277,7 +278,7 @@ class TopK:
         ordered = norms.sqrt_().sort(0).values
         median = (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
         scale = torch.where(norms > median, median / norms, 1.0).float()
-        counts = torch.tensor([k] * num_full + [k_last] * bool(k_last), device=values.device)
+        counts = upload([k] * num_full + [k_last] * bool(k_last), torch.int64, values.device)
         return values * scale.repeat_interleave(counts, dim=1)
 
 

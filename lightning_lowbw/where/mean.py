@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.ops.table import upload
 from lightning_lowbw.where.collectives import AllReducing
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's
@@ -125,7 +126,7 @@ def average_gradients_(
     used = [
         0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else -2.0 * peers.num_ranks for p in parameters
     ]
-    control = torch.tensor([*flags, *used, 0.0], dtype=torch.float32, device=device)
+    control = upload([*flags, *used, 0.0], torch.float32, device)
     means, control = MeanWork(gradients, control, 1.0 / peers.num_ranks, peers).wait()
     sums: list[float] = control.tolist()
     sparse = [tuple(p.shape) for p, num_used in zip(parameters, sums[len(flags) : -1], strict=True) if num_used < 0]

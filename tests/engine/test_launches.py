@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,17 @@ def test_launches(
     if request.config.getoption("--rewrite-golden"):
         rows[name] = row
     assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_document_names_the_tensors(model: str) -> None:
+    numels = [prod(shape) for shape in MODELS[model]()]
+    text, num_sparse = " ".join(DOCUMENT.read_text().split()), sum(DGC().what.takes("", numel) for numel in numels)
+    named = {
+        "ResNet-50": f"ResNet-50 has {len(numels)} tensors, of which {num_sparse} are sent sparse",
+        "transformer": f"{sum(numels) / 1e6:.0f}M parameters and {len(numels)} tensors, {num_sparse} of them sparse",
+    }
+    assert named[model] in text
 
 
 def test_the_count_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
