@@ -59,9 +59,11 @@ class OracleAdam:
             total, k, zeros = torch.zeros(weight.numel()), max(1, round(weight.numel() * density)), weight * 0
             self.step[i] = self.step.get(i, 0) + 1
             for rank in range(self.num_ranks):
-                g = gradients[rank][i] if self.is_decoupled else gradients[rank][i] + self.weight_decay * weight
+                decay = 0.0 if self.is_decoupled else self.weight_decay
+                g = gradients[rank][i] + decay * weight
+                ahead = gradients[rank][i] + decay * (weight - self.lr * self.r.get((rank, i), zeros))
                 m = self.own_m.get((rank, i), self.m.get(i, zeros))
-                m = self.own_m[rank, i] = b1 * m + (1 - b1) * g
+                m = self.own_m[rank, i] = b1 * m + (1 - b1) * ahead
                 v = self.own_v.get((rank, i), self.v.get(i, zeros))
                 v = self.own_v[rank, i] = b2 * v + (1 - b2) * g * g / self.num_ranks
                 largest = self.own_largest.get((rank, i), self.largest_v.get(i, zeros))

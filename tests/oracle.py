@@ -14,7 +14,10 @@ from torch import Tensor
 
 @dataclass
 class OracleDGC:
-    """The equations of methods.md, with the paper's own Nesterov form: u = m (u + g); v = v + u + g."""
+    """The paper's equations, with its own Nesterov form: u = m (u + g); v = v + u + g.
+
+    Weight decay is that of methods.md, undelayed, with its velocity at its limit; in small tensors torch's own.
+    """
 
     num_ranks: int
     lr: float
@@ -54,7 +57,8 @@ class OracleDGC:
             if self.clip_value is not None:
                 own = [g.clamp(-self.clip_value, self.clip_value) for g in own]
             for i, weight in enumerate(weights):
-                g = own[i] + self.weight_decay * weight
+                is_sparse = weight.numel() >= self.min_numel
+                g = own[i] if is_sparse else own[i] + self.weight_decay * weight
                 if (rank, i) not in self.u:  # hand-over
                     buffer = self.buffer.get(i, torch.zeros_like(weight))
                     self.u[rank, i] = self.momentum * buffer if self.nesterov else buffer.clone()
@@ -66,7 +70,7 @@ class OracleDGC:
                 else:
                     u = self.momentum * u + g
                     v = v + u
-                if weight.numel() >= self.min_numel:
+                if is_sparse:
                     k = max(1, round(weight.numel() * density))
                     mask = torch.zeros(weight.numel(), dtype=torch.bool)
                     mask[v.abs().flatten().topk(k).indices] = True
@@ -75,7 +79,7 @@ class OracleDGC:
                     mask = torch.ones_like(weight, dtype=torch.bool)
                 updates[i] += torch.where(mask, v, 0.0)
                 self.v[rank, i] = torch.where(mask, 0.0, v)
-                is_sparse = weight.numel() >= self.min_numel
                 self.u[rank, i] = torch.where(mask, 0.0, u) if self.masking and is_sparse else u
         for weight, update in zip(weights, updates, strict=True):
-            weight -= self.lr * update / self.num_ranks
+            decay = self.weight_decay / (1 - self.momentum) if weight.numel() >= self.min_numel else 0.0
+            weight -= self.lr * (update / self.num_ranks + decay * weight)

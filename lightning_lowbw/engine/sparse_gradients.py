@@ -100,7 +100,8 @@ class SparseGradients:
         """Send what is not sent yet, and take what all have sent: as gradients, or as steps of the weights.
 
         In place:
-            `.grad`; with `applies` the parameters, and `.grad` is None, where the correction can step them.
+            `.grad`, and the parameters: their decay; with `applies` the whole step, and `.grad` is None, where the
+            correction can take it.
 
         Collective: as `SparseExchange.choose` and `begin`; blocking.
         """
@@ -109,6 +110,8 @@ class SparseGradients:
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
         for mine, work in self.begun:
+            for group, parameters in by_group(mine):
+                self._correction.decay_weights(parameters, group)
             can_step = [
                 applies and work.is_sparse and self._correction.can_step(slot.parameter, slot.group) for slot in mine
             ]
@@ -118,8 +121,6 @@ class SparseGradients:
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:
         """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""
-        for group, parameters in by_group(slots):
-            self._correction.decay_weights(parameters, group)
         work.step_(
             {
                 slot.name: (slot.gradient.view(-1), slot.parameter.detach().view(-1), float(slot.group["lr"]))
@@ -133,12 +134,12 @@ class SparseGradients:
         """Take the means as gradients."""
         outs = {slot.name: slot.flat_target for slot in slots}
         work.average_(outs)
+        for slot in slots:
+            if not slot.is_flat_target:
+                slot.gradient.copy_(outs[slot.name].view(slot.gradient.shape))
         climbing = []
         for slot in slots:
-            gradient, mean = slot.gradient, outs[slot.name]
-            if not slot.is_flat_target:
-                gradient.copy_(mean.view(gradient.shape))
             if self._correction.constants(slot.parameter, slot.group).sign < 0:
-                climbing.append(gradient)  # torch's sign, for an optimizer that climbs
+                climbing.append(slot.gradient)  # torch's sign, for an optimizer that climbs
         if climbing:
             torch._foreach_neg_(climbing)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_lowbw.engine.slots import Slot, fault_error, first_fault_of, keep_fields, segment_fields, sparse_of
+from lightning_lowbw.engine.slots import (
+    Slot,
+    by_group,
+    fault_error,
+    first_fault_of,
+    keep_fields,
+    segment_fields,
+    sparse_of,
+)
 from lightning_lowbw.ops.reference import accumulate_, as_real
 from lightning_lowbw.what.residuals import Residuals
 
@@ -16,7 +24,7 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
     """Add all that is unsent to the gradients of this step.
 
     In place:
-        `.grad`; residuals are taken out.
+        `.grad`, and parameters: their decay; residuals are taken out.
 
     Returns:
         Whether the step is to be taken.
@@ -38,6 +46,8 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
         rank, step = worker.peers.rank, worker.step
         raise fault_error(fault, slots, rank, worker.peers, step=step, is_of_node=False, is_sent=False)
     correction.take_over([slot.parameter for slot in sparse_of(slots)])
+    for group, parameters in by_group(sparse_of(slots)):
+        correction.decay_weights(parameters, group)
     for slot in slots:
         if slot.name in rounded:
             gradient = as_real(slot.gradient)

@@ -68,6 +68,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     second = segment.second_moment
     square, largest = (None, None) if second is None else (second.square, second.largest)
     adam = None if second is None else (second.beta2, (1.0 - second.beta2) * second.share, *second.line)
+    decay = (segment.weight_decay, -segment.ahead)
     tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, square, largest)
     choices = (segment.momentum_buffer, segment.weight, square, largest, look_ahead, segment.fault)
     kernel = _kernel(*(each is not None for each in choices))
@@ -77,7 +78,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     def run(start: int, stop: int) -> Tensor | None:
         positions = torch.empty(min(most, (stop - start) // MOST + CHUNK), dtype=torch.int64)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
-        constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, segment.weight_decay, segment.sign, adam)
+        constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, *decay, segment.sign, adam)
         count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
         if count > most:
             return None
@@ -103,7 +104,7 @@ def _numba() -> Any:
 
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register_jitable(fastmath={"contract"})(_multiply_add)
-    for function in (_finite, _decay, _take_square, _correct, _largest, _collect):
+    for function in (_finite, _decay, _decay_ahead, _take_square, _correct, _largest, _collect):
         register_jitable(function)
     return numba
 
@@ -125,6 +126,7 @@ def _kernel(
         number,
         number,
         number if nesterov else nothing,
+        number,
         number,
         number,
         numba.types.UniTuple(number, 4) if has_square else nothing,
@@ -159,6 +161,11 @@ def _finite(gradient, clean, fault):  # type: ignore[no-untyped-def]
 def _decay(gradient, w, sign, c, decayed, size):  # type: ignore[no-untyped-def]
     for i in range(size):
         decayed[i] = _multiply_add(c, w[i], sign * gradient[i])
+
+
+def _decay_ahead(decayed, v, less, size):  # type: ignore[no-untyped-def]
+    for i in range(size):
+        decayed[i] = _multiply_add(less, v[i], decayed[i])
 
 
 def _take_square(g, square, largest, adam, s, size):  # type: ignore[no-untyped-def]
@@ -209,7 +216,7 @@ def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-un
 
 
 def _accumulate(  # type: ignore[no-untyped-def]
-    v, u, gradient, w, square, largest, m, gain, look_ahead, c, sign, adam, threshold, positions, fault
+    v, u, gradient, w, square, largest, m, gain, look_ahead, c, less, sign, adam, threshold, positions, fault
 ):
     count, bits, least = 0, v.view(np.int32), np.array([threshold]).view(np.int32)[0]
     bits_of_gradient = gradient.view(np.int32)
@@ -228,6 +235,8 @@ def _accumulate(  # type: ignore[no-untyped-def]
             g = decayed
         if square is not None:
             _take_square(g, square[start:stop], None if largest is None else largest[start:stop], adam, divisor, size)
+        if w is not None and less != 0:
+            _decay_ahead(decayed, v[start:stop], less, size)
         own_u, own_divisor = None if u is None else u[start:stop], None if square is None else divisor
         _correct(v[start:stop], own_u, g, own_divisor, m, gain, look_ahead, left_sign, size)
         for first in range(start, stop - CHUNK + 1, CHUNK):

@@ -147,6 +147,7 @@ def _tiny_segments(device: torch.device, dtype: torch.dtype) -> list[Segment]:
             k=2,
             momentum=0.5,
             weight_decay=2.0**-4,
+            ahead=2.0**-5,
         )
         for numel in (BLOCK, BLOCK + 1)
     ]

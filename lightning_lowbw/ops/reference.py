@@ -102,6 +102,7 @@ class Elsewhere:
     momentum: ClassVar[float] = 0.0
     dampening: ClassVar[float] = 0.0
     nesterov: ClassVar[bool] = False
+    ahead: ClassVar[float] = 0.0
 
     def take_(self) -> None:
         """Bring the second moment up to date; what is not finite counts as zero."""
@@ -127,6 +128,7 @@ class Segment:
         momentum: m, in [0, 1).
         nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
         weight_decay: c.
+        ahead: see `correct_`.
         sign: -1.0 where the optimizer climbs, else 1.0.
         dampening: d; see `correct_`.
         second_moment: gives the s of `correct_`; None for 1.
@@ -146,6 +148,7 @@ class Segment:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    ahead: float = 0.0
     sign: float = 1.0
     dampening: float = 0.0
     second_moment: SecondMoment | None = None
@@ -196,12 +199,14 @@ def correct_(
     nesterov: bool,
     dampening: float = 0.0,
     divisor: Tensor | None = None,
+    ahead: float = 0.0,
 ) -> None:
     """Accumulate a corrected gradient locally: momentum correction.
 
     Plain: ``u = m u + g; v = v + u`` (eq. 7). Nesterov: ``u = m u + g; v = v + g + m u``.
     Without a buffer: ``v = v + g``, which is error feedback. With a divisor, for Adam: ``u = m u + (1 - d) g;
-    v = v + u / s``.
+    v = v + u / s``. With `ahead`, a: ``g - a v`` takes the place of g. Where g contains the decay c w, and a is c lr,
+    this is the decay of ``w - lr v``, the weight that the residual leads to.
 
     Deviation: the paper's Nesterov form is ``u = m (u + g); v = v + u + g``. Its velocity is m times torch's
     `momentum_buffer`; keeping torch's leaves the buffer valid for the dense phase, for checkpoints and for plain DDP.
@@ -217,9 +222,12 @@ def correct_(
         nesterov: whether the optimizer takes the look-ahead form.
         dampening: d, in [0, 1).
         divisor: s, the parameter's shape; None for 1. Not with Nesterov's form.
+        ahead: a, not negative.
 
     Source: arXiv 1712.01887, section 3.2 and appendix B.
     """
+    if ahead != 0:
+        gradient = gradient.sub(residual, alpha=ahead)
     if momentum_buffer is None:
         residual.add_(gradient)
         return
@@ -309,6 +317,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         nesterov=segment.nesterov,
         dampening=segment.dampening,
         divisor=None if segment.second_moment is None else segment.second_moment.take_(gradient),
+        ahead=segment.ahead,
     )
     if not threshold > 0:
         return torch.empty(0, dtype=torch.int64, device=residual.device)

@@ -55,6 +55,7 @@ class Factors(NamedTuple):
 
     momentum: float
     weight_decay: float
+    ahead: float
     sign: float
     undamped: float  # 1 - dampening
     beta2: float
@@ -245,6 +246,7 @@ def _factors(segment: Segment | Elsewhere) -> Factors:
     return Factors(
         momentum=segment.momentum,
         weight_decay=segment.weight_decay,
+        ahead=segment.ahead,
         sign=segment.sign,
         undamped=1.0 - segment.dampening,
         beta2=0.0 if moment is None else moment.beta2,

@@ -34,6 +34,7 @@ FIRST_OUTPUT = tl.constexpr(Row._fields.index("first_output"))
 NUM_FACTORS = tl.constexpr(len(Factors._fields))
 MOMENTUM = tl.constexpr(Factors._fields.index("momentum"))
 WEIGHT_DECAY = tl.constexpr(Factors._fields.index("weight_decay"))
+AHEAD = tl.constexpr(Factors._fields.index("ahead"))
 SIGN = tl.constexpr(Factors._fields.index("sign"))
 UNDAMPED = tl.constexpr(Factors._fields.index("undamped"))
 BETA2 = tl.constexpr(Factors._fields.index("beta2"))
@@ -108,7 +109,8 @@ def correct_kernel(
     g = tl.where(is_bad, 0.0, g)
     # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
     g = tl.fma(w, tl.load(factors + WEIGHT_DECAY), g * tl.load(factors + SIGN))  # in float32: c w is lost in a narrow G
-    u = rounded(tl.fma(g, tl.load(factors + UNDAMPED), rounded(u.to(tl.float32) * momentum, U)), U)
+    ahead = tl.fma(v, -tl.load(factors + AHEAD), g)
+    u = rounded(tl.fma(ahead, tl.load(factors + UNDAMPED), rounded(u.to(tl.float32) * momentum, U)), U)
     if ADAM:
         has_largest = tl.load(row + LARGEST) != 0
         square_pointers = pointers(row, SQUARE, offsets, U, ALIGNED)
@@ -123,7 +125,7 @@ def correct_kernel(
         s = tl.sqrt_rn(q) * tl.load(factors + SLOPE) + tl.load(factors + LEAST)
         v += tl.div_rn(u, tl.where(inside, s, 1.0))
     else:
-        v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + g), v + u)
+        v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + ahead), v + u)
     tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside & has_residual)
     tl.store(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), u.to(U), mask=inside & has_buffer)
 

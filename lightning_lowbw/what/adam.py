@@ -21,7 +21,10 @@ class AdamCorrection(ErrorFeedback):
         m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N
         r = r + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled; Adam's own goes into G.
+    What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled. Adam's own is that of the
+    weight which this rank's residual leads to: ``G + c (w - lr r)`` in m, ``G + c w`` in v. With ``c w`` in m the decay
+    would not abate until it is sent, some 1 / density steps later, and might diverge: `benchmarks/weight_decay.py`.
+
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
     b1 is at most `LARGEST_BETA1` here: what is sent late is a mean over steps already, as momentum is.
@@ -70,10 +73,12 @@ class AdamCorrection(ErrorFeedback):
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
         beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
+        decay = 0.0 if self._is_decoupled(group) else float(group["weight_decay"])
         return Constants(
             momentum=beta1,
             dampening=beta1,
-            weight_decay=0.0 if self._is_decoupled(group) else float(group["weight_decay"]),
+            weight_decay=decay,
+            ahead=decay and decay * float(group["lr"]),
             sign=-1.0 if group.get("maximize") else 1.0,
         )
 
@@ -179,7 +184,6 @@ class AdamCorrection(ErrorFeedback):
     def _step(self, parameters: Sequence[Parameter], group: Group) -> None:
         lr = float(group["lr"])
         with torch.no_grad():
-            self.decay_weights(parameters, group)
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
 

@@ -30,6 +30,7 @@ class Constants:
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    ahead: float = 0.0
     sign: float = 1.0
 
 
@@ -95,7 +96,7 @@ class ErrorFeedback:
         """Write back what `second_moment` has returned, where it was a copy."""
 
     def can_step(self, parameter: Parameter, group: Group) -> bool:
-        """Whether the optimizer would only subtract ``lr mean``, and do what `decay_weights` does."""
+        """Whether the optimizer would only subtract ``lr mean``."""
         gradient = parameter.grad
         assert gradient is not None
         return (
@@ -105,7 +106,7 @@ class ErrorFeedback:
         )
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Do to all of some weights what the optimizer's step does beside subtracting ``lr mean``, if anything."""
+        """Take from sparse tensors the weight decay of this step, where that is not part of the means."""
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""
@@ -118,9 +119,12 @@ class ErrorFeedback:
 
 
 class MomentumCorrection(ErrorFeedback):
-    """``g = G + c w; u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); what arrives is a plain SGD step.
+    """``u = m u + G; v = v + u`` (Nesterov: ``v + G + m u``); ``w = w - lr (mean + c w / (1 - m))``.
 
-    `take_over` sets momentum and weight decay of the param groups to 0.
+    Weight decay needs no network, for all ranks have the same weights; in the residual it would act too late, and may
+    diverge. Its own velocity, ``d = m d + c w``, is taken at its limit for a weight that changes slowly, c w / (1 - m):
+    so it needs no memory, and there is nothing to mask. A step takes at most the whole weight. Small tensors have
+    ``g = G + c w`` and torch's own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
     """
 
     kind = "momentum"
@@ -140,13 +144,21 @@ class MomentumCorrection(ErrorFeedback):
                 )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
-        values = {**group, **next((values for changed, values in self._user_values if changed is group), {})}
         return Constants(
-            momentum=float(values["momentum"]),
-            nesterov=bool(values["nesterov"]),
-            weight_decay=float(values["weight_decay"]),
+            momentum=float(self._as_given(group)["momentum"]),
+            nesterov=bool(group["nesterov"]),
             sign=-1.0 if group.get("maximize") else 1.0,
         )
+
+    def _as_given(self, group: Group) -> Group:
+        """Return a param group as the user has it."""
+        return {**group, **next((values for changed, values in self._user_values if changed is group), {})}
+
+    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
+        values = self._as_given(group)
+        decay = float(group["lr"]) * float(values["weight_decay"])
+        if decay != 0:
+            torch._foreach_mul_(list(parameters), 1.0 - decay / max(1.0 - float(values["momentum"]), decay))
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         if self._user_values:  # a closure that ran twice
@@ -162,12 +174,12 @@ class MomentumCorrection(ErrorFeedback):
 
     def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Apply momentum to averaged gradients. Its buffers stay the same on all ranks, so they need no residual."""
-        constants = self.constants(parameters[0], group)
+        constants, decay = self.constants(parameters[0], group), float(self._as_given(group)["weight_decay"])
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if constants.sign < 0:  # as torch's SGD does, before the decay
             torch._foreach_neg_(gradients)
-        if constants.weight_decay != 0:
-            torch._foreach_add_(gradients, [each.detach() for each in parameters], alpha=constants.weight_decay)
+        if decay != 0:
+            torch._foreach_add_(gradients, [each.detach() for each in parameters], alpha=decay)
         if constants.momentum != 0:
             velocities = [self.velocity(parameter) for parameter in parameters]
             torch._foreach_mul_(velocities, constants.momentum)

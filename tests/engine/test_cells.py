@@ -62,7 +62,7 @@ class SlowTopK:
         if not self.u:
             self.u, self.v = ([torch.zeros(numel) for _ in gradients] for _ in range(2))
         for gradient, u, v in zip(gradients, self.u, self.v, strict=True):
-            u.mul_(MOMENTUM).add_(gradient + DECAY * weight)
+            u.mul_(MOMENTUM).add_(gradient)
             v.mul_(what.decay).add_(u)
             size = what.chunk or numel
             for start in range(0, numel, size):
@@ -74,7 +74,8 @@ class SlowTopK:
                 total[sent] += v[sent]
                 senders[sent] += (v[sent] != 0).float()
                 v[sent] = u[sent] = 0.0
-        weight -= LR * total / (senders.clamp(min=1.0) if what.mean_over == "senders" else self.num_participants)
+        mean = total / (senders.clamp(min=1.0) if what.mean_over == "senders" else self.num_participants)
+        weight -= LR * (mean + DECAY / (1 - MOMENTUM) * weight)
 
 
 def by_the_slow_twin(what: TopK, nodes: Nodes) -> tuple[dict[str, Tensor], dict[tuple[str, int], SlowTopK]]:

@@ -115,8 +115,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "nesterov without momentum": {"momentum_buffer": None, "nesterov": True},
     "decay": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 2.0**-6},
     "decay of nothing": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 0.0},
+    "decay ahead": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 2.0**-6, "ahead": 2.0**-5},
     "climbing": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 2.0**-6, "sign": -1.0},
-    "all": {"momentum": 0.5, "nesterov": True, "weight": FLOAT32, "weight_decay": 2.0**-6, "sign": -1.0},
+    "all": {
+        "momentum": 0.5,
+        "nesterov": True,
+        "sign": -1.0,
+        "weight": FLOAT32,
+        "weight_decay": 2.0**-6,
+        "ahead": 2.0**-5,
+    },
     "bfloat16": {"momentum": 0.75, "gradient": BFLOAT16, "momentum_buffer": BFLOAT16},
     "float16": {"momentum": 0.75, "gradient": FLOAT16, "momentum_buffer": FLOAT16},
     "bfloat16 gradient": {"momentum": 0.9, "gradient": BFLOAT16},
@@ -197,7 +205,9 @@ def test_general_factors_to_rounding() -> None:
 def test_adam_to_rounding(amsgrad: bool, dtype: torch.dtype) -> None:
     """Beside a tensor of SGD; the k largest are those of the kernel's own residual."""
     numel, k = LARGE
-    adam = make(numel, k, dtype, dtype, dtype, momentum=0.7, dampening=0.7, weight_decay=2.0**-6, sign=-1.0)
+    adam = make(
+        numel, k, dtype, dtype, dtype, momentum=0.7, dampening=0.7, weight_decay=2.0**-6, ahead=2.0**-5, sign=-1.0
+    )
     adam = replace(adam, second_moment=make_second_moment(numel, dtype, amsgrad))
     segments = [adam, make(numel, k, momentum=0.5)]
     twins, workspace = copy.deepcopy(segments), Workspace()

@@ -62,12 +62,17 @@ def check(twin: ModuleType, tensors: tuple[Tensor | None, ...], threshold: float
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("has_buffer", [False, True])
-def test_the_specification_is_decay_then_correction_then_comparison(nesterov: bool, has_buffer: bool) -> None:
+@pytest.mark.parametrize("ahead", [0.0, 0.02])
+def test_the_specification_is_decay_then_correction_then_comparison(
+    ahead: float, nesterov: bool, has_buffer: bool
+) -> None:
     v, u, gradient, w = make(1000, has_buffer=has_buffer)
     assert w is not None
     expected_v, expected_u = copies((v, u))
-    correct_(expected_v, expected_u, -gradient + 0.1 * w, momentum=0.9, nesterov=nesterov)
+    correct_(expected_v, expected_u, -gradient + 0.1 * (w - ahead / 0.1 * v), momentum=0.9, nesterov=nesterov)
     constants: dict[str, Any] = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "sign": -1.0}
+    if ahead:
+        constants["ahead"] = ahead
     positions = accumulate_(step_on((v, u, gradient, w), **constants), threshold=1.0)
     torch.testing.assert_close(v, expected_v)
     assert (u is None) == (not has_buffer)
@@ -109,7 +114,8 @@ def test_a_sample_is_what_will_be_there(numel: int, stride: int, nesterov: bool,
 def test_sizes(twin: ModuleType, numel: int, has_buffer: bool, has_weight: bool, nesterov: bool) -> None:
     tensors = make(numel, has_buffer=has_buffer, has_weight=has_weight)
     for sign in (1.0, -1.0):
-        positions = check(twin, tensors, momentum=0.9, nesterov=nesterov, weight_decay=0.37, sign=sign, threshold=3.0)
+        decay = {"weight_decay": 0.37, "ahead": 0.05 if has_weight and sign > 0 else 0.0}
+        positions = check(twin, tensors, momentum=0.9, nesterov=nesterov, sign=sign, threshold=3.0, **decay)
         assert positions.numel() < max(numel / 2, 2)
 
 
@@ -165,6 +171,7 @@ def test_adam(twin: ModuleType, numel: int, has_weight: bool, amsgrad: bool) -> 
     """A dampened velocity, divided on its way into the residual. Not all roots of torch are rounded to the nearest."""
     tensors, moment = make(numel, has_weight=has_weight), second_moment(numel, amsgrad)
     constants = {"momentum": 0.9, "dampening": 0.9, "weight_decay": 0.37, "sign": -1.0}
+    constants["ahead"] = 0.05 if has_weight else 0.0
     expected = replace(step_on(copies(tensors), **constants), second_moment=moment.map(Tensor.clone))
     actual = expected.map(Tensor.clone)
     threshold = 2.0
