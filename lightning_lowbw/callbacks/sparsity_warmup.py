@@ -38,7 +38,7 @@ class SparsityWarmup(Callback):
     Example:
         >>> warmup = SparsityWarmup(begin_epoch=1, epochs=2, sparsity=[0.96, 0.999])
         >>> warmup.schedule(steps_per_epoch=100)
-        EveryStep(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999), overlap=False)
+        EveryStep(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999), ...)
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SparsityWarmup(Callback):
         self._in_steps = in_steps
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
         self._length: float = (1 if steps is None else steps) if in_steps else 3 if epochs is None else epochs
-        self._sparsity = tuple(EveryStep(sparsity=sparsity).sparsity or ())  # checked now
+        self._sparsity = EveryStep(sparsity=sparsity).stairs  # checked now
         if not (self._begin >= 0 and self._length >= 0):
             raise ConfigurationError(
                 f"SparsityWarmup: begins at {self._begin}, lasts {self._length}; give numbers >= 0."
@@ -83,7 +83,7 @@ class SparsityWarmup(Callback):
         given = strategy.method.when
         assert isinstance(given, EveryStep)
         schedule = dataclasses.replace(schedule, overlap=given.overlap)
-        if given not in (EveryStep(sparsity=DGC_SPARSITY, overlap=given.overlap), schedule):
+        if not given.is_auto and given not in (EveryStep(sparsity=DGC_SPARSITY, overlap=given.overlap), schedule):
             rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
         strategy.reconfigure(dataclasses.replace(strategy.method, when=schedule))
         rank_zero_info(

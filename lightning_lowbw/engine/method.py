@@ -109,15 +109,15 @@ class Method:
     def _check_every_step(self, when: EveryStep) -> None:
         if when.sparsity and not isinstance(self.what, TopK):
             raise ConfigurationError(
-                f"sparsity={list(when.sparsity)} with {self.what}: stairs of sparsity say how many elements TopK "
-                "sends. Leave them out, or send the largest elements with what=TopK()."
+                f"sparsity={list(when.stairs) or when.sparsity} with {self.what}: stairs of sparsity say how many "
+                "elements TopK sends. Leave them out, or send the largest elements with what=TopK()."
             )
         if when.overlap and not isinstance(self.what, TopK):
             raise ConfigurationError(
                 f"overlap=True with {self.what}: only the largest elements (what=TopK()) are sent during backward; "
                 "whole gradients are overlapped by DDP itself. Leave it out."
             )
-        if not when.sparsity and when.rampup_step != 1:
+        if when.sparsity is None and when.rampup_step != 1:
             raise ConfigurationError(
                 f"rampup_step={when.rampup_step} without sparsity: there are no stairs to spread. Give sparsity, or "
                 "leave rampup_step out."
@@ -283,6 +283,11 @@ class Method:
                 "Call torch.distributed.init_process_group first."
             )
         method = self.at(topology)
+        if isinstance(method.when, EveryStep) and method.when.is_auto:
+            raise ConfigurationError(
+                "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
+                "only. Give the numbers, as in sparsity=[0.984375, 0.996, 0.999], or train with strategy='dgc'."
+            )
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):

@@ -29,7 +29,7 @@ from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.sparse_sum import Sparse
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.where.link import Link, choose
+from lightning_lowbw.where.link import Choice, Link, choose
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
@@ -203,16 +203,13 @@ class SparseExchange:
 
         Collective: all ranks, where the link has to be measured.
         """
-        kind = "all_gather" if self.peers.is_two_level or self.payload.needs_senders else self.payload.exchange
+        kind = asked_for(self.payload, self.peers)
         if kind == "auto":
-            sizes = list(numels.values())
-            counts = [self.payload.num_sent(numel, density) for numel in sizes]
-            bits = 8 * self.payload.codec.nbytes(counts, sizes) / sum(counts)
-            num_ranks = self.peers.num_senders
-            choice = choose(sizes, density, num_ranks, bits, self._link or Link(0.0, 1.0))
+            sizes, num_ranks = list(numels.values()), self.peers.num_senders
+            choice = predict(self.payload, sizes, density, num_ranks, self._link or Link(0.0, 1.0))
             if self._link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
                 self._link = measure_link(self.peers.group, next(iter(self.residuals.values()), torch.empty(0)).device)
-                choice = choose(sizes, density, num_ranks, bits, self._link)
+                choice = predict(self.payload, sizes, density, num_ranks, self._link)
             kind = choice.name
             if kind != self._last_kind and self._link is not None and self.peers.rank == 0:
                 _logger.info("Step %d, density %.4g: %s.", step, density, choice)
@@ -258,6 +255,17 @@ class SparseExchange:
         self.selection.thresholds = state["thresholds"]
         self._link = None if state["link"] is None else Link(*state["link"])
         self._reducer.load_state_dict(state["reducer"])
+
+
+def asked_for(payload: TopK, peers: Peers) -> str:
+    """Return how elements are summed, one of `where.link.EXCHANGES`, or "auto" where the link decides."""
+    return "all_gather" if peers.is_two_level or payload.needs_senders else payload.exchange
+
+
+def predict(payload: TopK, numels: Sequence[int], density: float, num_senders: int, link: Link) -> Choice:
+    """Return what each way to sum the elements of tensors takes on a link, and which takes least."""
+    counts = [payload.num_sent(numel, density) for numel in numels]
+    return choose(numels, density, num_senders, 8 * payload.codec.nbytes(counts, numels) / sum(counts), link)
 
 
 @dataclass

@@ -64,6 +64,7 @@ class Checkpoints:
             "format": FORMAT,
             "kind": strategy.method.kind,
             "nodes": strategy.groups.nodes,
+            "chosen": strategy.regime.chosen(),
         }
         # First the shards: where the checkpoint is, this node's shards are too.
         path = shards.shard_path(folder, strategy.global_rank, metadata)
@@ -142,6 +143,7 @@ class Checkpoints:
                 "the optimizer and the step in it, and with nothing else."
             )
             return
+        strategy.regime.take_chosen(metadata.get("chosen"))
         assert self._resume_path is not None
         load = functools.partial(shards.load, strategy.checkpoint_io, self._resume_path, metadata)
         if metadata["num_ranks"] == strategy.world_size and metadata.get("nodes") == strategy.groups.nodes:

@@ -21,7 +21,13 @@ class DGCStrategy(Strategy):
     Args:
         rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, to the bit.
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
-        sparsity: the fraction of elements kept back, one value per stair, each in [0, 1).
+        sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
+            steps, measures them and the link, and chooses: as many elements as cost at most `budget` of a step, and
+            enough for the length of the run, after a warm-up; dense where that costs as little. One line says what and
+            why. A resume keeps it.
+        budget: with "auto", the share of a step that its exchange may take.
+        pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. A checkpoint
+            given to `fit` that another strategy has written says so by itself.
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
@@ -58,7 +64,9 @@ class DGCStrategy(Strategy):
         *,
         rampup_begin_step: int = 0,
         rampup_step: int = 1,
-        sparsity: Sequence[float] = (0.999,),
+        sparsity: Sequence[float] | str = (0.999,),
+        budget: float = 0.05,
+        pretrained: bool = False,
         momentum_masking: bool | None = None,
         min_numel: int = 16384,
         exclude: Sequence[str] = (),
@@ -75,6 +83,8 @@ class DGCStrategy(Strategy):
             rampup_begin_step=rampup_begin_step,
             rampup_step=rampup_step,
             sparsity=sparsity,
+            budget=budget,
+            pretrained=pretrained,
             momentum_masking=momentum_masking,
             min_numel=min_numel,
             exclude=exclude,

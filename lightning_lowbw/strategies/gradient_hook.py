@@ -51,10 +51,26 @@ class GradientHook:
         return completed(bucket.buffer()) if reduction is None else reduction(bucket.buffer())
 
     def count_wait(self) -> None:
-        """Add to the ledger how long the training has waited since the last bucket was sent; on the CPU only."""
-        if self._last_launch_s is not None and self._strategy.root_device.type == "cpu":
+        """Add to the ledger how long the training has waited since the last bucket was sent.
+
+        On a CUDA device the host does not wait: only while steps are timed.
+        """
+        if self._last_launch_s is not None and self._waits_for_device():
             self._strategy.ledger.exposed_s += time.perf_counter() - self._last_launch_s
         self._last_launch_s = None
+
+    def _note_launch(self) -> None:
+        """Note when a bucket was sent."""
+        self._waits_for_device()
+        self._last_launch_s = time.perf_counter()
+
+    def _waits_for_device(self) -> bool:
+        """Wait for what is queued, while steps are timed; return whether the host's clock is the device's now."""
+        device = self._strategy.root_device
+        if device.type == "cuda" and self._strategy.regime.is_timing:
+            torch.cuda.current_stream(device).synchronize()
+            return True
+        return device.type == "cpu"
 
     def _reduction(self, worker: Worker) -> Reduction | None:
         """Return how the gradients of a worker are reduced in the coming step; None: not at all."""
@@ -66,16 +82,14 @@ class GradientHook:
         peers = self._strategy.groups.gradients
         peers.ledger.dense_bytes += all_reduce_bytes(buffer.nbytes, peers.num_ranks)
         buffer.mul_(1.0 / peers.num_ranks)  # as the reducer does; a division has other bits unless N is a power of two
-        future = peers.begin_all_reduce_(buffer, exact=False).get_future()
-        self._last_launch_s = time.perf_counter()
-        return future
+        self._note_launch()
+        return peers.begin_all_reduce_(buffer, exact=False).get_future()
 
     def _all_reduce_in_node(self, buffer: Tensor) -> Future[Tensor]:
         peers = self._strategy.groups.gradients
         buffer.mul_(1.0 / peers.node.num_ranks)
-        future = peers.begin_all_reduce_in_node_(buffer).get_future()
-        self._last_launch_s = time.perf_counter()
-        return future
+        self._note_launch()
+        return peers.begin_all_reduce_in_node_(buffer).get_future()
 
     def _reduce_by_parameter(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Reduce each parameter as the worker of its optimizer does: optimizers may be in different phases."""

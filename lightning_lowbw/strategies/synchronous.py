@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -12,6 +14,7 @@ from typing_extensions import override
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, warn_if_never_sparse
+from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.batch_norm import BatchNorm
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
@@ -28,6 +31,7 @@ class Synchronous(Regime):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self._batch_norm = BatchNorm(strategy)
+        self._auto = AutoSparsity(strategy)
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
 
     @property
@@ -35,9 +39,23 @@ class Synchronous(Regime):
     def own_buffers(self) -> dict[str, Tensor]:
         return self._batch_norm.own
 
+    @property
+    @override
+    def is_timing(self) -> bool:
+        return self._auto.is_timing
+
+    @override
+    def chosen(self) -> dict[str, Any] | None:
+        return self._auto.state_dict()
+
+    @override
+    def take_chosen(self, chosen: Mapping[str, Any] | None) -> None:
+        self._auto.load_state_dict(chosen)
+
     @override
     def begin_fit(self) -> None:
         self._batch_norm.begin_fit()
+        self._auto.begin_fit()
         self._has_stepped = True
 
     @override
@@ -48,7 +66,9 @@ class Synchronous(Regime):
             return
         if method.when.overlap:
             self._check_overlap(trainer)
-        warn_if_never_sparse(method.when, trainer)
+        self._auto.begin_training()
+        if not method.when.is_auto:
+            warn_if_never_sparse(method.when, trainer)
         tell_notes(self.strategy.workers)
 
     def _check_overlap(self, trainer: pl.Trainer) -> None:
@@ -82,6 +102,13 @@ class Synchronous(Regime):
             # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating.
             model.require_forward_param_sync = self._has_stepped
         self._has_stepped = False
+
+    @override
+    @contextmanager
+    def stepping(self, worker: Worker) -> Iterator[None]:
+        yield
+        if worker is self.strategy.workers[0]:
+            self._auto.end_step(self.strategy.trainer)
 
     @override
     def end_backward(self, worker: Worker) -> None:

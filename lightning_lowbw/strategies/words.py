@@ -47,7 +47,10 @@ def _gradients_in_words(when: EveryStep, what: object) -> str:
         return f"every step, whole gradients as {what.value_dtype}{begin}"
     if not isinstance(what, TopK):
         return "every step, whole gradients"
-    densities = [1.0 - sparsity for sparsity in when.sparsity or ()] or [what.density]
+    if when.is_auto:
+        auto = f"as many of the largest elements of {_pieces_in_words(what)} as cost {percent(when.budget)} of a step"
+        return f"every step, {auto}, as {what.value_dtype}"
+    densities = [1.0 - sparsity for sparsity in when.stairs] or [what.density]
     stairs = ", later ".join(percent(density) for density in densities)
     words = [f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.value_dtype}"]
     spread = f" over {when.rampup_step} steps" if len(densities) > 1 else ""

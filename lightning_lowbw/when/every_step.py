@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,12 @@ class EveryStep:
         rampup_begin_step: optimizer steps that are dense (plain DDP), >= 0.
         rampup_step: optimizer steps over which the stairs are spread, >= 1.
         sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
-            None: no warm-up, and the payload's own density from `rampup_begin_step` on.
+            None: no warm-up, and the payload's own density from `rampup_begin_step` on. "auto": a Lightning strategy
+            takes some dense steps, measures, and replaces this schedule by one of numbers; see `engine.auto`.
         overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
             of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
+        budget: with "auto", the share of a step that its exchange may take, in (0, 1].
+        pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 
     Raises:
         ConfigurationError: a value is out of range, or a dense stair follows a sparse one.
@@ -37,18 +43,45 @@ class EveryStep:
 
     rampup_begin_step: int = 0
     rampup_step: int = 1
-    sparsity: Sequence[float] | None = None
+    sparsity: Sequence[float] | str | None = None
     overlap: bool = False
+    budget: float = 0.05
+    pretrained: bool = False
 
     def __post_init__(self) -> None:
-        if self.sparsity is not None:
+        if self.sparsity is not None and not self.is_auto:
             object.__setattr__(self, "sparsity", _as_stairs(self.sparsity))
         for name, least in (("rampup_begin_step", 0), ("rampup_step", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
-        if not isinstance(self.overlap, bool):
-            raise ConfigurationError(f"overlap={self.overlap!r}: give True or False.")
+        for name in ("overlap", "pretrained"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True or False.")
+        if not is_number(self.budget) or not 0 < self.budget <= 1:
+            raise ConfigurationError(
+                f"budget={self.budget!r}: give the share of a step that its exchange may take, above 0 and up to 1."
+            )
+        if self.is_auto and (self.rampup_begin_step, self.rampup_step) != (0, 1):
+            raise ConfigurationError(
+                f"sparsity='auto' with rampup_begin_step={self.rampup_begin_step}, rampup_step={self.rampup_step}: "
+                "these are chosen, too. Leave them out, or give the stairs of sparsity."
+            )
+        if not self.is_auto and (self.budget, self.pretrained) != (0.05, False):
+            raise ConfigurationError(
+                f"budget={self.budget}, pretrained={self.pretrained} with sparsity={self.sparsity}: these are for "
+                "sparsity='auto'. Leave them out."
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the numbers are still to be chosen, and steps are dense."""
+        return self.sparsity == AUTO
+
+    @property
+    def stairs(self) -> tuple[float, ...]:
+        """The values of `sparsity`; none where there are no stairs, or not yet."""
+        return () if self.sparsity is None or isinstance(self.sparsity, str) else tuple(self.sparsity)
 
     def density(self, step: int, otherwise: float = 1.0) -> float:
         """Return the fraction of elements sent at optimizer step `step` (0-based); 1.0 while the exchange is dense.
@@ -57,15 +90,16 @@ class EveryStep:
             step: optimizer steps completed.
             otherwise: the payload's own density, where there are no stairs.
         """
-        if step < self.rampup_begin_step:
+        if step < self.rampup_begin_step or self.is_auto:
             return 1.0
-        if self.sparsity is None:
+        stairs = self.stairs
+        if not stairs:
             return otherwise
-        stair = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
-        return 1.0 - self.sparsity[min(stair, len(self.sparsity) - 1)]
+        stair = (step - self.rampup_begin_step) * len(stairs) // self.rampup_step
+        return 1.0 - stairs[min(stair, len(stairs) - 1)]
 
 
-def _as_stairs(sparsity: Sequence[float] | float) -> tuple[float, ...]:
+def _as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
     if isinstance(sparsity, (int, float)):
         raise ConfigurationError(f"sparsity={sparsity!r}: give a list of values in [0, 1), for instance [0.999].")
     try:

@@ -285,7 +285,9 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "correction": "error_feedback",
         "topology": 2,
     }
-    assert set(given) == set(knobs_of(DGCStrategy))
+    for_auto = {"sparsity": "auto", "budget": 0.5, "pretrained": True}
+    assert {*given, *for_auto} == set(knobs_of(DGCStrategy))
+    assert DGCStrategy(**for_auto).method == DGC(**for_auto)  # type: ignore[arg-type]
     assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]
 
 

@@ -64,6 +64,8 @@ def test_describe_names_everything() -> None:
             "rampup_step": 10,
             "sparsity": (0.75, 0.999),
             "overlap": False,
+            "budget": 0.05,
+            "pretrained": False,
         },
         "what": {
             "payload": "top_k",

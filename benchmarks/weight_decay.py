@@ -1,0 +1,185 @@
+"""Does deep gradient compression diverge where plain training converges? Weight decay, clipping, four optimizers.
+
+    .venv/bin/python benchmarks/weight_decay.py            # an hour on two cores; goes on where it was stopped
+    .venv/bin/python benchmarks/weight_decay.py --quick    # a minute; writes nothing
+
+Two ranks on gloo train a small net from scratch with every step's gradients whole ("ddp") and with dgc as it is
+without arguments: 99.9 % of each large tensor stays back, from the first step on. A run's loss is the mean of the last
+tenth of its steps, over both ranks' batches. Writes benchmarks/results/weight_decay.json and the table, there and into
+the method card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing import start_processes
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW
+
+from lightning_lowbw import DGC, Method
+from lightning_lowbw.zoo.digits import load_digit_tensors
+
+NUM_RANKS, NUM_STEPS, BATCH = 2, 5000, 32
+WIDTH = 256  # of the only tensor that is sent sparse: the layer in the middle
+DECAYS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1)
+CLIPS = (None, 0.05)  # the norm of a gradient is 0.1 to 10 here
+METHODS: dict[str, Callable[[], Method]] = {"ddp": Method, "dgc": DGC}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(SGD, lr=0.05, momentum=0.9),
+    "Nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": partial(Adam, lr=1e-3),
+    "AdamW": partial(AdamW, lr=1e-3),
+}
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def regression() -> tuple[Tensor, Tensor, int, Loss]:
+    """Return inputs, targets, outputs and loss: a teacher of two layers, with noise."""
+    inputs = torch.randn(4096, 64)
+    teacher = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 1)).requires_grad_(False)
+    return inputs, 2.0 * teacher(inputs) + 0.3 * torch.randn(4096, 1), 1, F.mse_loss
+
+
+def digits() -> tuple[Tensor, Tensor, int, Loss]:
+    """Return inputs, targets, outputs and loss: handwritten digits with a tenth of the labels wrong, so that no rate of
+    learning brings the loss to zero."""
+    images, labels = load_digit_tensors()
+    wrong = torch.rand(labels.shape) < 0.1
+    labels = torch.where(wrong, torch.randint(10, labels.shape), labels)
+    return images.flatten(1), labels, 10, F.cross_entropy
+
+
+TASKS = {"regression": regression, "digits": digits}
+
+
+def train(task: str, optimizer: str, decay: float, clip: float | None, method: Method, num_steps: int) -> float:
+    """Train on all ranks of the process group; return the loss at the end, inf where it is not finite."""
+    torch.manual_seed(0)
+    inputs, targets, num_outputs, loss_of = TASKS[task]()
+    sizes = (inputs.shape[1], WIDTH, WIDTH, num_outputs)
+    first, second, last = (nn.Linear(*pair) for pair in pairwise(sizes))
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+    ours = OPTIMIZERS[optimizer](model.parameters(), weight_decay=decay)
+    worker = method.attach(ours, model.named_parameters())
+    generator = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    for _ in range(num_steps):
+        drawn = torch.randint(len(inputs), (dist.get_world_size(), BATCH), generator=generator)[dist.get_rank()]
+        ours.zero_grad()
+        loss = loss_of(model(inputs[drawn]), targets[drawn])
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with worker.stepping():
+            if clip is not None and worker.clips_before_exchange:
+                nn.utils.clip_grad_norm_(model.parameters(), clip * worker.clip_factor)
+            worker.exchange()
+            if clip is not None and not worker.clips_before_exchange:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            ours.step()
+    at_end = torch.tensor(statistics.mean(losses[-num_steps // 10 :]))
+    dist.all_reduce(at_end)
+    return float(at_end) / dist.get_world_size() if at_end.isfinite() else math.inf
+
+
+def work(rank: int, store: str, rows: list[dict[str, Any]], num_steps: int, path: str | None) -> None:
+    """One rank: train what is missing; rank 0 writes after each run."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a decay of 0.1 leaves weights so small that a CPU takes ten times as long
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    for cell in cells():
+        if any({**row, **cell} == row for row in rows):
+            continue
+        method = METHODS[cell["method"]]()
+        loss = train(cell["task"], cell["optimizer"], cell["decay"], cell["clip"], method, num_steps)
+        rows.append({**cell, "loss": loss})
+        if rank == 0:
+            print(rows[-1], flush=True)
+            if path is not None:
+                results = {"num_steps": num_steps, "rows": rows}
+                Path(path).write_text(json.dumps(results, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def cells() -> list[dict[str, Any]]:
+    """Return all runs."""
+    return [
+        {"task": task, "optimizer": optimizer, "clip": clip, "decay": decay, "method": method}
+        for decay in reversed(DECAYS)
+        for task in TASKS
+        for optimizer in OPTIMIZERS
+        for clip in CLIPS
+        for method in METHODS
+    ]
+
+
+def to_markdown(rows: list[dict[str, Any]]) -> str:
+    """Return a table: of each optimizer and decay the losses of ddp and dgc, and their ratio."""
+    lines = [
+        "| task | optimizer | clip | " + " | ".join(f"c = {decay:g}" for decay in DECAYS) + " |",
+        "| --- | --- | --- |" + " --- |" * len(DECAYS),
+    ]
+    for task in TASKS:
+        for optimizer in OPTIMIZERS:
+            for clip in CLIPS:
+                texts = []
+                for decay in DECAYS:
+                    same = {"task": task, "optimizer": optimizer, "clip": clip, "decay": decay}
+                    found = {row["method"]: row["loss"] for row in rows if {**row, **same} == row}
+                    whole = len(found) == len(METHODS)
+                    texts.append(
+                        f"{found['ddp']:.4f} {found['dgc']:.4f} ({found['dgc'] / found['ddp'] - 1:+.0%})"
+                        if whole
+                        else ""
+                    )
+                lines.append(f"| {task} | {optimizer} | {clip or '-'} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train what is missing, on two ranks; then write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps; write nothing")
+    options = parser.parse_args()
+    from benchmarks.slow_link import RESULTS, describe_environment, replace_block  # what a rank has no use for
+
+    path, num_steps = RESULTS / "weight_decay.json", 50 if options.quick else NUM_STEPS
+    results: dict[str, Any] = {"rows": []}
+    if path.exists() and not options.quick:
+        results = json.loads(path.read_text())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (f"{folder}/store", results["rows"], num_steps, None if options.quick else str(path))
+        start_processes(work, arguments, NUM_RANKS, start_method="spawn")
+    if options.quick:
+        return
+    results = json.loads(path.read_text())
+    results["environment"] = describe_environment()
+    del results["environment"]["link"]
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    environment = ", ".join(f"{key} {value}" for key, value in results["environment"].items())
+    caption = f"Loss of ddp and of dgc after {num_steps} steps; {NUM_RANKS} ranks, one seed. c is the weight decay."
+    table = f"{caption}\n\n{to_markdown(results['rows'])}\n\nEnvironment: {environment}.\n"
+    (RESULTS / "weight_decay.md").write_text(table)
+    replace_block("docs/methods/dgc.md", "weight_decay", table)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""How much deep gradient compression sends, and when it begins, by what a step takes: `sparsity="auto"`.
+
+Accuracy comes first, then time. What top-k costs in accuracy is the delay of the elements that wait; it shrinks with
+how often an element is sent in the run, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 %
+(docs/methods/dgc.md). So of a few densities
+
+    the largest whose exchange fits into a share of the step (the budget), and
+    none at which an element is sent less than `LEAST_TIMES_SENT` times in the rest of the run;
+
+where these two disagree, the denser. Where no sparse step is faster than a dense one, all steps are dense, as in DDP.
+Before it comes a warm-up, dense and then in stairs. Its length is a share of the run's steps. A share of its time would
+leave a dozen dense steps on a slow link, and what is sparse so early costs more accuracy than any density afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.link import Link
+
+DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512)
+LEAST_TIMES_SENT = 30
+ASSUMED_STEPS = 10_000  # where the length of the run is not known
+STAIR = 4  # from one stair to the next the density falls by so much, which is two of the densities above
+MOST_STAIR = 0.3  # the paper's first is 0.25
+DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps of the run
+MOST_DENSE_EPOCHS, MOST_STAIR_EPOCHS = 2, 4  # PaddlePaddle Fleet's, and the paper's
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps take, the same on all ranks.
+
+    Attributes:
+        step_s: seconds of an optimizer step without communication.
+        dense_s: seconds of a dense one.
+        sparse_s: seconds that the exchange of a sparse step adds to the first, by density.
+        link: by which the latter was predicted.
+    """
+
+    step_s: float
+    dense_s: float
+    sparse_s: Mapping[float, float]
+    link: Link
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of the run.
+
+    Attributes:
+        num_done: optimizer steps taken.
+        num_steps: of the whole run; None where it is not known.
+        steps_per_epoch: None where it is not known.
+        is_pretrained: whether it starts from trained weights, which need no warm-up.
+    """
+
+    num_done: int
+    num_steps: int | None = None
+    steps_per_epoch: int | None = None
+    is_pretrained: bool = False
+
+    @property
+    def num_left(self) -> int:
+        """Steps to come, at least 1."""
+        return max(1, (ASSUMED_STEPS if self.num_steps is None else self.num_steps) - self.num_done)
+
+
+def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
+    """Return the schedule, or None where all steps are to be dense; and one sentence that says why.
+
+    Args:
+        measured: what steps take.
+        run: what is known of the run.
+        budget: the share of a step that its exchange may take, in (0, 1].
+
+    Example:
+        >>> slow = Measured(0.1, 0.9, {density: 2 * density for density in DENSITIES}, Link(1e-4, 125e6))
+        >>> when, reason = plan(slow, Run(num_done=6, num_steps=20_000, is_pretrained=True), budget=0.05)
+        >>> when.rampup_begin_step, when.sparsity
+        (6, (0.998,))
+        >>> print(reason)
+        a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1e+03 Mb/s after \
+0.1 ms: 0.2 % of each gradient is sent, after 6 dense steps; more would take over 5 % of a step
+    """
+    density, why = _density(measured, run, budget)
+    link = measured.link
+    facts = (
+        f"a step takes {_seconds(measured.step_s)} without communication and {_seconds(measured.dense_s)} with all "
+        f"gradients, the link carries {link.bandwidth_bytes_per_s * 8e-6:.3g} Mb/s after {_seconds(link.latency_s)}"
+    )
+    if density is None:
+        return None, f"{facts}: all of every gradient is sent, as by DDP; {why}"
+    stairs, num_dense, per_stair = _warm_up(measured, run, density)
+    when = EveryStep(run.num_done + num_dense, max(1, per_stair) * len(stairs), tuple(1.0 - each for each in stairs))
+    sent = f"{100 * density:.4g} % of each gradient is sent, after {when.rampup_begin_step} dense steps"
+    if len(stairs) > 1:
+        sent += f" and {per_stair} steps each at {', '.join(f'{100 * each:.4g} %' for each in stairs[:-1])}"
+    return when, f"{facts}: {sent}; {why}"
+
+
+def _density(measured: Measured, run: Run, budget: float) -> tuple[float | None, str]:
+    """Return the fraction that is sent after the warm-up, None for all; and the reason."""
+    step_s, exposed_s = measured.step_s, measured.dense_s - measured.step_s
+    share = f"{100 * budget:.4g} % of a step"
+    if exposed_s <= budget * step_s:
+        return None, f"that takes less than {share} already"
+    length = f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
+    often = f"each element is to be sent {LEAST_TIMES_SENT} times, and {length}"
+    enough = [density for density in DENSITIES if density * run.num_left >= LEAST_TIMES_SENT]
+    if not enough:
+        return None, often
+    fitting = [density for density in enough if measured.sparse_s[density] <= budget * step_s]
+    density = max(fitting) if fitting else min(enough, key=measured.sparse_s.__getitem__)
+    if measured.sparse_s[density] >= exposed_s:
+        return None, f"{100 * density:.4g} % would take no less, and {often}"
+    return density, f"more would take over {share}" if fitting else often
+
+
+def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float], int, int]:
+    """Return the stairs of densities, of which the last stays; how many dense steps come first, and of each stair."""
+    if run.is_pretrained:
+        return [density], 0, 0
+    epoch = run.steps_per_epoch or run.num_left
+    num_dense = max(0, min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch) - run.num_done)
+    above = [each for each in reversed(DENSITIES) if density * STAIR <= each <= MOST_STAIR]
+    stairs = above[len(above) % 2 == 0 :: 2]
+    before = [stair for stair in stairs if measured.step_s + measured.sparse_s[stair] < measured.dense_s]
+    num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
+    per_stair = round(num_steps / len(before)) if before else 0
+    return ([*before, density], num_dense, per_stair) if per_stair else ([density], num_dense, 0)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def sparse_seconds(exchange_s: Sequence[float], work_s: Sequence[float]) -> dict[float, float]:
+    """Return what the exchange of a sparse step adds, by density.
+
+    Args:
+        exchange_s: on the link, for each of `DENSITIES`.
+        work_s: to select, encode and decode. At the least density the pass over the gradient is all, and it takes no
+            longer than the optimizer's step, which it replaces (benchmarks/results/ops_cpu.md): what is more, counts.
+    """
+    return {d: e + max(0.0, w - work_s[0]) for d, e, w in zip(DENSITIES, exchange_s, work_s, strict=True)}

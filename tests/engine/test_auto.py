@@ -1,0 +1,150 @@
+"""What `sparsity="auto"` chooses, and the sentence that says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_lowbw import ConfigurationError, EveryStep, Method, TopK
+from lightning_lowbw.engine.auto import DENSE_SHARE, DENSITIES, LEAST_TIMES_SENT, Measured, Run, plan, sparse_seconds
+from lightning_lowbw.where.link import Link
+
+# A model of 25M parameters on two nodes at 1 Gb/s: seconds of a step alone, with all gradients, and of what is sent.
+SLOW = Measured(0.11, 0.93, {density: 0.002 + 0.35 * density for density in DENSITIES}, Link(1e-4, 125e6))
+FAST = Measured(0.11, 0.115, dict.fromkeys(DENSITIES, 0.002), Link(1e-5, 12.5e9))
+LONG = Run(num_done=6, num_steps=100_006, steps_per_epoch=5000)
+FACTS = (
+    "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1e+03 Mb/s after "
+    "0.1 ms: "
+)
+SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
+    "fast link": (
+        FAST,
+        LONG,
+        None,
+        "a step takes 110 ms without communication and 115 ms with all gradients, the link carries 1e+05 Mb/s after "
+        "0.01 ms: all of every gradient is sent, as by DDP; that takes less than 5 % of a step already",
+    ),
+    "slow link, long run": (
+        SLOW,
+        LONG,
+        EveryStep(5000, 30000, (1 - 0.128, 1 - 0.032, 1 - 0.008)),
+        FACTS + "0.8 % of each gradient is sent, after 5000 dense steps and 10000 steps each at 12.8 %, 3.2 %; more "
+        "would take over 5 % of a step",
+    ),
+    "short run": (
+        SLOW,
+        Run(num_done=6, num_steps=806, steps_per_epoch=400),
+        EveryStep(40, 320, (1 - 0.256, 1 - 0.064)),
+        FACTS + "6.4 % of each gradient is sent, after 40 dense steps and 160 steps each at 25.6 %; each element is to "
+        "be sent 30 times, and 800 steps are left",
+    ),
+    "too short a run": (
+        SLOW,
+        Run(num_done=6, num_steps=50),
+        None,
+        FACTS + "all of every gradient is sent, as by DDP; each element is to be sent 30 times, and 44 steps are left",
+    ),
+    "fine-tuning": (
+        SLOW,
+        Run(num_done=1006, num_steps=2006, is_pretrained=True),
+        EveryStep(1006, 1, (1 - 0.032,)),
+        FACTS + "3.2 % of each gradient is sent, after 1006 dense steps; each element is to be sent 30 times, and 1000 "
+        "steps are left",
+    ),
+    "a length that is not known": (
+        replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.5)),
+        Run(num_done=6, is_pretrained=True),
+        EveryStep(6, 1, (1 - 0.004,)),
+        FACTS + "0.4 % of each gradient is sent, after 6 dense steps; each element is to be sent 30 times, and 10000 "
+        "steps are assumed",
+    ),
+    "sparse steps that take as long": (
+        replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.83)),
+        LONG,
+        None,
+        FACTS + "all of every gradient is sent, as by DDP; 0.1 % would take no less, and each element is to be sent 30 "
+        "times, and 100000 steps are left",
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_situations(situation: str) -> None:
+    measured, run, expected, sentence = SITUATIONS[situation]
+    assert plan(measured, run, 0.05) == (expected, sentence)
+
+
+def test_a_larger_budget_sends_more() -> None:
+    run = replace(LONG, is_pretrained=True)
+    densities = []
+    for budget in (0.02, 0.05, 0.1, 0.5):
+        when, _ = plan(SLOW, run, budget)
+        assert when is not None
+        densities.append(when.density(run.num_done))
+    assert densities == pytest.approx([0.001, 0.008, 0.016, 0.128])
+
+
+@pytest.mark.parametrize("num_steps", [60, 100, 1000, 10_000, 1_000_000])
+@pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e7, 1e8, 1e9, 1e10])
+@pytest.mark.parametrize("step_s", [0.01, 1.0])
+def test_promises(num_steps: int, bandwidth: float, step_s: float) -> None:
+    """No element is sent too seldom, no sparse step takes longer than a dense one, density never rises."""
+    numel, link = 25_000_000, Link(1e-4, bandwidth)
+    dense_s = step_s + link.time_s(2, 4 * numel)
+    exchange_s = [link.time_s(1, 3.5 * numel * density) for density in DENSITIES]
+    measured = Measured(step_s, dense_s, sparse_seconds(exchange_s, [0.1 * density for density in DENSITIES]), link)
+    run = Run(num_done=6, num_steps=num_steps, steps_per_epoch=num_steps)
+    when, _ = plan(measured, run, 0.05)
+    if when is None:
+        at_least = min(d for d in (*DENSITIES, 1.0) if d * run.num_left >= LEAST_TIMES_SENT)
+        fits = dense_s - step_s <= 0.05 * step_s
+        assert (
+            fits or at_least == 1.0 or all(s >= dense_s - step_s for d, s in measured.sparse_s.items() if d >= at_least)
+        )
+        return
+    densities = [when.density(step) for step in range(min(num_steps, 20_000))]
+    assert densities[: run.num_done] == [1.0] * run.num_done
+    assert all(after <= before for before, after in pairwise(densities))
+    last = when.density(10**9)
+    assert last * run.num_left >= LEAST_TIMES_SENT * (1 - 1e-9)
+    taken = {round(density, 6) for density in densities} - {1.0}
+    assert taken <= {round(density, 6) for density in DENSITIES}
+    assert all(measured.sparse_s[d] < dense_s - step_s for d in DENSITIES if round(d, 6) in taken)
+    assert when.rampup_begin_step <= max(run.num_done, round(DENSE_SHARE * run.num_left))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rampup_begin_step": 10},
+        {"rampup_step": 10},
+        {"budget": 0.0},
+        {"budget": 1.5},
+        {"budget": float("nan")},
+        {"pretrained": 1},
+    ],
+)
+def test_arguments_that_do_not_go_with_auto(arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        EveryStep(sparsity="auto", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [{"budget": 0.1}, {"pretrained": True}])
+def test_arguments_that_are_for_auto_only(arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match="sparsity='auto'"):
+        EveryStep(sparsity=[0.999], **arguments)  # type: ignore[arg-type]
+
+
+def test_until_it_is_chosen_steps_are_dense() -> None:
+    assert [EveryStep(sparsity="auto").density(step, 0.001) for step in (0, 1000)] == [1.0, 1.0]
+
+
+def test_a_plain_loop_has_no_trainer_to_ask() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    method = Method(when=EveryStep(sparsity="auto"), what=TopK())
+    with pytest.raises(ConfigurationError, match=r"plain loop.*Give the numbers"):
+        method.attach(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])

@@ -1,0 +1,74 @@
+"""The promise that deep gradient compression does not diverge where plain training converges, whatever the decay.
+
+Few of the cells of `benchmarks/weight_decay.py`, which has all of them over more steps.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from benchmarks.weight_decay import METHODS, train
+from lightning_lowbw import DGC
+from tests.ranks import run_ranks
+
+STEPS = 700
+CLIP = 0.05
+Cell = tuple[str, str, float, float | None]
+CELLS: list[Cell] = [
+    ("regression", "Nesterov", 1e-2, None),
+    ("regression", "SGD", 1e-1, None),
+    ("regression", "Adam", 1e-2, CLIP),
+    *(("digits", "Adam", 1e-1, clip) for clip in (None, CLIP)),
+]
+
+
+def losses(cell: Cell) -> dict[str, float]:
+    return {name: train(*cell, make(), STEPS) for name, make in METHODS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_dgc_does_not_diverge_where_ddp_converges(cell: Cell) -> None:
+    found = run_ranks(losses, 2, cell)[0]
+    assert math.isfinite(found["ddp"])
+    assert found["dgc"] < 1.25 * found["ddp"], found  # it begins later: nothing is sent at first
+
+
+# SGD: what is done to the weights ------------------------------------------------------------------------------------
+
+
+def decay_alone(momentum: float, decay: float, lr: float, nesterov: bool) -> tuple[float, float]:
+    """Return the weight after one sparse step, and after many, with gradients of zero."""
+    parameter = Parameter(torch.ones(40))
+    options = {"lr": lr, "momentum": momentum, "weight_decay": decay, "nesterov": nesterov}
+    optimizer = SGD([parameter], **options)  # type: ignore[arg-type]
+    DGC(min_numel=1).attach(optimizer, [("weight", parameter)])
+    weights = []
+    for _ in range(100):
+        parameter.grad = torch.zeros(40)
+        optimizer.step()
+        weights.append(float(parameter.detach()[0]))
+    assert optimizer.param_groups[0]["weight_decay"] == decay
+    return weights[0], weights[-1]
+
+
+def test_decay_acts_at_once_on_what_is_not_sent() -> None:
+    for momentum, decay, nesterov in product((0.0, 0.9), (0.01, 0.1), (False, True)):
+        if nesterov and not momentum:
+            continue
+        (first, last), other = run_ranks(decay_alone, 2, momentum, decay, 0.1, nesterov)
+        factor = 1 - 0.1 * decay / (1 - momentum)
+        assert (first, last) == other
+        assert first == pytest.approx(factor, rel=1e-6)
+        assert last == pytest.approx(factor**100, rel=1e-4)
+
+
+def test_a_step_takes_at_most_the_whole_weight() -> None:
+    first, last = run_ranks(decay_alone, 2, 0.99, 0.2, 0.1, False)[0]
+    assert first == last == 0.0

@@ -1,0 +1,197 @@
+"""`sparsity="auto"` in a fit: when it is chosen, by all ranks alike, and that a resume does not choose anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_lowbw import DGCStrategy, EveryStep, SparsityWarmup
+from lightning_lowbw.engine.auto import DENSITIES, Measured
+from lightning_lowbw.strategies import auto_sparsity
+from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity, seconds_of_work
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.link import Link
+from tests.ranks import run_ranks
+from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, weights_of
+
+CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
+STEPS = 80
+LINK = Link(1e-4, 1e7)
+SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.2), LINK)  # no density fits, the least that is enough is taken
+FAST = Measured(0.1, 0.101, dict.fromkeys(DENSITIES, 0.2), LINK)
+
+
+def fit(
+    measured: Measured | None,
+    path: str = "",
+    save_at: tuple[int, ...] = (),
+    resume: str | None = None,
+    callbacks: tuple[Any, ...] = (),
+    ddp: bool = False,
+    **knobs: Any,
+) -> dict[str, Any]:
+    """Train; what is measured is given, but for None."""
+    torch.manual_seed(7)
+    num_ranks, said = dist.get_world_size(), list[str]()
+    num_measured = 0
+
+    def measure(auto: AutoSparsity) -> Measured:
+        nonlocal num_measured
+        num_measured += 1
+        own = real(auto) if measured is None else measured
+        assert own.step_s > 0
+        assert set(own.sparse_s) == set(DENSITIES)
+        return own
+
+    real = AutoSparsity._measure
+    knobs = {"sparsity": "auto", "min_numel": MIN_NUMEL, "selection": "exact", **knobs}
+    strategy: Any = DDPStrategy() if ddp else DGCStrategy(**knobs)
+    model = Tiny(data_by_step=True)
+    trainer = make_trainer(
+        strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[Watcher(path, save_at), *callbacks]
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:  # the ranks live on
+        monkeypatch.setattr(AutoSparsity, "_measure", measure)
+        monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
+        trainer.fit(model, make_data(num_ranks, STEPS), ckpt_path=resume)
+    if ddp:
+        return {"weights": weights_of(model)}
+    (worker,) = strategy.workers
+    return {
+        "weights": weights_of(model),
+        "when": strategy.method.when,
+        "said": said,
+        "num_measured": num_measured,
+        "density": worker.last_density,
+        "has_residuals": worker.has_residuals,
+    }
+
+
+def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    before, after = CHOSEN_AFTER - 2, CHOSEN_AFTER + 5
+    whole = run_ranks(partial(fit, SLOW, path, (before, after)), 2)
+    first = whole[0]
+    assert [result["num_measured"] for result in whole] == [1, 1]
+    assert len({result["weights"] for result in whole}) == 1
+    assert first["when"].stairs == pytest.approx([1 - 0.512])  # 30 of the steps that are left
+    assert first["when"].rampup_begin_step >= CHOSEN_AFTER
+    assert first["density"] == pytest.approx(0.512)
+    assert len(first["said"]) == 1
+    assert 'DGCStrategy, sparsity="auto": a step takes 100 ms without communication' in first["said"][0]
+    assert "0.512" not in first["said"][0]
+    assert "51.2 % of each gradient is sent" in first["said"][0]
+    later = run_ranks(partial(fit, FAST, resume=path.format(after)), 2)
+    assert [result["num_measured"] for result in later] == [0, 0]
+    assert later[0]["when"] == first["when"]
+    assert [result["weights"] for result in later] == [result["weights"] for result in whole]
+    anew = run_ranks(partial(fit, FAST, resume=path.format(before)), 2)
+    assert [result["num_measured"] for result in anew] == [1, 1]
+
+
+def test_where_the_link_is_fast_it_is_ddp_to_the_bit() -> None:
+    (found, other), (ddp, _) = run_ranks(partial(fit, FAST), 2), run_ranks(partial(fit, None, ddp=True), 2)
+    assert found["when"].is_auto
+    assert not found["has_residuals"]
+    assert found["density"] == 1.0
+    assert found["weights"] == other["weights"] == ddp["weights"]
+    assert "as by DDP" in found["said"][0]
+
+
+def test_a_dense_choice_is_kept_by_a_resume(tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    step = CHOSEN_AFTER + 3
+    whole = run_ranks(partial(fit, FAST, path, (step,)), 2)
+    later = run_ranks(partial(fit, SLOW, resume=path.format(step)), 2)
+    assert later[0]["num_measured"] == 0
+    assert later[0]["weights"] == whole[0]["weights"]
+
+
+def test_fine_tuning_has_no_warm_up(tmp_path: Path) -> None:
+    by_keyword = run_ranks(partial(fit, SLOW, pretrained=True), 2)[0]["when"]
+    assert (by_keyword.rampup_begin_step, by_keyword.stairs) == (CHOSEN_AFTER, pytest.approx([1 - 0.512]))
+    path = str(tmp_path / "ddp{}.ckpt")
+    run_ranks(partial(fit, None, path, (5,), ddp=True), 2)
+    by_checkpoint = run_ranks(partial(fit, SLOW, resume=path.format(5)), 2)[0]["when"]
+    assert by_checkpoint.rampup_begin_step == 5 + CHOSEN_AFTER
+
+
+def test_a_callback_that_gives_numbers_is_obeyed() -> None:
+    warmup = SparsityWarmup(begin_step=4, steps=1, sparsity=[0.9])
+    result = run_ranks(partial(fit, SLOW, callbacks=(warmup,)), 2)[0]
+    assert result["num_measured"] == 0
+    assert result["when"].stairs == (0.9,)
+
+
+def test_it_measures() -> None:
+    """On loopback; whatever it chooses, all ranks do, and it says something."""
+    results = run_ranks(partial(fit, None), 2)
+    assert len({(result["weights"], result["when"]) for result in results}) == 1
+    assert "carries" in results[0]["said"][0]
+
+
+def test_on_two_levels_the_link_is_that_between_nodes() -> None:
+    results = run_ranks(partial(fit, None, topology=2), 4)
+    assert len({(result["weights"], result["when"]) for result in results}) == 1
+
+
+def fit_with_other_facts_on_a_rank() -> EveryStep:
+    own = dataclasses.replace(SLOW, step_s=0.1 + 0.1 * dist.get_rank())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: own)
+        monkeypatch.setattr(
+            auto_sparsity, "num_steps_of", lambda trainer: STEPS if dist.get_rank() else CHOSEN_AFTER + 5
+        )
+        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        trainer = make_trainer(strategy, dist.get_world_size())
+        trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
+    when = strategy.method.when
+    assert isinstance(when, EveryStep)
+    return when
+
+
+def test_ranks_that_measure_something_else_choose_alike() -> None:
+    one, other = run_ranks(fit_with_other_facts_on_a_rank, 2)
+    assert one == other
+    assert one.is_auto  # for five steps
+
+
+def test_one_rank_measures_nothing() -> None:
+    (result,) = run_ranks(partial(fit, SLOW), 1)
+    assert result["num_measured"] == 0
+    assert result["when"].is_auto
+
+
+def fit_twice() -> list[int]:
+    strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+    counts: list[int] = []
+    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: (counts.append(1), SLOW)[1])
+        for number in (1, 2):
+            trainer.fit_loop.epoch_loop.max_steps = number * STEPS
+            trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
+    return counts
+
+
+def test_the_next_fit_chooses_anew() -> None:
+    assert run_ranks(fit_twice, 2) == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])
+def test_the_time_of_the_work_is_measured_at_every_density(what: TopK) -> None:
+    seconds = partial(seconds_of_work, what, num_senders=2, device=torch.device("cpu"))
+    assert all(0 < seconds(density) < 10 for density in (DENSITIES[0], DENSITIES[-1]))
+
+
+def test_the_choice_is_a_schedule_in_plain_values() -> None:
+    """It goes into the checkpoint, which loads without this package."""
+    result = run_ranks(partial(fit, SLOW), 2)[0]
+    assert all(isinstance(value, (int, float, bool, tuple)) for value in dataclasses.asdict(result["when"]).values())
