@@ -1,4 +1,4 @@
-# make demo          train on two ranks with DDP and with DGC, and compare; make help lists the rest
+# make demo          train over a slow link with DDP and with DGC, and compare; make help lists the rest
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[demo,dev]"
 	touch $@
 
-demo: $(STAMP)  ## train with DDP and with DGC on two ranks; table, and a plot in demo_results
-	$(RUN) examples/demo.py
+demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a plot in demo_results
+	$(RUN) -m lightning_lowbw.demo
 
 # Two at a time: a test of several ranks waits most of the time for their messages. A file's tests share their ranks, and
 # the long files come first (tests/conftest.py). What measures time runs by itself.
@@ -35,7 +35,7 @@ test-oldest:  ## run the quick tests with the oldest releases that the package a
 	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
 	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default
 
-bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs root and iproute2)
+bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)
 	$(RUN) benchmarks/slow_link.py
 
 # With the torch that is there: a plain install would bring another one.

@@ -1,6 +1,6 @@
 """Loss against bits per parameter and step, and against seconds: what local steps and sparse averages cost, and save.
 
-    sudo .venv/bin/python benchmarks/bits_to_loss.py    # two hours a seed on two cores
+    .venv/bin/python benchmarks/bits_to_loss.py    # two hours a seed on two cores
 
 Four ranks on links of 100 Mb/s train the byte-level transformer with AdamW, with each method for as many steps on the
 same batches: first from scratch, then on, from what DDP has reached there, with a new cycle of the learning rate, and

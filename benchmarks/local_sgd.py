@@ -1,6 +1,6 @@
 """Throughput and accuracy of local SGD on a slow link: the table of PaddlePaddle Fleet, in kind.
 
-    sudo .venv/bin/python benchmarks/local_sgd.py
+    .venv/bin/python benchmarks/local_sgd.py
 
 Trains the byte-level language model on the source of the standard library with k = 1, 2, 4, 8, 16, an adaptive k and
 SlowMo at k = 16, for the same number of steps and several seeds. Writes benchmarks/results/local_sgd.json and a table.

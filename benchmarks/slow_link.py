@@ -1,9 +1,9 @@
 """Step time against bandwidth: every contestant on every link, in one run, interleaved.
 
-    sudo .venv/bin/python benchmarks/slow_link.py            # a short grid, under 15 minutes on two cores
-    sudo .venv/bin/python benchmarks/slow_link.py --full     # all models, links and node counts
-    sudo .venv/bin/python benchmarks/slow_link.py --headline # where DDP takes 6.6 x the limit
-    sudo .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks
+    .venv/bin/python benchmarks/slow_link.py            # a short grid, under 15 minutes on two cores
+    .venv/bin/python benchmarks/slow_link.py --full     # all models, links and node counts
+    .venv/bin/python benchmarks/slow_link.py --headline # where DDP takes 6.6 x the limit
+    .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks
 
 Writes benchmarks/results/slow_link*.json with the environment, a Markdown table and a plot. Every number in a table
 comes from there.

@@ -1,6 +1,6 @@
 """What a rank that is slow now and then costs: DDP waits for it in every step, local SGD at averages only.
 
-    sudo .venv/bin/python benchmarks/straggler.py
+    .venv/bin/python benchmarks/straggler.py
 
 Each rank sleeps 0.2 s in a tenth of its steps, each in others. Writes benchmarks/results/straggler.json and a table.
 """

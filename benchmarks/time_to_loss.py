@@ -1,6 +1,6 @@
 """Loss against wall-clock on a slow link, for a real task and several seeds: what a user gets in the time there is.
 
-    sudo .venv/bin/python benchmarks/time_to_loss.py --rate 100mbit
+    .venv/bin/python benchmarks/time_to_loss.py --rate 100mbit
 
 Trains the byte-level language model on the standard library's source with each contestant: with DGC once for as many
 steps as with DDP, and once for about as many seconds. Writes benchmarks/results/time_to_loss.json, a table and a plot.

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
+from lightning_lowbw.lab.counters import read_sent_bytes
+from lightning_lowbw.lab.network import INTERFACE
 from lightning_lowbw.ops import compiled
 from lightning_lowbw.strategies.strategy import SETTLE_S, Strategy
-
-INTERFACE_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 class Window(pl.Callback):
@@ -43,12 +43,12 @@ class Window(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.num_untimed_steps:
             dist.barrier()
-            self.started_s, self.sent_before = time.perf_counter(), int(INTERFACE_COUNTER.read_text())
+            self.started_s, self.sent_before = time.perf_counter(), read_sent_bytes(INTERFACE)
             self.ledger_before = _ledger_bytes(trainer)
         if trainer.global_step == self.num_untimed_steps + self.num_steps:
             self.step_s = (time.perf_counter() - self.started_s) / self.num_steps
             dist.barrier()  # what the other ranks still send belongs to the window, too
-            self.sent_bytes = (int(INTERFACE_COUNTER.read_text()) - self.sent_before) / self.num_steps
+            self.sent_bytes = (read_sent_bytes(INTERFACE) - self.sent_before) / self.num_steps
             self.ledger_bytes = (_ledger_bytes(trainer) - self.ledger_before) / self.num_steps
 
 

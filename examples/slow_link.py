@@ -1,7 +1,7 @@
 """See what a slow link costs: an ordinary Lightning script, to be run on the throttled nodes of the lab.
 
-sudo .venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy ddp
-sudo .venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy dgc
+.venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy ddp
+.venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy dgc
 """
 
 from __future__ import annotations

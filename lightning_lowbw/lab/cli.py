@@ -1,6 +1,6 @@
 """`lowbw-lab`: run a training script on throttled nodes of this machine.
 
-    sudo lowbw-lab --nodes 2 --inter 1gbit -- python train.py
+    lowbw-lab --nodes 2 --inter 1gbit -- python train.py
 
 The script needs no change. It is started once per rank, as torchrun would start it.
 """
@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from lightning_lowbw.lab.launcher import Report, launch
-from lightning_lowbw.lab.network import ENDING, LabError, Network, parse_rate
+from lightning_lowbw.lab.network import ENDING, Network, parse_rate
+from lightning_lowbw.lab.permission import LabError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from lightning_lowbw.lab.network import INTERFACE, LabError, Network, Traffic, uninterrupted
+from lightning_lowbw.lab.network import INTERFACE, Network, Traffic, uninterrupted
+from lightning_lowbw.lab.permission import LabError
 
 MASTER_PORT = 29500  # free in a namespace of our own
 POLL_S = 0.02
 GRACE_S = 5.0  # between asking the ranks to end and ending them
 TAIL_LINES, TAIL_BYTES = 30, 1 << 16  # of a failed rank's output
 TIMED_OUT = 124  # as the command `timeout` has it
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def launch(
             cores = _cores(rank, num_ranks) if pin else sorted(os.sched_getaffinity(0))
             ranks.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", network.namespace(node), *command],
+                    [*network.enter(node), *command],
                     env={
                         "OMP_NUM_THREADS": str(len(cores) if pin else max(1, len(cores) // num_ranks)),
                         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
@@ -106,7 +105,7 @@ def launch(
                     stdout=output if rank == 0 else logs[rank],
                     stderr=output if rank == 0 else subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=lambda cores=cores: _prepare_child(cores),
+                    preexec_fn=lambda cores=cores: os.sched_setaffinity(0, cores),
                 )
             )
         timed_out = False
@@ -152,12 +151,6 @@ def _cores(rank: int, num_ranks: int) -> list[int]:
     share = max(1, len(cores) // num_ranks)
     first = (rank * share) % len(cores)
     return cores[first : first + share]
-
-
-def _prepare_child(cores: Sequence[int]) -> None:
-    """In the child: end with the lab, however it ends, and stay on the given cores."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager

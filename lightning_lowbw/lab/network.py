@@ -1,27 +1,26 @@
 """Nodes as network namespaces, joined by a switch, with a token bucket on both directions of every node's link.
 
 Nothing of the host's own network is touched: the switch has a namespace of its own, and the addresses (10.213.0.0/24)
-exist only in there. The names carry the process that made them, so that what a killed run leaves behind is found and
-removed by the next one.
+exist only in there. The namespaces have no names: `keeper`, a process of its own, holds them, and removes everything
+when the lab ends. Root is not needed where the kernel has user namespaces.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
+
+from lightning_lowbw.lab import keeper
+from lightning_lowbw.lab.permission import LabError, check_requirements, explain_refusal
 
 INTERFACE = "eth0"  # of each node, inside its namespace
 SUBNET = "10.213.0"
@@ -36,13 +35,6 @@ MIN_BURST_BYTES = 64 * 1024
 BURST_S = 0.4e-3
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 QUEUE_S = 0.1  # what waits longer is dropped, which TCP takes as the sign to slow down
-
-
-_numbers = itertools.count()  # of the networks of this process
-
-
-class LabError(RuntimeError):
-    """The lab cannot be set up here; the message says what is missing and what to do."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class Network:
         delay_ms: added to every packet that a node sends; needs the kernel's netem.
 
     Raises:
-        LabError: on entry, where namespaces or tc cannot be had (not Linux, not root, no iproute2, no netem).
+        LabError: on entry, where namespaces or tc cannot be had (not Linux, forbidden, no iproute2, no netem).
     """
 
     def __init__(self, rates: Sequence[float | None], *, delay_ms: float = 0.0) -> None:
@@ -97,16 +89,17 @@ class Network:
             raise LabError(f"delay of {delay_ms} ms: give a number >= 0.")
         self.rates = list(rates)
         self.delay_ms = delay_ms
-        self._prefix = f"lowbw-lab-{_identity(os.getpid())}-{next(_numbers)}"
+        self._keeper: subprocess.Popen[str] | None = None
+        self._namespaces: list[str] = []  # of the nodes and of the switch
 
     @property
     def num_nodes(self) -> int:
         """The number of nodes."""
         return len(self.rates)
 
-    def namespace(self, node: int) -> str:
-        """Return the name of a node's network namespace, for `ip netns exec`."""
-        return f"{self._prefix}-node{node}"
+    def enter(self, node: int) -> list[str]:
+        """Return the words to put before a command that is to run on a node."""
+        return self._enter(self._namespaces[node])
 
     def address(self, node: int) -> str:
         """Return a node's address."""
@@ -114,15 +107,15 @@ class Network:
 
     def __enter__(self) -> Network:
         check_requirements()
-        remove_leftovers()
         try:
+            self._start_keeper()
             self._set_up()
         except BaseException as error:
             self._tear_down()
             if isinstance(error, LabError) and "not permitted" in str(error):
                 raise LabError(
-                    f"Root may not make network namespaces here ({error}). In a container start it with --privileged, "
-                    "or with the capabilities SYS_ADMIN and NET_ADMIN."
+                    f"The kernel allows network namespaces here, but no interfaces in them ({error}). In a container, "
+                    "start it with --privileged, or with the capabilities SYS_ADMIN and NET_ADMIN."
                 ) from error
             raise
         return self
@@ -135,64 +128,82 @@ class Network:
     def set_rate(self, node: int, rate: float | None) -> None:
         """Change the rate of a node's link, both directions; takes effect at once."""
         self.rates[node] = rate
-        for namespace, interface in ((self.namespace(node), INTERFACE), (self._switch, f"node{node}")):
+        for inside, interface in ((self.enter(node), INTERFACE), (self._enter(self._switch), f"node{node}")):
             delays = self.delay_ms > 0 and interface == INTERFACE
             parent = ["parent", "1:1"] if delays else ["root"]
             if rate is None:
                 # There may be none to delete.
-                subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, *parent], capture_output=True)
+                subprocess.run([*inside, "tc", "qdisc", "del", "dev", interface, *parent], capture_output=True)
                 continue
             burst = max(MIN_BURST_BYTES, int(rate / 8 * BURST_S))
             bucket = ["tbf", "rate", f"{int(rate)}bit", "burst", f"{burst}b", "latency", f"{QUEUE_S * 1e3:.0f}ms"]
-            _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, *parent, *bucket)
+            _run(*inside, "tc", "qdisc", "replace", "dev", interface, *parent, *bucket)
 
     def traffic(self, node: int) -> Traffic:
         """Return what has crossed a node's interface so far."""
-        shown = json.loads(_run("ip", "-n", self.namespace(node), "-s", "-j", "link", "show", INTERFACE))
+        shown = json.loads(_run(*self.enter(node), "ip", "-s", "-j", "link", "show", INTERFACE))
         counters = shown[0]["stats64"]
         return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
 
+    def end_processes(self) -> None:
+        """End what still runs on the nodes: children that a script has left behind."""
+        keeper.end_processes({os.stat(namespace).st_ino for namespace in self._namespaces[: self.num_nodes]})
+
     @property
     def _switch(self) -> str:
-        return f"{self._prefix}-switch"
+        return self._namespaces[self.num_nodes]
+
+    def _enter(self, namespace: str) -> list[str]:
+        assert self._keeper is not None
+        theirs, ours = f"/proc/{self._keeper.pid}/ns/user", "/proc/self/ns/user"
+        is_same = os.stat(theirs).st_ino == os.stat(ours).st_ino  # root's; to enter one's own is an error
+        return ["nsenter", *([] if is_same else [f"--user={theirs}", "--preserve-credentials"]), f"--net={namespace}"]
+
+    def _start_keeper(self) -> None:
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", keeper.__file__, str(self.num_nodes + 1)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # out of reach of Ctrl-C: it has to outlive this process
+        )
+        assert self._keeper.stdout is not None
+        descriptors = self._keeper.stdout.readline().split()
+        if not descriptors:
+            raise LabError(explain_refusal(self._keeper.wait()))
+        self._namespaces = [f"/proc/{self._keeper.pid}/fd/{descriptor}" for descriptor in descriptors]
 
     def _set_up(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        switch = self._enter(self._switch)
+        _run(*switch, "ip", "link", "add", "bridge", "type", "bridge")
+        _run(*switch, "ip", "link", "set", "bridge", "up")
         for node, rate in enumerate(self.rates):
-            inside, port = self.namespace(node), f"node{node}"
-            _run("ip", "netns", "add", inside)
-            peer = ["peer", "name", port, "netns", self._switch]
-            _run("ip", "link", "add", INTERFACE, "netns", inside, "type", "veth", *peer)
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", inside, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
-            _run("ip", "-n", inside, "link", "set", INTERFACE, "up")
-            _run("ip", "-n", inside, "link", "set", "lo", "up")
+            inside, port = self.enter(node), f"node{node}"
+            peer = ["peer", "name", INTERFACE, "netns", self._namespaces[node]]
+            _run(*switch, "ip", "link", "add", port, "type", "veth", *peer)
+            _run(*switch, "ip", "link", "set", port, "master", "bridge", "up")
+            _run(*inside, "ip", "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+            _run(*inside, "ip", "link", "set", INTERFACE, "up")
+            _run(*inside, "ip", "link", "set", "lo", "up")
             if self.delay_ms > 0:
                 self._add_delay(inside)
             self.set_rate(node, rate)
 
-    def _add_delay(self, namespace: str) -> None:
+    def _add_delay(self, inside: Sequence[str]) -> None:
         try:
             netem = ["netem", "delay", f"{self.delay_ms}ms", "limit", "100000"]
-            _run("tc", "-n", namespace, "qdisc", "add", "dev", INTERFACE, "root", "handle", "1:", *netem)
+            _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "handle", "1:", *netem)
         except LabError as error:
             raise LabError(
                 f"A delay needs the kernel's network emulator, which this one does not offer ({error}). Load it with "
                 "'modprobe sch_netem', or leave the delay out."
             ) from error
 
-    def end_processes(self) -> None:
-        """End what still runs on the nodes: children that a script has left behind."""
-        for node in range(self.num_nodes):
-            _end_processes(self.namespace(node))
-
     def _tear_down(self) -> None:
+        if self._keeper is None:
+            return
         with uninterrupted():
-            for name in _namespaces():
-                if name.startswith(f"{self._prefix}-"):
-                    _remove(name)
+            self._keeper.communicate("end\n")
 
 
 @contextlib.contextmanager
@@ -203,58 +214,6 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def check_requirements() -> None:
-    """Check that namespaces can be made here.
-
-    Raises:
-        LabError: it says what is missing, and the command that helps.
-    """
-    if not sys.platform.startswith("linux"):
-        raise LabError(f"The lab is made of Linux network namespaces; this is {sys.platform}.")
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            raise LabError(f"{program!r} is not installed: apt-get install iproute2 (or your system's package of it).")
-    if os.geteuid() != 0:
-        raise LabError(f"Network namespaces need root: sudo {shlex.join(sys.argv) or 'lowbw-lab'}")
-
-
-def remove_leftovers() -> list[str]:
-    """End and remove what runs left behind that are no longer alive; return the names of the namespaces."""
-    removed = []
-    for name in _namespaces():
-        match = re.match(r"lowbw-lab-((\d+)x\d+)-", name)
-        if match is not None and _identity(int(match[2])) != match[1]:
-            _remove(name)
-            removed.append(name)
-    return removed
-
-
-def _identity(pid: int) -> str:
-    """Return a name for a process that no later process of the same number has; empty if there is none."""
-    with contextlib.suppress(OSError):
-        after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        if after_name[0] != "Z":
-            return f"{pid}x{after_name[19]}"  # field 22: start time, in clock ticks since boot
-    return ""
-
-
-def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
-
-
-def _remove(namespace: str) -> None:
-    """End the processes in a namespace of ours, then delete it; its interfaces go with it."""
-    _end_processes(namespace)
-    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
-
-
-def _end_processes(namespace: str) -> None:
-    pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
 
 
 def _run(*command: str) -> str:

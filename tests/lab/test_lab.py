@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,8 +16,8 @@ import pytest
 
 from lightning_lowbw.lab import LabError, Network, launch, parse_rate
 from lightning_lowbw.lab.cli import main
-from lightning_lowbw.lab.network import _identity, remove_leftovers
-from tests.lab.namespaces import needs_root
+from lightning_lowbw.lab.keeper import find_processes
+from tests.lab.namespaces import needs_lab
 from tests.programs import WITHOUT_LIGHTNING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,10 +66,22 @@ dist.destroy_process_group()
 """
 
 
-def namespaces(pid: int | None = None) -> list[str]:
-    """Return those of a lab: other labs of this machine are none of our business."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"lowbw-lab-{pid or os.getpid()}x")]
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not merely waiting to be reaped."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def keepers(pid: int) -> list[int]:
+    """Return the processes that hold the namespaces of a process's labs: other labs are none of our business."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == pid and "lab/keeper.py" in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
 
 
 def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -> tuple[float, list[int]]:
@@ -102,13 +115,6 @@ def test_bad_rates(text: str) -> None:
         parse_rate(text)
 
 
-def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main(["--", "true"]) == 2
-    message = capsys.readouterr().err
-    assert "iproute2" in message or "sudo" in message or "namespaces" in message
-
-
 def test_without_tc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--", "true"]) == 2
@@ -132,8 +138,8 @@ def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert "give" in capsys.readouterr().err
 
 
-class TestWithRoot:
-    pytestmark = needs_root
+class TestTheLab:
+    pytestmark = needs_lab
 
     @pytest.mark.alone
     @pytest.mark.parametrize(("rate", "megabytes"), [(1e9, 60), (1e8, 12)])
@@ -201,7 +207,7 @@ class TestWithRoot:
         assert main(["--inter", "unlimited", "--", sys.executable, "-c", script]) == 1
         assert time.monotonic() - started < 20
         assert "no more" in capfd.readouterr().err
-        assert namespaces() == []
+        assert keepers(os.getpid()) == []
 
     @pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: sys.exit(77)"])
     @pytest.mark.parametrize("failing", [0, 1])
@@ -225,13 +231,13 @@ class TestWithRoot:
         assert "within 1 s" in shown.err
         assert "waiting as 1" in shown.err
         assert '"timed_out": true' in path.read_text()
-        assert namespaces() == []
+        assert keepers(os.getpid()) == []
 
     def test_two_networks_in_one_process(self) -> None:
         with Network([None]) as one:
             with Network([None]) as two:
                 assert two.traffic(0).sent_bytes >= 0
-                assert len(namespaces()) == 4
+                assert len(keepers(os.getpid())) == 2
             assert one.traffic(0).sent_bytes >= 0
 
     def test_changes_come_in_the_order_of_their_times(self) -> None:
@@ -247,8 +253,8 @@ class TestWithRoot:
     def test_what_a_script_leaves_behind_ends_with_it(self) -> None:
         with Network([None]) as network:
             assert launch(network, ["bash", "-c", "setsid sleep 300 & true"]).status == 0
-            left = subprocess.run(["ip", "netns", "pids", network.namespace(0)], capture_output=True, text=True)
-            assert left.stdout == ""
+            node = subprocess.run([*network.enter(0), "stat", "-Lc%i", "/proc/self/ns/net"], capture_output=True)
+            assert find_processes([int(node.stdout)]) == []
 
     def test_the_report_is_written(self, tmp_path: Path) -> None:
         path = tmp_path / "report.json"
@@ -258,7 +264,7 @@ class TestWithRoot:
     def test_netem_is_there_or_refused(self, capfd: pytest.CaptureFixture[str]) -> None:
         status = main(["--delay", "5", "--", "true"])
         assert status == 0 or (status == 2 and "network emulator" in capfd.readouterr().err)
-        assert namespaces() == []
+        assert keepers(os.getpid()) == []
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
     def test_nothing_is_left_behind(self, number: signal.Signals, tmp_path: Path) -> None:
@@ -285,17 +291,14 @@ class TestWithRoot:
         while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
         pids = [int(pid) for file in files for pid in file.read_text().split()]
+        holders = keepers(lab.pid)
+        assert len(holders) == 1
         lab.send_signal(number)
         _, message = lab.communicate(timeout=30)
-        if number == signal.SIGKILL:
-            # Killed: the ranks die with it; their children and the namespaces wait for the next run.
-            assert len([name for name in remove_leftovers() if name.startswith(f"lowbw-lab-{lab.pid}x")]) == 3
-            deadline = time.monotonic() + 10
-            while any(map(_identity, pids)) and time.monotonic() < deadline:
-                time.sleep(0.01)  # a signal is on its way
-        else:
+        deadline = time.monotonic() + 10
+        while any(map(is_running, [*pids, *holders])) and time.monotonic() < deadline:
+            time.sleep(0.01)  # if it was killed, the keeper cleans up after it
+        assert not any(map(is_running, [*pids, *holders]))
+        if number != signal.SIGKILL:
             assert lab.returncode == 130
             assert "interrupted" in message
-        assert namespaces(lab.pid) == []
-        for pid in pids:
-            assert _identity(pid) == ""  # gone, or waiting to be reaped

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_lowbw.lab import Network, launch
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.probe import measure_link
-from tests.lab.namespaces import needs_root
+from tests.lab.namespaces import needs_lab
 from tests.programs import WITHOUT_LIGHTNING
 from tests.ranks import run_ranks
 
@@ -76,7 +76,7 @@ def test_a_subgroup_measures_its_own() -> None:
 
 
 class TestInTheLab:
-    pytestmark = needs_root
+    pytestmark = needs_lab
 
     @pytest.mark.alone
     @pytest.mark.parametrize(("rate", "num_nodes"), [(5e7, 2), (1e8, 4), (1e9, 2)])

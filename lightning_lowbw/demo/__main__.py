@@ -1,0 +1,7 @@
+"""`python -m lightning_lowbw.demo`."""
+
+import sys
+
+from lightning_lowbw.demo.cli import main
+
+sys.exit(main())

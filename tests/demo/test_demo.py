@@ -1,0 +1,104 @@
+"""The demo: each of its trainings, shortened; and what it writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_lowbw.demo import cli
+from lightning_lowbw.demo.report import Run, replace_in_readme, summarize
+from lightning_lowbw.demo.training import TRAINER_ARGUMENTS
+from tests.lab.namespaces import needs_lab
+from tests.programs import run_script
+
+STEPS = 5
+README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
+RUNS = [
+    Run("1 Gb/s", "ddp", 0.9, [1.0, 2.0], [2.0, 1.0], [4000.0, 4000.0], 8400.0),
+    Run("1 Gb/s", "dgc", 0.9, [0.5, 1.0], [2.0, 1.0], [4000.0, 40.0], None),
+]
+
+
+def check(record: dict[str, object], strategy: str) -> None:
+    seconds, loss, sent_bytes = (record[name] for name in ("seconds", "loss", "sent_bytes"))
+    assert isinstance(seconds, list)
+    assert isinstance(sent_bytes, list)
+    assert seconds == sorted(seconds)
+    assert len(seconds) == len(loss) == len(sent_bytes) == STEPS  # type: ignore[arg-type]
+    assert 0 < record["test_accuracy"] < 1  # type: ignore[operator]
+    dense = strategy == "ddp"
+    assert all((nbytes > 2e6) == dense for nbytes in sent_bytes)
+    if record["interface_bytes"] is not None:
+        assert record["interface_bytes"] > sum(sent_bytes)
+
+
+@pytest.mark.parametrize("strategy", TRAINER_ARGUMENTS)
+def test_a_rank_trains_and_writes_what_it_saw(strategy: str, tmp_path: Path) -> None:
+    options = ["--strategy", strategy, "--max-steps", str(STEPS), "--output", "record.json"]
+    run_script(tmp_path, "-m", "lightning_lowbw.demo.training", *options, num_ranks=2)
+    check(json.loads((tmp_path / "record.json").read_text()), strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", [cli.LOOPBACK, pytest.param("1 Gb/s", marks=needs_lab)])
+def test_a_training_over_each_kind_of_link(link: str) -> None:
+    run = cli.train(link, "dgc", STEPS)
+    check(vars(run), "dgc")
+    assert run.interface_bytes is not None
+    if link != cli.LOOPBACK:  # which others use as well
+        assert run.interface_bytes < 2 * sum(run.sent_bytes)
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"training with adam .* ended with status"):
+        cli.train(cli.LOOPBACK, "adam")
+    assert "invalid choice: 'adam'" in capsys.readouterr().err
+
+
+def test_the_numbers_of_the_table() -> None:
+    ddp, dgc = summarize(RUNS)
+    assert (ddp["step_s"], dgc["step_s"]) == (1.0, 0.5)
+    assert (ddp["speed_up"], dgc["speed_up"]) == (1.0, 2.0)
+    assert (ddp["sent_kb"], dgc["sent_kb"]) == (4.0, 2.02)
+    assert (ddp["measured_kb"], dgc["measured_kb"]) == (4.2, None)
+
+
+def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "_has_lab", lambda: True)
+    monkeypatch.setattr(cli, "train", lambda link, strategy, _: replace(RUNS[0], link=link, strategy=strategy))
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text(README)
+    assert cli.main(["--output", str(results), "--readme", str(readme)]) == 0
+    rows = json.loads((results / "demo.json").read_text())["rows"]
+    assert [(row["link"], row["strategy"]) for row in rows] == [
+        (link, strategy) for link in ("1 Gb/s", "100 Mb/s") for strategy in ("ddp", "dgc")
+    ]
+    table = (results / "demo.md").read_text()
+    assert table.count("\n| ") == 1 + len(rows)
+    assert readme.read_text() == README.replace("old\n", table)
+    assert (results / "demo.png").stat().st_size > 10_000
+    assert "100 Mb/s" in capsys.readouterr().out
+
+
+def test_without_the_lab_it_says_what_is_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no iproute2
+    links = []
+    monkeypatch.setattr(cli, "train", lambda link, *_: links.append(link) or RUNS[0])
+    assert cli.main(["--output", str(tmp_path)]) == 0
+    assert links == [cli.LOOPBACK, cli.LOOPBACK]
+    shown = capsys.readouterr().out
+    assert "not installed" in shown or "this is" in shown
+    assert "not the time that fewer bytes save" in shown
+
+
+def test_a_readme_without_markers_is_refused(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("No markers.")
+    with pytest.raises(ValueError, match="demo:begin"):
+        replace_in_readme(readme, "table")

@@ -1,0 +1,176 @@
+"""The lab as an ordinary user: it works, or says what forbids it and what to type."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import lightning_lowbw.lab
+from lightning_lowbw.lab.keeper import find_processes
+from lightning_lowbw.lab.permission import explain_refusal
+from tests.programs import WITHOUT_LIGHTNING
+
+NOBODY = 65534
+# setpriv gives up root's privileges only when it has opened the program; sh opens what nobody may open.
+AS_NOBODY = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c", 'exec "$@"', "sh"]
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+# What a node's program sees and does: it meets the other over a socket, and writes a file.
+PROGRAM = """
+import os, pathlib, socket, time
+if os.environ["RANK"] == "0":
+    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as server:
+        connection, _ = server.accept()
+        message = connection.recv(100).decode()
+    interfaces = sorted(name for _, name in socket.if_nameindex())
+    pathlib.Path("written").write_text(f"{message}, uid {os.getuid()}, {' '.join(interfaces)}")
+else:
+    for attempt in range(500):
+        try:
+            connection = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    connection.sendall(b"from rank 1")
+"""
+SLEEPER = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+with open("pids" + os.environ["RANK"], "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that belongs to the ordinary user, with a copy of the lab that this user can read."""
+    with tempfile.TemporaryDirectory() as name:
+        package = Path(name) / "lightning_lowbw"
+        shutil.copytree(Path(lightning_lowbw.lab.__file__).parent, package / "lab")
+        for path in (Path(name), *Path(name).rglob("*")):
+            path.chmod(0o755)
+        if os.geteuid() == 0:
+            os.chown(name, NOBODY, NOBODY)
+        yield Path(name)
+
+
+def lab_command(folder: Path, program: str, *options: str, within: Sequence[str] = ()) -> list[str]:
+    """Return the command that an ordinary user gives; root becomes one for it."""
+    user = AS_NOBODY if os.geteuid() == 0 else []
+    if user and shutil.which("setpriv") is None:
+        pytest.skip("dropping root needs setpriv, of util-linux")
+    pythons = [python for python in (sys.executable, SYSTEM_PYTHON) if runs([*user, python, "-c", "import ctypes"])]
+    if not pythons:
+        pytest.skip(f"an ordinary user can run neither {sys.executable} nor {SYSTEM_PYTHON} here")
+    here, copied = str(Path(lightning_lowbw.__file__).parent), str(folder / "lightning_lowbw")
+    main = "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+    (folder / "lab.py").write_text(WITHOUT_LIGHTNING.replace(here, copied) + main)
+    (folder / "program.py").write_text(program)
+    return [*user, *within, pythons[0], "lab.py", *options, "--", pythons[0], "program.py"]
+
+
+def runs(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def skip_if_refused(message: str) -> None:
+    if "The kernel refuses namespaces" in message:
+        pytest.skip(message)
+
+
+@pytest.mark.lab
+def test_an_ordinary_user_has_the_lab(folder: Path) -> None:
+    command = lab_command(folder, PROGRAM, "--inter", "1gbit", "--timeout", "30")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    skip_if_refused(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert "MB sent" in done.stderr
+    written = folder / "written"
+    assert written.read_text() == "from rank 1, uid 0, eth0 lo"  # root inside ...
+    assert written.stat().st_uid == (NOBODY if os.geteuid() == 0 else os.geteuid())  # ... and not outside
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_ordinary_user_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
+    command = lab_command(folder, SLEEPER)
+    lab = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    files = [folder / "pids0", folder / "pids1"]
+    deadline = time.monotonic() + 30
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        if lab.poll() is not None:
+            skip_if_refused(lab.communicate()[1])
+        time.sleep(0.05)
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    nodes = {os.stat(f"/proc/{pid}/ns/net").st_ino for pid in pids}
+    assert len(nodes) == 2
+    assert set(find_processes(nodes)) == set(pids)
+    lab.send_signal(number)
+    _, message = lab.communicate(timeout=30)
+    assert lab.returncode == (130 if number == signal.SIGTERM else -number), message
+    deadline = time.monotonic() + 10
+    while find_processes(nodes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert find_processes(nodes) == []
+
+
+def test_a_kernel_that_forbids_it(folder: Path) -> None:
+    """In a user namespace of our own namespaces can be forbidden without touching the machine's settings."""
+    forbid = "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --inh-caps=-all --bounding-set=-all "
+    within = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid + '"$@"', "sh"]
+    command = lab_command(folder, PROGRAM, within=within)
+    if not runs([*command[: command.index("lab.py") - 1], "true"]):
+        pytest.skip("namespaces are forbidden here, or unshare and setpriv, of util-linux, are missing")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "refuses namespaces" in done.stderr
+    assert (
+        "user.max_user_namespaces is 0; allow them with: sudo sysctl -w user.max_user_namespaces=15000" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "number", "seccomp", "expected"),
+    [
+        (
+            {"kernel/apparmor_restrict_unprivileged_userns": "1"},
+            errno.EPERM,
+            "0",
+            "apparmor_restrict_unprivileged_userns=0",
+        ),
+        ({"kernel/unprivileged_userns_clone": "0"}, errno.EPERM, "0", "kernel.unprivileged_userns_clone=1"),
+        ({"user/max_user_namespaces": "0"}, errno.ENOSPC, "0", "user.max_user_namespaces=15000"),
+        ({"user/max_user_namespaces": "50"}, errno.ENOSPC, "0", "user.max_user_namespaces=100"),
+        ({}, errno.EINVAL, "0", "CONFIG_USER_NS"),
+        ({"user/max_user_namespaces": "50"}, errno.EPERM, "2", "--security-opt seccomp=unconfined"),
+        ({"kernel/apparmor_restrict_unprivileged_userns": "0"}, errno.EPERM, "0", "SYS_ADMIN and NET_ADMIN"),
+    ],
+)
+def test_what_forbids_it(
+    settings: dict[str, str], number: int, seccomp: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text(f"Name:\tpython\nSeccomp:\t{seccomp}\nSeccomp_filters:\t{seccomp}\n")
+    for name, value in settings.items():
+        path = tmp_path / "sys" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{value}\n")
+    message = explain_refusal(number, tmp_path)
+    assert expected in message
+    assert "an ordinary user (uid 1000)" in message
+    assert "sudo" in message.splitlines()[-1]
