@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import averages, compiled, cpu, gpu, reference
+from lightning_lowbw.ops import averages, blocks, compiled, compiled_blocks, cpu, gpu, reference
 from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Field, upload
@@ -23,6 +23,12 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
         return reference
     is_plain = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return compiled if is_plain and compiled.is_available() else cpu
+
+
+def blocks_for(values: Tensor) -> ModuleType:
+    """Return the module to take `encode_` and `decode` from, for these values or bytes."""
+    is_plain = values.device.type == "cpu" and values.dtype in (torch.float32, torch.uint8) and values.is_contiguous()
+    return compiled_blocks if is_plain and compiled.is_available() else blocks
 
 
 def prepare(device: torch.device) -> str | None:
@@ -68,6 +74,12 @@ def _run_numba(device: torch.device) -> None:
     assert found is not None
     assert expected is not None
     _compare([found, segment.residual], [expected, twin.residual])
+    for bits in (8, 4):
+        values = segment.residual[None, : blocks.BLOCK + 1].clone()
+        other = values.clone()
+        written, expected = compiled_blocks.encode_(values, bits), blocks.encode_(other, bits)
+        read = [module.decode(*written, values.shape[1], bits) for module in (compiled_blocks, blocks)]
+        _compare([*written, values, read[0]], [*expected, other, read[1]])
 
 
 def _run_triton(device: torch.device) -> None:
