@@ -6,6 +6,8 @@ Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, for th
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,38 +21,40 @@ def largest_integer(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
+@cache
 def largest_scale_bits(bits: int) -> int:
     """Return the bits of the largest scale, a bfloat16: the largest integer times it is finite in float32."""
     limit = torch.finfo(torch.float32).max / largest_integer(bits)
     return int(torch.tensor(limit, dtype=torch.float32).view(torch.int32)) >> HALF
 
 
-def encode_(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return vectors in few bits, and leave in their place what the rounding takes away.
+def encode_(values: Tensor, bits: int, packed: Tensor) -> Tensor:
+    """Write vectors in few bits, and leave in their place what the rounding takes away.
 
     Of each block a scale is returned, its largest magnitude in units of the largest integer, rounded upwards to
-    bfloat16; of each value the nearest integer in units of that scale. A value that is not finite in float32 makes its
-    whole block not finite.
+    bfloat16; of each value the nearest integer in units of that scale is written. A value that is not finite in float32
+    makes its whole block not finite.
 
     In place:
-        The values: value minus integer times scale.
+        The values: value minus integer times scale. And `packed`.
 
     Args:
         values: float32 or wider, shape (vectors, numel).
         bits: 8 or 4.
+        packed: where the integers are written: uint8, shape (vectors, ceil(numel * bits / 8)); of 4 bits two to a byte,
+            the first lower.
 
     Returns:
-        Scales: bfloat16, shape (vectors, blocks). Integers: uint8, shape (vectors, bytes), of 4 bits two to a byte, the
-        first lower.
+        The scales: bfloat16, shape (vectors, blocks).
     """
     numel, largest = values.shape[1], largest_integer(bits)
     blocks = _blocks(values.to(torch.float32))
     scales = _round_up(blocks.abs().amax(2) / largest, bits)
     integers = (blocks / scales.clamp(min=TINY).unsqueeze(2)).round_().nan_to_num_(0.0).clamp_(-largest, largest)
-    packed = _pack(integers.to(torch.int8).flatten(1)[:, :numel].view(torch.uint8), bits)
+    packed.copy_(_pack(integers.to(torch.int8).flatten(1)[:, :numel].view(torch.uint8), bits))
     narrow = scales.to(torch.bfloat16)
     values.sub_(decode(narrow, packed, numel, bits))
-    return narrow, packed
+    return narrow
 
 
 def decode(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:

@@ -15,17 +15,15 @@ from lightning_lowbw.ops.compiled import INFINITE, MAGNITUDE, compile_kernel
 __all__ = ["decode", "encode_"]
 
 
-def encode_(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return vectors in few bits, and leave in their place what the rounding takes away; see `blocks.encode_`.
+def encode_(values: Tensor, bits: int, packed: Tensor) -> Tensor:
+    """Write vectors in few bits, and leave in their place what the rounding takes away; see `blocks.encode_`.
 
-    For contiguous float32.
+    For contiguous float32 and contiguous bytes.
     """
-    num_vectors, numel = values.shape
-    scales = torch.empty((num_vectors, -(-numel // BLOCK)), dtype=torch.int16)
-    packed = torch.empty((num_vectors, -(-numel * bits // 8)), dtype=torch.uint8)
+    scales = torch.empty((len(values), -(-values.shape[1] // BLOCK)), dtype=torch.int16)
     constants = (largest_integer(bits), largest_scale_bits(bits), TINY, bits)
     _kernels()[0](values.numpy(), scales.numpy(), packed.numpy(), *constants)
-    return scales.view(torch.bfloat16), packed
+    return scales.view(torch.bfloat16)
 
 
 def decode(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:

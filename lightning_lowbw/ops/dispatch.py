@@ -25,9 +25,10 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
     return compiled if is_plain and compiled.is_available() else cpu
 
 
-def blocks_for(values: Tensor) -> ModuleType:
-    """Return the module to take `encode_` and `decode` from, for these values or bytes."""
-    is_plain = values.device.type == "cpu" and values.dtype in (torch.float32, torch.uint8) and values.is_contiguous()
+def blocks_for(packed: Tensor, values: Tensor | None = None) -> ModuleType:
+    """Return the module to take `encode_` and `decode` from, for these bytes and values."""
+    is_plain = packed.device.type == "cpu" and packed.is_contiguous()
+    is_plain = is_plain and (values is None or (values.dtype == torch.float32 and values.is_contiguous()))
     return compiled_blocks if is_plain and compiled.is_available() else blocks
 
 
@@ -75,11 +76,19 @@ def _run_numba(device: torch.device) -> None:
     assert expected is not None
     _compare([found, segment.residual], [expected, twin.residual])
     for bits in (8, 4):
-        values = segment.residual[None, : blocks.BLOCK + 1].clone()
-        other = values.clone()
-        written, expected = compiled_blocks.encode_(values, bits), blocks.encode_(other, bits)
-        read = [module.decode(*written, values.shape[1], bits) for module in (compiled_blocks, blocks)]
-        _compare([*written, values, read[0]], [*expected, other, read[1]])
+        _compare(
+            *(
+                _run_blocks(module, segment.residual[None, : blocks.BLOCK + 1], bits)
+                for module in (blocks, compiled_blocks)
+            )
+        )
+
+
+def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:
+    """Return all that a twin of `blocks` makes of some values."""
+    unsent, packed = values.clone(), torch.empty((len(values), -(-values.shape[1] * bits // 8)), dtype=torch.uint8)
+    scales = module.encode_(unsent, bits, packed)
+    return [unsent, packed, scales, module.decode(scales, packed, values.shape[1], bits)]
 
 
 def _run_triton(device: torch.device) -> None:

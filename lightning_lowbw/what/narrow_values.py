@@ -75,8 +75,8 @@ class HalfFormat:
         values.sub_(FloatFormat(self.dtype).decode(data, [values.numel()]))
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        data = messages[:, self.nbytes(start) : self.nbytes(stop)]
-        return FloatFormat(self.dtype).decode(data, [data.numel()])
+        data = messages[:, self.nbytes(start) : self.nbytes(stop)].flatten()
+        return FloatFormat(self.dtype).decode(data, [data.numel()]).view(len(messages), stop - start)
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,13 @@ class LinearFormat:
         return self._scales_end(numel) + self._integers_end(numel)
 
     def write_(self, messages: Tensor, numel: int, start: int, values: Tensor) -> None:
-        scales, integers = blocks_for(values).encode_(values, self.bits)
-        for section, data in zip(
-            self._sections(numel, start, start + values.shape[1]), (scales, integers), strict=True
-        ):
-            messages[:, section] = data.view(torch.uint8)
+        scales, integers = (messages[:, each] for each in self._sections(numel, start, start + values.shape[1]))
+        scales.copy_(blocks_for(integers, values).encode_(values, self.bits, integers).view(torch.uint8))
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
         scales, integers = (messages[:, section].contiguous() for section in self._sections(numel, start, stop))
-        scales = scales.clone().view(torch.bfloat16)  # aligned
-        return blocks_for(integers).decode(scales, integers, stop - start, self.bits)
+        aligned = scales.flatten().clone().view(torch.bfloat16).view(len(messages), -(-(stop - start) // BLOCK))
+        return blocks_for(integers).decode(aligned, integers, stop - start, self.bits)
 
     def _sections(self, numel: int, start: int, stop: int) -> tuple[slice, slice]:
         """Return where in a message the scales and the integers of a range are."""

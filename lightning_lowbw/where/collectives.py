@@ -154,13 +154,17 @@ class Collectives:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=self.group)
         self._record(tensor.nbytes)
 
-    def all_gather(self, message: Tensor) -> Tensor:
+    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the messages of all ranks, in rank order: shape (ranks, elements of a message).
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
+
+        Args:
+            message: see `begin_all_gather`.
+            out: see `begin_all_gather`.
         """
         with self.ledger.waiting(message.device):
-            return self.begin_all_gather(message).wait()
+            return self.begin_all_gather(message, out).wait()
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> Gathering:
         """Begin `all_gather`.

@@ -25,7 +25,7 @@ class Joined:
         >>> Joined(tensors).write_(1, torch.tensor([5.0, 6.0]))
         >>> tensors
         [tensor([1., 5.]), tensor([6., 1., 1.])]
-        >>> Joined(tensors).read_(3, torch.empty(4))
+        >>> Joined(tensors).read(3, 4, torch.float32)
         tensor([1., 1., 0., 0.])
     """
 
@@ -35,9 +35,13 @@ class Joined:
         self._ends = list(accumulate(tensor.numel() for tensor in self._tensors))
         self.numel = self._ends[-1] if self._ends else 0
 
-    def read_(self, start: int, out: Tensor) -> Tensor:
-        """Copy the values from `start` on into `out`, which is 1-d, and return it."""
-        for piece, where in self._pieces(start, out.numel()):
+    def read(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a range of values: a view where they lie in one tensor of this dtype, else a copy; see `write_`."""
+        pieces = list(self._pieces(start, numel))
+        if len(pieces) == 1 and pieces[0][0].numel() == numel and pieces[0][0].dtype == dtype:
+            return pieces[0][0]
+        out = torch.empty(numel, dtype=dtype, device=self.device)
+        for piece, where in pieces:
             out[where].copy_(piece)
         out[max(0, self.numel - start) :].zero_()
         return out
@@ -50,7 +54,8 @@ class Joined:
     def write_(self, start: int, values: Tensor) -> None:
         """Replace the values from `start` on; `values` are 1-d."""
         for piece, where in self._pieces(start, values.numel()):
-            piece.copy_(values[where])
+            if piece.data_ptr() != values[where].data_ptr():  # else it is the view that `read` has returned
+                piece.copy_(values[where])
 
     def add_(self, start: int, values: Tensor) -> None:
         """Add to the values from `start` on; `values` are 1-d."""
