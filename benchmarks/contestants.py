@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import lightning_lowbw as lowbw
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
 
 ONE_BUCKET_MB = 4096
@@ -88,6 +89,11 @@ DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], select
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
 DGC_TORCH = replace(DGC, name="dgc, plain torch", is_compiled=False)
 DGC_OVERLAP = replace(DGC, name="dgc, overlap", make=lambda: DGCStrategy(sparsity=[0.999], overlap=True, **COMMON))
+NARROW = [
+    Contestant(dtype, lambda dtype=dtype: lowbw.Strategy(lowbw.NarrowGradients(dtype), **COMMON), 1, share)
+    for dtype, share in (("int8", 1 / 4), ("int4", 1 / 8))
+]
+INT8_TORCH = replace(NARROW[0], name="int8, plain torch", is_compiled=False)
 LOCAL_SGD = Contestant(
     f"local_sgd / {LOCAL_STEPS}", lambda: LocalSGDStrategy(LOCAL_STEPS, **COMMON), LOCAL_STEPS, 1 / LOCAL_STEPS, 2
 )
@@ -100,8 +106,19 @@ HIDDEN_LOCAL_SGD = Contestant(
 )
 
 COMPRESSING = [*POWER_SGD, DGC_EXACT, DGC_TORCH, DGC, DGC_OVERLAP]
-ALL = [ALONE, NO_COMMUNICATION, DDP, FP16, *COMPRESSING, POST_LOCAL_SGD, LOCAL_SGD, HIDDEN_LOCAL_SGD]
-SHORT = [ALONE, NO_COMMUNICATION, DDP, FP16, *POWER_SGD, DGC_TORCH, DGC]
+ALL = [
+    ALONE,
+    NO_COMMUNICATION,
+    DDP,
+    FP16,
+    *NARROW,
+    INT8_TORCH,
+    *COMPRESSING,
+    POST_LOCAL_SGD,
+    LOCAL_SGD,
+    HIDDEN_LOCAL_SGD,
+]
+SHORT = [ALONE, NO_COMMUNICATION, DDP, FP16, *NARROW, *POWER_SGD, DGC_TORCH, DGC]
 SHARDED = Contestant("hierarchical, sharded", lambda: HierarchicalStrategy(**COMMON), num_untimed_steps=2)
 LEADER = Contestant("hierarchical, leader", lambda: HierarchicalStrategy(algorithm="leader", **COMMON), 1, 1.0, 2)
 TWO_LEVEL_DGC = Contestant("dgc, two levels", lambda: DGCStrategy(sparsity=[0.999], topology="auto", **COMMON), 1, 0.01)

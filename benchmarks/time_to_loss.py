@@ -1,14 +1,19 @@
 """Loss against wall-clock on a slow link, for a real task and several seeds: what a user gets in the time there is.
 
     .venv/bin/python benchmarks/time_to_loss.py --rate 100mbit
+    .venv/bin/python benchmarks/time_to_loss.py --accuracy digits text   # what few bits per value cost; 10 minutes
 
 Trains the byte-level language model on the standard library's source with each contestant: with DGC once for as many
 steps as with DDP, and once for about as many seconds. Writes benchmarks/results/time_to_loss.json, a table and a plot.
+
+With --accuracy: trains with DDP, int8 and int4 for the same steps, on a link that is not throttled. Writes
+benchmarks/results/narrow_accuracy.json and a table, and the table into the method card.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -27,7 +32,7 @@ import torch
 
 from benchmarks.worker import INTERFACE_COUNTER
 from lightning_lowbw import DGCStrategy
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 RESULTS = Path(__file__).with_name("results")
 NUM_STEPS = 600
@@ -45,6 +50,14 @@ METHODS: dict[str, tuple[Any, int]] = {  # what makes the strategy, and steps
     "dgc": (dgc, NUM_STEPS),
     "dgc, longer": (dgc, 3 * NUM_STEPS),
 }
+
+
+# By task: what makes the model and the data, and steps. SGD with momentum, and AdamW.
+ACCURACY_TASKS: dict[str, tuple[Any, Any, int]] = {
+    "digits": (lambda: DigitsClassifier(schedule="one_cycle"), DigitsData, 300),
+    "text": (lambda: ByteLanguageModel(optimizer="adamw", schedule="one_cycle"), StdlibText, 300),
+}
+ACCURACY_METHODS = ("ddp", "int8", "int4")
 
 
 class Curve(pl.Callback):
@@ -68,15 +81,18 @@ def train(
     make: Any,
     seed: int,
     num_steps: int,
-    data: StdlibText | None = None,
+    data: pl.LightningDataModule | None = None,
     clip: float = 0.5,
     weights: Path | None = None,
+    make_model: Any = ByteLanguageModel,
     **model_options: Any,
 ) -> dict[str, Any]:
     """Train once on this rank, with all others; return the curve, and how good the model is on what it has not seen.
 
     Args:
         weights: to begin with, if there are any; else the final ones are written there.
+        make_model: makes the model.
+        **model_options: of the model.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -99,7 +115,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, data = ByteLanguageModel(**model_options), data or StdlibText()
+    model, data = make_model(**model_options), data or StdlibText()
     if weights is not None and weights.exists():
         model.load_state_dict(torch.load(weights))
     trainer.fit(model, data)
@@ -131,6 +147,95 @@ def train_all(seeds: list[int], path: Path) -> None:
             if os.environ["RANK"] == "0":
                 path.write_text(json.dumps(curves))
     torch.distributed.barrier()
+
+
+def train_for_accuracy(tasks: list[str], seeds: list[int], path: Path) -> None:
+    """One rank: train each task with each seed and method in turn; rank 0 writes the rows."""
+    torch.set_num_threads(1)  # of each rank its core
+    rows = []
+    for task, seed, method in itertools.product(tasks, seeds, ACCURACY_METHODS):
+        make_model, make_data, num_steps = ACCURACY_TASKS[task]
+        run = train(lambda method=method: method, seed, num_steps, make_data(), make_model=make_model)
+        kept = {key: run[key] for key in ("seed", "test_accuracy", "val_loss")}
+        kept["final_loss"] = smooth(run["losses"])[-1]
+        kept["sent_bytes_per_step"] = run["sent_bytes"][-1] / num_steps
+        rows.append({"task": task, "method": method, **kept})
+        if os.environ["RANK"] == "0":
+            path.write_text(json.dumps(rows))
+    torch.distributed.barrier()
+
+
+def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table; differences are from DDP with the same seed: the mean, and the least and the largest."""
+    lines = [
+        "| task | steps | method | seeds | kB sent per step | final loss | validation loss | to DDP | test accuracy "
+        "| to DDP, points |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for task, method in itertools.product(ACCURACY_TASKS, ACCURACY_METHODS):
+        of_task = [row for row in rows if row["task"] == task]
+        dense = {row["seed"]: row for row in of_task if row["method"] == "ddp"}
+        mine = [row for row in of_task if row["method"] == method]
+        if not mine:
+            continue
+        loss = [100 * (row["val_loss"] / dense[row["seed"]]["val_loss"] - 1) for row in mine]
+        points = [100 * (row["test_accuracy"] - dense[row["seed"]]["test_accuracy"]) for row in mine]
+        cells = [
+            task,
+            str(ACCURACY_TASKS[task][2]),
+            method,
+            str(len(mine)),
+            f"{statistics.mean(row['sent_bytes_per_step'] for row in mine) / 1000:,.1f}",
+            f"{statistics.mean(row['final_loss'] for row in mine):.4f}",
+            f"{statistics.mean(row['val_loss'] for row in mine):.4f}",
+            f"{statistics.mean(loss):+.2f} % ({min(loss):+.2f} to {max(loss):+.2f})",
+            f"{statistics.mean(row['test_accuracy'] for row in mine):.2%}",
+            f"{statistics.mean(points):+.2f} ({min(points):+.2f} to {max(points):+.2f})",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
+    """Start the ranks, keep what there is of other tasks and seeds, write the results, and put them into the card."""
+    from benchmarks.slow_link import describe_environment
+    from lightning_lowbw.lab import Network, launch
+
+    result = RESULTS / "narrow_accuracy.json"
+    rows = json.loads(result.read_text())["rows"] if result.exists() else []
+    with tempfile.TemporaryDirectory() as folder, Network([None] * 2) as network:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds)]
+        command += ["--rank-output", str(path)]
+        if launch(network, command, timeout_s=3600.0).status != 0:
+            raise SystemExit("The ranks failed.")
+        rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
+        rows += json.loads(path.read_text())
+    results = {"environment": describe_environment(), "command": " ".join(sys.argv), "rows": rows}
+    result.write_text(json.dumps(results, indent=1) + "\n")
+    result.with_suffix(".md").write_text(accuracy_to_markdown(rows))
+    put_into_card()
+    print(accuracy_to_markdown(rows))
+
+
+def put_into_card() -> None:
+    """Replace the marked block of docs/methods/narrow.md by what the benchmarks have written."""
+    from benchmarks.slow_link import replace_block
+
+    accuracy, lab = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("narrow_accuracy", "slow_link_narrow")
+    )
+    parts = [
+        "Accuracy, 2 ranks, the same steps (`benchmarks/time_to_loss.py --accuracy`, torch "
+        f"{accuracy['environment']['torch']}); digits with SGD and momentum, text with AdamW; in brackets the least "
+        "and the largest difference of a seed:\n",
+        accuracy_to_markdown(accuracy["rows"]),
+        "In the lab, 25M MLP, one core per rank (`benchmarks/slow_link.py --name slow_link_narrow`, "
+        f"{lab['environment']['cpu']}):\n",
+        (RESULTS / "slow_link_narrow.md").read_text(),
+        "![step time against bandwidth](../../benchmarks/results/slow_link_narrow.png)",
+    ]
+    replace_block("docs/methods/narrow.md", "measured", "\n".join(parts) + "\n")
 
 
 def smooth(losses: list[float], num_steps: int = SMOOTHING) -> list[float]:
@@ -204,8 +309,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--accuracy", nargs="+", choices=ACCURACY_TASKS, help="tasks; instead of the curves")
+    parser.add_argument("--only-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of --accuracy; others stay")
+    parser.add_argument("--card", action="store_true", help="only put results into docs/methods/narrow.md")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
+    if options.card:
+        put_into_card()
+        return
+    if options.accuracy is not None:
+        if options.rank_output is not None:
+            train_for_accuracy(options.accuracy, options.only_seeds, options.rank_output)
+        else:
+            measure_accuracy(options.accuracy, options.only_seeds)
+        return
     if options.rank_output is not None:
         train_all(list(range(options.seeds)), options.rank_output)
         return

@@ -7,7 +7,7 @@ from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
 from lightning_lowbw.engine.method import Method, Where
-from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD
+from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, NarrowGradients
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
@@ -47,6 +47,7 @@ __all__ = [
     "LocalSGDStrategy",
     "Method",
     "Narrow",
+    "NarrowGradients",
     "NonFiniteGradientError",
     "SparsityWarmup",
     "Strategy",

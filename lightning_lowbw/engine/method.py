@@ -179,6 +179,10 @@ class Method:
         """Whether an average sends the change of the weights since the last one, instead of the weights."""
         return isinstance(self.when, EveryK) and not isinstance(self.what, Whole)
 
+    def uses_kernels(self, device: torch.device) -> bool:
+        """Whether there are compiled kernels for what is computed on a device beside the communication."""
+        return isinstance(self.what, TopK) or (isinstance(self.what, Narrow) and device.type == "cpu")
+
     def describe(self) -> dict[str, Any]:
         """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
         when = {"every": _key_of(self.when, WHEN), **asdict(self.when)}
@@ -298,7 +302,7 @@ class Method:
                 "this trains as DDP. To compress between all ranks, leave the topology out.",
                 stacklevel=2,
             )
-        if isinstance(method.what, TopK):
+        if method.uses_kernels(worker.device):
             prepare_kernels(worker.device, process_group)
         worker.wrap_step()
         return worker

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_lowbw.engine.slots import Slot
-from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.residuals import Residuals
-from lightning_lowbw.where.narrow import narrow_mean
+from lightning_lowbw.where.narrow import narrow_mean_
 from lightning_lowbw.where.peers import Peers
 
 
@@ -47,22 +46,13 @@ class NarrowExchange:
         Args:
             tensors: by name; any floating dtype, not empty.
         """
-        if not tensors:
-            return {}
-        flats = []
-        for name, tensor in tensors.items():
-            flat = tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
-            flats.append(flat + self.residuals[name] if name in self.residuals else flat)
-        sizes = [flat.numel() for flat in flats]
-        joined = _join_parts(flats, self.peers)
-        means, unsent = (
-            _split_parts(vector, sizes, self.peers)
-            for vector in narrow_mean(joined, make_narrow_format(self.value_dtype), self.peers)
-        )
-        self.residuals.ensure(dict(zip(tensors, sizes, strict=True)), joined.device)
-        for name, rounded in zip(tensors, unsent, strict=True):
-            self.residuals[name].copy_(rounded)
-        return dict(zip(tensors, means, strict=True))
+        flats = {name: flat(tensor) for name, tensor in tensors.items()}
+        means = {
+            name: torch.empty_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+            for name, each in flats.items()
+        }
+        self._average(flats, means)
+        return means
 
     def average_gradients_(self, slots: Sequence[Slot]) -> None:
         """Replace the gradients of some tensors by their mean; see `average`.
@@ -70,35 +60,22 @@ class NarrowExchange:
         In place:
             `.grad`, and the residuals.
         """
-        slots = [slot for slot in slots if slot.parameter.numel() > 0]
-        means = self.average({slot.name: as_real(slot.gradient) for slot in slots})
-        for slot in slots:
-            target = as_real(slot.gradient)
-            target.copy_(means[slot.name].view(target.shape))
+        gradients = {slot.name: as_real(slot.gradient) for slot in slots if slot.parameter.numel() > 0}
+        flats = {name: flat(gradient) for name, gradient in gradients.items()}
+        self._average(flats, flats)
+        for name, gradient in gradients.items():
+            if flats[name].data_ptr() != gradient.data_ptr():  # laid out otherwise: a copy
+                gradient.copy_(flats[name].view(gradient.shape))
+
+    def _average(self, signals: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
+        if not signals:
+            return
+        numels = {name: signal.numel() for name, signal in signals.items()}
+        self.residuals.ensure(numels, next(iter(signals.values())).device)
+        residuals = [self.residuals[name] for name in signals]
+        value_format = make_narrow_format(self.value_dtype)
+        narrow_mean_(list(signals.values()), residuals, list(means.values()), value_format, self.peers)
 
     def to(self, device: torch.device) -> None:
         """Move the residuals."""
         self.residuals.to(device)
-
-
-def _join_parts(flats: Sequence[Tensor], peers: Peers) -> Tensor:
-    """Return a vector of which the part of each local rank consists of its parts of all tensors.
-
-    So what a rank keeps of a tensor is the same part whichever tensors are there.
-    """
-    num_local = peers.num_local_ranks
-    rows = [torch.cat([flat[peers.part(flat.numel(), each)] for flat in flats]) for each in range(num_local)]
-    longest = max(row.numel() for row in rows)
-    return torch.cat([pad(row, (0, longest - row.numel())) for row in rows])
-
-
-def _split_parts(vector: Tensor, sizes: Sequence[int], peers: Peers) -> list[Tensor]:
-    """Return the tensors of which a vector has been joined; with memory of their own."""
-    parts: list[list[Tensor]] = [[] for _ in sizes]
-    for local_rank, row in enumerate(vector.view(peers.num_local_ranks, -1)):
-        offset = 0
-        for number, size in enumerate(sizes):
-            own = peers.part(size, local_rank)
-            parts[number].append(row[offset : offset + own.stop - own.start])
-            offset += own.stop - own.start
-    return [torch.cat(of_tensor) for of_tensor in parts]

@@ -131,6 +131,27 @@ def Hierarchical(
     return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
 
 
+def NarrowGradients(
+    value_dtype: str = "int8", *, rampup_begin_step: int = 0, topology: TopologyChoice = "flat"
+) -> Method:
+    """Return DDP in few bits per value: every step, whole gradients, with error feedback.
+
+    Args:
+        value_dtype: "int8", "int4", "bfloat16" or "float16".
+        rampup_begin_step: steps that send float32 first, as DDP.
+        topology: as of `Where`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+
+    Example:
+        >>> NarrowGradients("int4").what
+        Narrow(value_dtype='int4')
+    """
+    when = EveryStep(rampup_begin_step=rampup_begin_step)
+    return Method(when=when, what=Narrow(value_dtype=value_dtype), where=Where(topology=topology))
+
+
 @dataclass(frozen=True)
 class Preset:
     """What a name for `Trainer(strategy=...)` stands for: a family, and what differs from its defaults."""
@@ -139,11 +160,19 @@ class Preset:
     arguments: Mapping[str, Any]
 
 
-FAMILIES = {"dgc": DGC, "local_sgd": LocalSGD, "adaptive_local_sgd": AdaptiveLocalSGD, "hierarchical": Hierarchical}
+FAMILIES = {
+    "dgc": DGC,
+    "local_sgd": LocalSGD,
+    "adaptive_local_sgd": AdaptiveLocalSGD,
+    "hierarchical": Hierarchical,
+    "narrow_gradients": NarrowGradients,
+}
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
 STREAMING: dict[str, Any] = {"num_fragments": 4, "delay_steps": AUTO, "mixing": 0.5}
 PRESETS = {
     "dgc": Preset("dgc", {}),
+    "int8": Preset("narrow_gradients", {"value_dtype": "int8"}),
+    "int4": Preset("narrow_gradients", {"value_dtype": "int4"}),
     "local_sgd": Preset("local_sgd", {}),
     "post_local_sgd": Preset("local_sgd", {"begin_step": FIRST_LR_DECAY}),
     "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),

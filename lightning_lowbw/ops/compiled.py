@@ -134,11 +134,16 @@ def _kernel(
         numba.int64[::1],
         numba.boolean[::1] if looks else nothing,
     )
+    return compile_kernel(_accumulate, signature)
+
+
+def compile_kernel(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """Compile a function for one signature, and keep the result for the next process where there is a place."""
     options = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
     try:
-        return numba.njit(signature, cache=True, **options)(_accumulate)
+        return _numba().njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError):  # no place to keep it, or no space there
-        return numba.njit(signature, **options)(_accumulate)
+        return _numba().njit(signature, **options)(function)
 
 
 # What numba compiles: the equations of `reference.accumulate_`, where all tensors but v and the gradient may be None.

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import averages, compiled, cpu, gpu, reference
+from lightning_lowbw.ops import averages, blocks, compiled, compiled_blocks, cpu, gpu, reference
 from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Field, upload
@@ -23,6 +23,13 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
         return reference
     is_plain = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
     return compiled if is_plain and compiled.is_available() else cpu
+
+
+def blocks_for(packed: Tensor, values: Tensor | None = None) -> ModuleType:
+    """Return the module to take `encode_` and `decode` from, for these bytes and values."""
+    is_plain = packed.device.type == "cpu" and packed.is_contiguous()
+    is_plain = is_plain and (values is None or (values.dtype == torch.float32 and values.is_contiguous()))
+    return compiled_blocks if is_plain and compiled.is_available() else blocks
 
 
 def prepare(device: torch.device) -> str | None:
@@ -68,6 +75,20 @@ def _run_numba(device: torch.device) -> None:
     assert found is not None
     assert expected is not None
     _compare([found, segment.residual], [expected, twin.residual])
+    for bits in (8, 4):
+        _compare(
+            *(
+                _run_blocks(module, segment.residual[None, : blocks.BLOCK + 1], bits)
+                for module in (blocks, compiled_blocks)
+            )
+        )
+
+
+def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:
+    """Return all that a twin of `blocks` makes of some values."""
+    unsent, packed = values.clone(), torch.empty((len(values), -(-values.shape[1] * bits // 8)), dtype=torch.uint8)
+    scales = module.encode_(unsent, bits, packed)
+    return [unsent, packed, scales, module.decode(scales, packed, values.shape[1], bits)]
 
 
 def _run_triton(device: torch.device) -> None:

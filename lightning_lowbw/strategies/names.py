@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_lowbw.engine.presets import PRESETS
+from lightning_lowbw.engine.presets import PRESETS, preset
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
 from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
@@ -24,8 +24,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
 }
+# Without a class of its own a name is the general one with its method.
 NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
-    name: (STRATEGIES[preset.family], preset.arguments) for name, preset in PRESETS.items()
+    name: (STRATEGIES[each.family], each.arguments)
+    if each.family in STRATEGIES
+    else (Strategy, {"method": preset(name)})
+    for name, each in PRESETS.items()
 }
 ON_TWO_LEVELS = "_hierarchical"
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.what.top_k import TopK
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -59,8 +58,9 @@ class Regime:
         """Called when the state of a resume has been loaded, and callbacks have set schedules."""
         for worker in self.strategy.workers:
             worker.check_schedule()
-        if isinstance(self.strategy.method.what, TopK) and self.strategy.world_size > 1:
-            prepare_kernels(self.strategy.root_device)
+        device = self.strategy.root_device
+        if self.strategy.method.uses_kernels(device) and self.strategy.world_size > 1:
+            prepare_kernels(device)
 
     def begin_batch(self, batch: Any) -> None:
         """Called before each batch."""

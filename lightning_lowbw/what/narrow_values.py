@@ -1,12 +1,8 @@
 """Vectors in few bits per value, for a mean with error feedback: half types, or integers with a scale per block.
 
-A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale, its
-largest magnitude in units of the largest integer, rounded upwards to bfloat16, and of each value the nearest integer in
-units of that scale. For dense values, mostly near zero, that is closer than the logarithmic levels of `what.values`,
-which are made for what top-k leaves.
-
-Source: a scale per small block as in Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep
-Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, for the error is fed back.
+A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale and of each
+value the nearest integer in units of it, see `ops.blocks`. For dense values, mostly near zero, that is closer than the
+logarithmic levels of `what.values`, which are made for what top-k leaves.
 """
 
 from __future__ import annotations
@@ -18,18 +14,21 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.blocks import BLOCK
+from lightning_lowbw.ops.dispatch import blocks_for
 from lightning_lowbw.what.values import FloatFormat
 
 NarrowName = Literal["bfloat16", "float16", "int8", "int4"]
 NARROW_NAMES: tuple[str, ...] = get_args(NarrowName)
 
-BLOCK = 128  # values; the scale of a block is 16 bits, an eighth of a bit per value
 SCALE_BYTES = 2  # a bfloat16
-HALF = 16  # bits between bfloat16 and float32
 
 
 class NarrowFormat(Protocol):
     """How the values of vectors are written in few bits; several vectors of one length at once, each by itself.
+
+    A message is written and read in ranges, so that on a CPU what belongs to a range stays in the cache. A range begins
+    at a multiple of BLOCK, and ends at one or with the vector; the message is the same however it is divided.
 
     Zero stays zero. What is too large for the format is written as its largest value.
     """
@@ -38,12 +37,22 @@ class NarrowFormat(Protocol):
         """Return the size of a vector of `numel` values, in bytes."""
         ...
 
-    def encode(self, vectors: Tensor) -> Tensor:
-        """Return vectors, float32 or wider, shape (vectors, numel), as bytes: uint8, shape (vectors, nbytes(numel))."""
+    def write_(self, messages: Tensor, numel: int, start: int, values: Tensor) -> None:
+        """Write a range of vectors into their messages.
+
+        In place:
+            The messages; the values: what the rounding takes away of them.
+
+        Args:
+            messages: uint8, shape (vectors, nbytes(numel)).
+            numel: values of a whole vector.
+            start: of the range.
+            values: float32 or wider, shape (vectors, values of the range).
+        """
         ...
 
-    def decode(self, data: Tensor, numel: int) -> Tensor:
-        """Return what `encode` has written: float32, shape (vectors, numel)."""
+    def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        """Return a range of what `write_` has written: float32, shape (vectors, stop - start)."""
         ...
 
 
@@ -60,11 +69,14 @@ class HalfFormat:
     def nbytes(self, numel: int) -> int:
         return FloatFormat(self.dtype).nbytes([numel])
 
-    def encode(self, vectors: Tensor) -> Tensor:
-        return FloatFormat(self.dtype).encode(vectors, [vectors.numel()])
+    def write_(self, messages: Tensor, numel: int, start: int, values: Tensor) -> None:
+        data = FloatFormat(self.dtype).encode(values, [values.numel()])
+        messages[:, self.nbytes(start) : self.nbytes(start + values.shape[1])] = data
+        values.sub_(FloatFormat(self.dtype).decode(data, [values.numel()]))
 
-    def decode(self, data: Tensor, numel: int) -> Tensor:
-        return FloatFormat(self.dtype).decode(data, [numel * len(data)])
+    def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        data = messages[:, self.nbytes(start) : self.nbytes(stop)].flatten()
+        return FloatFormat(self.dtype).decode(data, [data.numel()]).view(len(messages), stop - start)
 
 
 @dataclass(frozen=True)
@@ -79,41 +91,29 @@ class LinearFormat:
 
     bits: int
 
-    @property
-    def largest(self) -> int:
-        """The largest integer."""
-        return (1 << (self.bits - 1)) - 1
-
     def nbytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) * SCALE_BYTES + -(-numel * self.bits // 8)
+        return self._scales_end(numel) + self._integers_end(numel)
 
-    def encode(self, vectors: Tensor) -> Tensor:
-        numel = vectors.shape[1]
-        blocks = _blocks(vectors.to(torch.float32))
-        scales = _round_up(blocks.abs().amax(2) / self.largest, torch.finfo(torch.float32).max / self.largest)
-        integers = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).round_()
-        integers = integers.clamp_(-self.largest, self.largest).to(torch.int8).flatten(1)[:, :numel]
-        return torch.cat([scales.to(torch.bfloat16).view(torch.uint8), self._pack(integers.view(torch.uint8))], 1)
+    def write_(self, messages: Tensor, numel: int, start: int, values: Tensor) -> None:
+        scales, integers = (messages[:, each] for each in self._sections(numel, start, start + values.shape[1]))
+        scales.copy_(blocks_for(integers, values).encode_(values, self.bits, integers).view(torch.uint8))
 
-    def decode(self, data: Tensor, numel: int) -> Tensor:
-        split = -(-numel // BLOCK) * SCALE_BYTES
-        scales = data[:, :split].reshape(-1).clone().view(torch.bfloat16).to(torch.float32)  # aligned
-        blocks = _blocks(self._unpack(data[:, split:], numel).to(torch.float32))
-        return (blocks * scales.view(len(data), blocks.shape[1], 1)).flatten(1)[:, :numel]
+    def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        scales, integers = (messages[:, section].contiguous() for section in self._sections(numel, start, stop))
+        aligned = scales.flatten().clone().view(torch.bfloat16).view(len(messages), -(-(stop - start) // BLOCK))
+        return blocks_for(integers).decode(aligned, integers, stop - start, self.bits)
 
-    def _pack(self, integers: Tensor) -> Tensor:
-        """Return int8, as their bytes, as bytes of 8 / bits integers each, the first lowest."""
-        if self.bits == 8:
-            return integers
-        even = torch.nn.functional.pad(integers, (0, integers.shape[1] % 2))
-        return (even[:, ::2] & 0xF) | (even[:, 1::2] << 4)
+    def _sections(self, numel: int, start: int, stop: int) -> tuple[slice, slice]:
+        """Return where in a message the scales and the integers of a range are."""
+        split = self._scales_end(numel)
+        integers = slice(split + self._integers_end(start), split + self._integers_end(stop))
+        return slice(self._scales_end(start), self._scales_end(stop)), integers
 
-    def _unpack(self, data: Tensor, numel: int) -> Tensor:
-        """Return the integers that `_pack` has packed: int8."""
-        if self.bits == 8:
-            return data.contiguous().view(torch.int8)
-        low, high = (data << 4).view(torch.int8) >> 4, data.contiguous().view(torch.int8) >> 4  # keeps the sign
-        return torch.stack([low, high], 2).flatten(1)[:, :numel]
+    def _scales_end(self, numel: int) -> int:
+        return -(-numel // BLOCK) * SCALE_BYTES
+
+    def _integers_end(self, numel: int) -> int:
+        return -(-numel * self.bits // 8)
 
 
 @cache
@@ -123,16 +123,3 @@ def make_narrow_format(name: str) -> NarrowFormat:
     for dtype in (torch.bfloat16, torch.float16):
         formats[str(dtype).removeprefix("torch.")] = HalfFormat(dtype)
     return formats[name]
-
-
-def _blocks(vectors: Tensor) -> Tensor:
-    """Return the values of each block, the last filled with zeros: shape (vectors, blocks, BLOCK)."""
-    num_vectors, numel = vectors.shape
-    return torch.nn.functional.pad(vectors, (0, -numel % BLOCK)).view(num_vectors, -(-numel // BLOCK), BLOCK)
-
-
-def _round_up(magnitudes: Tensor, limit: float) -> Tensor:
-    """Return float32 magnitudes, rounded upwards to a bfloat16 below a limit; those that are not finite stay so."""
-    largest = int(torch.tensor(limit, dtype=torch.float32).view(torch.int32)) >> HALF
-    bits = ((magnitudes.view(torch.int32) + 0xFFFF) >> HALF).clamp_(max=largest) << HALF
-    return torch.where(magnitudes.isfinite(), bits.view(torch.float32), magnitudes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -154,13 +154,25 @@ class Collectives:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=self.group)
         self._record(tensor.nbytes)
 
-    def all_gather(self, message: Tensor) -> Tensor:
+    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the messages of all ranks, in rank order: shape (ranks, elements of a message).
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
+
+        Args:
+            message: see `begin_all_gather`.
+            out: see `begin_all_gather`.
         """
+        if self.num_ranks == 1 or not is_gloo(self.group, message.device):
+            with self.ledger.waiting(message.device):
+                return self.begin_all_gather(message, out).wait()
+        out = message.new_empty((self.num_ranks, message.numel())) if out is None else out
+        staged = self._staged(message)
+        received = staged.new_empty((self.num_ranks, staged.numel())) if staged.device != out.device else out
         with self.ledger.waiting(message.device):
-            return self.begin_all_gather(message).wait()
+            self._swap([staged] * self.num_ranks, list(received.view(self.num_ranks, -1)))
+        self._record(all_gather_bytes(message.nbytes, self.num_ranks))
+        return out if received is out else out.copy_(received.view(out.shape))
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> Gathering:
         """Begin `all_gather`.
@@ -240,8 +252,33 @@ class Collectives:
     def _exchange_parts(self, message: Tensor) -> Tensor:
         staged = self._staged(message)
         received = torch.empty_like(staged)
-        dist.all_to_all_single(received, staged, group=self.group)
+        if is_gloo(self.group, message.device):
+            num_ranks = self.num_ranks
+            self._swap(list(staged.view(num_ranks, -1)), list(received.view(num_ranks, -1)))
+        else:
+            dist.all_to_all_single(received, staged, group=self.group)
         return received.to(message.device)
+
+    def _swap(self, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send each rank a tensor, and receive one from each, both ways at once.
+
+        gloo's own all-to-all and all-gather often send one way after the other: between two ranks they share a
+        connection, on which the announcement that a rank is ready to receive waits behind the message it is sending.
+        So everything is received first, and sent then.
+        """
+        own, num_ranks = self.rank, self.num_ranks
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        received[own].copy_(outgoing[own])
+        others = [(own + distance) % num_ranks for distance in range(1, num_ranks)]  # not all to the same rank first
+        works = [
+            begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group)
+            for begin, tensors in ((dist.irecv, received), (dist.isend, outgoing))
+            for rank in others
+        ]
+        for work in works:
+            assert work is not None  # as for a rank that is not of the group
+            work.wait()
 
     def _staged(self, tensor: Tensor) -> Tensor:
         if tensor.stride(0) != 1:  # `contiguous` leaves a single element as it is, and then it has no view as bytes

@@ -1,8 +1,12 @@
-"""The mean of flat vectors over ranks in few bits per value, with error feedback.
+"""The mean of flat tensors over ranks in few bits per value, with error feedback.
 
 Each rank writes the N parts of its vector in few bits and sends part j to rank j; rank j averages what it got, and
-sends the mean, in few bits as well, to all. What the rounding takes away is handed back to the rank that has rounded:
-of the vector to every rank, of the mean, N times, to the one that owns the part. The caller adds it to the next vector.
+sends the mean, in few bits as well, to all. What the rounding takes away stays in the residual of the rank that has
+rounded: of the vector that of every rank, of the mean, N times, that of the owner of the part.
+
+All tensors of a call are one vector. On a CPU it is worked through in ranges that stay in the cache: signal and
+residual are read and the residual and the message written once, and nothing of the vector's size is allocated but
+messages.
 
 Source: error feedback on both ways as in Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work is divided among the ranks.
@@ -10,71 +14,118 @@ Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
 
+from lightning_lowbw.what.joined_tensors import Joined
 from lightning_lowbw.what.narrow_values import NarrowFormat
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.peers import Peers
 
+RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
 
-def narrow_mean(vector: Tensor, value_format: NarrowFormat, peers: Peers) -> tuple[Tensor, Tensor]:
-    """Average the vectors of the participants, sent in few bits; sums are in the vector's dtype.
 
-    On two levels the vectors are those of nodes: each rank of a node does this for its part of its node's, and the
-    means are gathered in the node. A single participant keeps its vector: nothing is sent, nothing rounded.
+def narrow_mean_(
+    signals: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    means: Sequence[Tensor],
+    value_format: NarrowFormat,
+    peers: Peers,
+) -> None:
+    """Average tensors over the participants, sent in few bits; what the rounding takes away stays in the residuals.
 
-    Collective: all ranks with vectors of one length, on the ranks of a node equal ones but for what was returned last;
-    blocking; an all-to-all and an all-gather, on two levels one more all-gather in the node.
+    On two levels the signals are those of nodes: each rank of a node does this for its part of every tensor, and the
+    means are gathered in the node. With a single participant the mean is signal plus residual: nothing is sent, nothing
+    rounded.
+
+    In place:
+        The residuals, on two levels this rank's part of each; and the means, with the same bits on all ranks.
+
+    Collective: all ranks with signals of the same sizes, on the ranks of a node equal ones; blocking; an all-to-all and
+    an all-gather, on two levels one more all-gather in the node.
 
     Wire:
-        `where.volume.narrow_mean_bytes`: for int8 a quarter, for int4 an eighth of the float32 all-reduce, and a scale
-        per 128 values.
+        `where.volume.narrow_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of the float32
+        all-reduce, and a scale per 128 values.
 
     Args:
-        vector: float32 or wider; 1-d.
+        signals: 1-d, floating; sums are in float32, or wider if a signal is.
+        residuals: one per signal, of its size: what its last calls have left. Sent plus unsent, both summed over the
+            ranks that are about one part, are their signals.
+        means: where the mean of each is written, of its size; may be the signals.
         value_format: see `what.narrow_values`.
         peers: the ranks.
-
-    Returns:
-        The mean, with the same bits on all ranks; and what is to be added to this rank's next vector, such that sent
-        plus unsent, both summed over the ranks that are about one part, are their vectors. Both have the vector's dtype
-        and shape, and memory of their own.
 
     Raises:
         ConfigurationError: on all ranks; see `Peers.check_parts`.
     """
-    own, longest = peers.part(vector.numel()), peers.part(vector.numel(), 0)
-    part = torch.nn.functional.pad(vector[own], (0, longest.stop - (own.stop - own.start)))
-    mean, rest = narrow_mean_of_part(part, value_format, peers.between)
-    unsent = torch.zeros_like(vector)
-    unsent[own] = rest[: own.stop - own.start]
-    return peers.gather_parts_in_node(mean, vector.numel()), unsent
+    longest = sum(part.numel() for part in _parts(signals, peers, 0))
+    if longest == 0:
+        return
+    dtype = reduce(torch.promote_types, (signal.dtype for signal in signals), torch.float32)
+    own_signals, own_residuals, own_means = (Joined(_parts(each, peers)) for each in (signals, residuals, means))
+    _average_part_(own_signals, own_residuals, own_means, longest, dtype, value_format, peers.between)
+    if peers.num_local_ranks > 1:
+        row = own_means.read(0, longest, dtype)
+        rows = peers.gather_parts_in_node(row, longest * peers.num_local_ranks).view(-1, longest)
+        for local_rank, row in enumerate(rows):
+            Joined(_parts(means, peers, local_rank)).write_(0, row)
 
 
-def narrow_mean_of_part(part: Tensor, value_format: NarrowFormat, between: Collectives) -> tuple[Tensor, Tensor]:
-    """Average the vectors of the ranks of one group, as `narrow_mean` does for the parts of a node.
+def _average_part_(
+    signals: Joined,
+    residuals: Joined,
+    means: Joined,
+    numel: int,
+    dtype: torch.dtype,
+    value_format: NarrowFormat,
+    between: Collectives,
+) -> None:
+    """Average one vector over the ranks of a group: `numel` elements, of which the last may be filling."""
+    num_ranks, device = between.num_ranks, signals.device
+    if num_ranks == 1:
+        whole = residuals.read(0, numel, dtype)
+        signals.add_to_(0, whole)
+        means.write_(0, whole)
+        residuals.write_(0, torch.zeros_like(whole))
+        return
+    size = -(-numel // num_ranks)  # of the part that a rank owns
+    nbytes = value_format.nbytes(size)
+    message = torch.empty((num_ranks, nbytes), dtype=torch.uint8, device=device)
+    for rows, start, stop in _ranges(num_ranks, size, device):
+        first, num_values = rows.start * size + start, (rows.stop - rows.start) * (stop - start)
+        values = residuals.read(first, num_values, dtype)
+        signals.add_to_(first, values)
+        value_format.write_(message[rows], size, start, values.view(-1, stop - start))
+        residuals.write_(first, values)
+    received = between.all_to_all(message.view(-1)).view(num_ranks, nbytes)
+    answer = torch.empty((1, nbytes), dtype=torch.uint8, device=device)
+    for _, start, stop in _ranges(1, size, device):
+        mean, *others = value_format.read(received, size, start, stop).to(dtype).split(1)
+        for other in others:
+            mean.add_(other)
+        mean.div_(num_ranks)
+        value_format.write_(answer, size, start, mean)
+        # N times, for a residual enters the mean divided by N.
+        residuals.add_(between.rank * size + start, mean.view(-1).mul_(num_ranks))
+    gathered = between.all_gather(answer.view(-1), message)
+    for rows, start, stop in _ranges(num_ranks, size, device):
+        means.write_(rows.start * size + start, value_format.read(gathered[rows], size, start, stop).view(-1))
 
-    Collective: all ranks of the group with vectors of one length, blocking; an all-to-all and an all-gather.
 
-    Args:
-        part: float32 or wider; 1-d.
-        value_format: see `what.narrow_values`.
-        between: the group.
+def _ranges(num_rows: int, size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
+    """Cut rows of one size, which lie behind one another: yield the rows, and a range of their columns."""
+    if device.type != "cpu":  # what a GPU takes from its memory at once it need not take in pieces
+        yield slice(0, num_rows), 0, size
+        return
+    for row in range(num_rows):
+        for start in range(0, size, RANGE):
+            yield slice(row, row + 1), start, min(start + RANGE, size)
 
-    Returns:
-        The mean, with the same bits on all ranks, and what is to be added to this rank's next vector.
-    """
-    num_ranks, numel = between.num_ranks, part.numel()
-    if num_ranks == 1 or numel == 0:
-        return part.clone(), torch.zeros_like(part)
-    size = -(-numel // num_ranks)
-    wanted = torch.nn.functional.pad(part, (0, num_ranks * size - numel)).view(num_ranks, size)
-    message = value_format.encode(wanted)
-    unsent = wanted - value_format.decode(message, size)
-    received = between.all_to_all(message.view(-1)).view(num_ranks, -1)
-    mean = value_format.decode(received, size).to(part.dtype).mean(0)
-    answer = value_format.encode(mean.unsqueeze(0))
-    unsent[between.rank] += num_ranks * (mean - value_format.decode(answer, size).squeeze(0))
-    handed_out = value_format.decode(between.all_gather(answer.view(-1)), size)
-    return handed_out.reshape(-1)[:numel].to(part.dtype), unsent.view(-1)[:numel]
+
+def _parts(tensors: Sequence[Tensor], peers: Peers, local_rank: int | None = None) -> list[Tensor]:
+    """Return what a rank of a node exchanges of each tensor: all of it when flat."""
+    return [tensor[peers.part(tensor.numel(), local_rank)] for tensor in tensors]

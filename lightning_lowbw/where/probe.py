@@ -88,5 +88,5 @@ def _timed_all_reduce_(collectives: Collectives, message: Tensor) -> float:
 def _timed_all_gather(collectives: Collectives, nbytes: int, device: torch.device | str) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     started = time.perf_counter()
-    float(collectives.all_gather(message)[0, 0])  # on CUDA, waits for it
+    float(collectives.begin_all_gather(message).wait()[0, 0])  # on CUDA, waits for it
     return time.perf_counter() - started

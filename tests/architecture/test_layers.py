@@ -24,6 +24,7 @@ from lightning_lowbw import (
     HierarchicalStrategy,
     LocalSGD,
     LocalSGDStrategy,
+    Strategy,
 )
 from lightning_lowbw.strategies import register
 from lightning_lowbw.strategies.gradient_hook import GradientHook
@@ -231,6 +232,7 @@ def test_what_is_exported() -> None:
         "LocalSGDStrategy",
         "Method",
         "Narrow",
+        "NarrowGradients",
         "NonFiniteGradientError",
         "SparsityWarmup",
         "Strategy",
@@ -308,6 +310,10 @@ NAMES = {
     "streaming_diloco_hierarchical": LocalSGDStrategy,
     "adaptive_local_sgd_hierarchical": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
+    "int8": Strategy,
+    "int8_hierarchical": Strategy,
+    "int4": Strategy,
+    "int4_hierarchical": Strategy,
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

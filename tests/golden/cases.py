@@ -188,6 +188,21 @@ for _name, _options, _fields in (
 add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model=Wide,
     callbacks=lambda: [lowbw.SparsityWarmup(begin_step=2, steps=3, sparsity=[0.5, 0.9])])  # fmt: skip
 
+# Few bits per value, every step -----------------------------------------------------------------------------------
+
+for _name, _method, _fields in (
+    ("int8", lowbw.NarrowGradients(), {}),
+    ("int8-adamw-four-ranks-conv", lowbw.NarrowGradients(), {"optimizer": "adamw", "ranks": 4, "model": Conv}),
+    ("int8-rmsprop-clip", lowbw.NarrowGradients(), {"optimizer": "rmsprop", "trainer": CLIP_NORM}),
+    ("int8-scaler-skips", lowbw.NarrowGradients(), {"precision": "scaler", "init_scale": 2.0**20, "steps": 10}),
+    ("int4-adagrad-accumulate", lowbw.NarrowGradients("int4"), {"optimizer": "adagrad", "trainer": ACCUMULATE}),
+    ("int4-begins-dense-bf16", lowbw.NarrowGradients("int4", rampup_begin_step=3), {"precision": "bf16-mixed"}),
+    ("int4-two-levels", lowbw.NarrowGradients("int4", topology=INTERLEAVED), {"ranks": 4, "optimizer": "nesterov"}),
+    ("int8-resume-adam", lowbw.NarrowGradients(), {"optimizer": "adam", "resume_at": 4, "model": Dropout}),
+):
+    add(f"narrow/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
+add("narrow/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=6)
+
 # Local SGD --------------------------------------------------------------------------------------------------------
 
 

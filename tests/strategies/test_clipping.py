@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_lowbw import NarrowGradients, Strategy
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
 from tests.tiny import Tiny, sgd, weights_of
@@ -50,6 +51,22 @@ def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
         assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in dense if name == "clip")
         clipped = [norm for name, _, norm in sparse if name == "clip"]
         assert all(norm == pytest.approx(0.1 * math.sqrt(2), rel=1e-3) for norm in clipped)
+
+
+def clip_narrow_gradients() -> tuple[list[tuple[str, bool, float]], str]:
+    model = ClipsInItsOwnWay()
+    fit(model, strategy=Strategy(NarrowGradients()))
+    return model.seen, weights_of(model)
+
+
+def test_gradients_in_few_bits_are_clipped_after_the_exchange() -> None:
+    """The mean, which is the same on all ranks, as in DDP."""
+    (first, weights), (second, other_weights) = run_ranks(clip_narrow_gradients, 2)
+    assert first == second
+    assert weights == other_weights
+    assert [name for name, _, _ in first] == ["step", "clip"] * STEPS
+    assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in first if name == "clip")
+    assert all(norm > 0.1 for name, _, norm in first if name == "step")
 
 
 class Lookahead(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from lightning_lowbw import Compression, Strategy
+from lightning_lowbw import Compression, Narrow, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer, weights_of
 
@@ -35,6 +35,8 @@ def test_by_name() -> None:
         ("streaming_diloco", {"k_steps": 100, "num_fragments": 4, "delay_steps": "auto", "mixing": 0.5}),
         ("sparse_loco_spawn", {"k_steps": 15, "begin_step": 0, "outer": "none", "what": Compression()}),
         ("adaptive_local_sgd", {"k_steps": 1, "rule": "fleet", "max_k_steps": 16}),
+        ("int8", {"what": Narrow(value_dtype="int8"), "rampup_begin_step": 0}),
+        ("int4_spawn", {"what": Narrow(value_dtype="int4"), "rampup_begin_step": 0}),
     ],
 )
 def test_strategies_by_name(name: str, method: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from lightning_lowbw import (
     HierarchicalStrategy,
     LocalSGD,
     LocalSGDStrategy,
+    NarrowGradients,
     Strategy,
 )
 
@@ -72,6 +73,10 @@ from lightning_lowbw import (
         (
             Strategy(LocalSGD(k_steps=3), topology="auto"),
             "Strategy(every 3 steps after step 1, whole parameters in float32; topology='auto')",
+        ),
+        (
+            Strategy(NarrowGradients("int4", rampup_begin_step=100)),
+            "Strategy(every step, whole gradients as int4, from step 100; topology='flat')",
         ),
         (
             Strategy(DGC(sparsity=[0.9])),

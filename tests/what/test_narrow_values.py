@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.what.narrow_values import BLOCK, NARROW_NAMES, LinearFormat, make_narrow_format
+from lightning_lowbw.ops.blocks import BLOCK, largest_integer
+from lightning_lowbw.what.narrow_values import NARROW_NAMES, LinearFormat, make_narrow_format
 from lightning_lowbw.what.values import make_value_format
+from tests.narrow import decode, encode
 
 NUMELS = (0, 1, 2, 127, 128, 129, 1001)
 
 
 def round_trip(name: str, vectors: Tensor) -> Tensor:
     value_format = make_narrow_format(name)
-    return value_format.decode(value_format.encode(vectors), vectors.shape[1])
+    return decode(value_format, encode(value_format, vectors), vectors.shape[1])
 
 
 @pytest.mark.parametrize("name", NARROW_NAMES)
@@ -23,19 +25,38 @@ def round_trip(name: str, vectors: Tensor) -> Tensor:
 def test_size_shape_and_error(name: str, numel: int, dtype: torch.dtype) -> None:
     vectors = torch.randn(3, numel, dtype=dtype) * torch.tensor([[1e-3], [1.0], [1e3]], dtype=dtype)
     value_format = make_narrow_format(name)
-    data = value_format.encode(vectors)
+    data = encode(value_format, vectors)
     assert data.dtype == torch.uint8
     assert data.shape == (3, value_format.nbytes(numel))
-    decoded = value_format.decode(data, numel)
+    decoded = decode(value_format, data, numel)
     assert (decoded.dtype, decoded.shape) == (torch.float32, vectors.shape)
     for row in range(3):  # each by itself
-        assert value_format.encode(vectors[row : row + 1])[0].equal(data[row])
+        assert encode(value_format, vectors[row : row + 1])[0].equal(data[row])
         for block, exact in zip(decoded[row].split(BLOCK), vectors[row].float().split(BLOCK), strict=True):
             if isinstance(value_format, LinearFormat) and numel:
-                step = float(exact.abs().max()) / value_format.largest * (1 + 2**-7)  # the scale, rounded upwards
+                step = (
+                    float(exact.abs().max()) / largest_integer(value_format.bits) * (1 + 2**-7)
+                )  # the scale, rounded upwards
                 assert float((block - exact).abs().max()) <= step / 2 * (1 + 1e-5)
             else:
                 torch.testing.assert_close(block, exact, rtol=2.0**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: torch.dtype) -> None:
+    """And a message is the same in whichever ranges it is written and read."""
+    value_format, vectors = make_narrow_format(name), torch.randn(2, 1001, dtype=dtype)
+    whole, unsent = encode(value_format, vectors), vectors.clone()
+    messages = torch.empty_like(whole)
+    for start in range(0, 1001, 3 * BLOCK):
+        value_format.write_(messages, 1001, start, unsent[:, start : start + 3 * BLOCK])
+    assert messages.equal(whole)
+    decoded = decode(value_format, whole, 1001)
+    torch.testing.assert_close(decoded.to(dtype) + unsent, vectors, rtol=1e-6, atol=1e-7)
+    assert bool(unsent.any())
+    for start, stop in ((0, BLOCK), (BLOCK, 1001), (7 * BLOCK, 1001)):
+        assert value_format.read(messages, 1001, start, stop).equal(decoded[:, start:stop])
 
 
 @pytest.mark.parametrize(("name", "numel", "nbytes"), [("int8", 128, 130), ("int8", 129, 133), ("int4", 128, 66)])

@@ -1,19 +1,23 @@
-"""The mean in few bits: nothing is lost, all ranks get the same bits, and the bytes are those of the formula."""
+"""The mean in few bits: its definition, nothing is lost, equal bits on all ranks, and the bytes of the formula."""
 
 from __future__ import annotations
 
 import functools
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
-from lightning_lowbw.where.narrow import narrow_mean
+from lightning_lowbw.where import narrow
+from lightning_lowbw.where.narrow import narrow_mean_
 from lightning_lowbw.where.peers import make_peers
 from lightning_lowbw.where.volume import all_gather_bytes, narrow_mean_bytes
+from tests.narrow import decode, encode
 from tests.ranks import run_ranks
 
 TOPOLOGIES: dict[str, Any] = {
@@ -44,13 +48,12 @@ def average() -> Results:
         for name in NARROW_NAMES:
             for numel in NUMELS:
                 for dtype in DTYPES:
-                    means, unsent, before = [], torch.zeros(numel, dtype=dtype), peers.ledger.sent_bytes
+                    means, unsent, before = [], torch.zeros(numel), peers.ledger.sent_bytes
                     for step in range(STEPS):
-                        vector = vector_of(participant, step, numel, dtype) + unsent
-                        kept = vector.clone()
-                        mean, unsent = narrow_mean(vector, make_narrow_format(name), peers)
+                        vector = vector_of(participant, step, numel, dtype)
+                        kept, mean = vector.clone(), torch.empty_like(vector)
+                        narrow_mean_([vector], [unsent], [mean], make_narrow_format(name), peers)
                         assert vector.equal(kept)
-                        assert mean.dtype == unsent.dtype == dtype
                         means.append(mean)
                     sent = peers.ledger.sent_bytes - before
                     results[topology, name, numel, dtype] = {"means": means, "unsent": unsent, "sent": sent}
@@ -88,9 +91,9 @@ def test_one_mean_bit_for_bit(name: str) -> None:
         size, sent = -(-numel // num_ranks), []
         for rank in range(num_ranks):
             padded = torch.nn.functional.pad(vector_of(rank, 0, numel, dtype), (0, num_ranks * size - numel))
-            sent.append(value_format.decode(value_format.encode(padded.view(num_ranks, size)), size).to(dtype))
+            sent.append(decode(value_format, encode(value_format, padded.view(num_ranks, size)), size).to(dtype))
         parts = torch.stack(sent).mean(0)
-        expected = value_format.decode(value_format.encode(parts), size).reshape(-1)[:numel].to(dtype)
+        expected = decode(value_format, encode(value_format, parts), size).reshape(-1)[:numel].to(dtype)
         for each in results():
             assert each["flat", name, numel, dtype]["means"][0].equal(expected)
 
@@ -108,8 +111,37 @@ def test_measured_bytes_are_those_of_the_formula(topology: str, name: str) -> No
 
 
 def test_one_rank_rounds_nothing() -> None:
-    vector = torch.randn(300)
-    mean, unsent = narrow_mean(vector, make_narrow_format("int4"), make_peers())
-    assert mean.equal(vector)
+    vector, unsent, mean = torch.randn(300), torch.ones(300), torch.empty(300)
+    narrow_mean_([vector], [unsent], [mean], make_narrow_format("int4"), make_peers())
+    assert mean.equal(vector + 1)
     assert not unsent.any()
-    assert mean.data_ptr() != vector.data_ptr()
+
+
+def average_in_ranges(numels: list[int], length: int) -> tuple[bytes, bytes]:
+    """Return the bits of the means and the residuals of several tensors, worked through in ranges of one length."""
+    with mock.patch.object(narrow, "RANGE", length):
+        signals = [vector_of(dist.get_rank(), numel, numel, torch.float32) for numel in numels]
+        residuals, means = ([torch.full_like(signal, 1e-3) for signal in signals] for _ in range(2))
+        narrow_mean_(signals, residuals, means, make_narrow_format("int4"), make_peers())
+    return torch.cat(means).numpy().tobytes(), torch.cat(residuals).numpy().tobytes()
+
+
+def test_ranges_and_the_borders_of_tensors_change_nothing() -> None:
+    numels = [1, 700, 3, 128, 2049]
+    whole, *cut = (run_ranks(average_in_ranges, 2, numels, length) for length in (1 << 18, 128, 384))
+    assert all(each == whole for each in cut)
+
+
+def average_gradients_in_place(dtype: torch.dtype) -> bool:
+    """The means may be written over the signals."""
+    signals = [vector_of(dist.get_rank(), 0, numel, dtype) for numel in (300, 5)]
+    apart = [torch.empty_like(signal) for signal in signals]
+    for means in (apart, signals):
+        residuals = [torch.zeros(len(signal)) for signal in signals]
+        narrow_mean_(signals, residuals, means, make_narrow_format("int8"), make_peers())
+    return all(one.equal(other) for one, other in zip(apart, signals, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_may_replace_the_signals(dtype: torch.dtype) -> None:
+    assert all(run_ranks(average_gradients_in_place, 2, dtype))
