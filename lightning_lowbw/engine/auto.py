@@ -82,22 +82,23 @@ def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None,
         >>> when.rampup_begin_step, when.sparsity
         (6, (0.998,))
         >>> print(reason)
-        a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1e+03 Mb/s after \
-0.1 ms: 0.2 % of each gradient is sent, after 6 dense steps; more would take over 5 % of a step
+        a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1,000 Mb/s, \
+latency 0.1 ms: 0.2 % of each gradient is sent, from step 6 on; more would take over 5 % of a step
     """
     density, why = _density(measured, run, budget)
     link = measured.link
     facts = (
         f"a step takes {_seconds(measured.step_s)} without communication and {_seconds(measured.dense_s)} with all "
-        f"gradients, the link carries {link.bandwidth_bytes_per_s * 8e-6:.3g} Mb/s after {_seconds(link.latency_s)}"
+        f"gradients, the link carries {link.bandwidth_bytes_per_s * 8e-6:,.0f} Mb/s, latency {_seconds(link.latency_s)}"
     )
     if density is None:
         return None, f"{facts}: all of every gradient is sent, as by DDP; {why}"
     stairs, num_dense, per_stair = _warm_up(measured, run, density)
     when = EveryStep(run.num_done + num_dense, max(1, per_stair) * len(stairs), tuple(1.0 - each for each in stairs))
-    sent = f"{100 * density:.4g} % of each gradient is sent, after {when.rampup_begin_step} dense steps"
+    sent = f"{100 * density:.4g} % of each gradient is sent"
     if len(stairs) > 1:
-        sent += f" and {per_stair} steps each at {', '.join(f'{100 * each:.4g} %' for each in stairs[:-1])}"
+        sent += f", after {per_stair} steps each at {', '.join(f'{100 * each:.4g} %' for each in stairs[:-1])}"
+    sent += f", from step {when.rampup_begin_step} on"
     return when, f"{facts}: {sent}; {why}"
 
 
@@ -108,7 +109,7 @@ def _density(measured: Measured, run: Run, budget: float) -> tuple[float | None,
     if exposed_s <= budget * step_s:
         return None, f"that takes less than {share} already"
     length = f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
-    often = f"each element is to be sent {LEAST_TIMES_SENT} times, and {length}"
+    often = f"an element is to be sent {LEAST_TIMES_SENT} times on average, and {length}"
     enough = [density for density in DENSITIES if density * run.num_left >= LEAST_TIMES_SENT]
     if not enough:
         return None, often

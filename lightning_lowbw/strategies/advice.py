@@ -18,9 +18,10 @@ from lightning_lowbw.when.every_step import EveryStep
 def num_steps_of(trainer: pl.Trainer) -> float:
     """Return the number of optimizer steps of the run; NaN where it cannot be known."""
     try:
-        return float(trainer.estimated_stepping_batches)
+        num_steps = float(trainer.estimated_stepping_batches)
     except MisconfigurationException:
         return math.nan
+    return math.nan if num_steps < 0 else num_steps  # -1 is Lightning's word for no limit
 
 
 def warn_if_alone(strategy: str, num_ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, sparse_seconds
 from lightning_lowbw.engine.sparse_exchange import asked_for, predict
+from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.strategies.advice import num_steps_of
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
@@ -46,100 +49,140 @@ class AutoSparsity:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._given: EveryStep | None = None  # the schedule with "auto" in it
-        self._chosen: dict[str, Any] | None = None  # the schedule that was chosen; {} for dense
-        self.is_timing = False
-        self._is_pretrained = False
-        self._times: list[tuple[float, float]] = []  # after each step: the clock, and the seconds waited so far
+        self._chosen: dict[str, Any] | None = None  # what has taken its place; {} where all stays dense
+        self.is_timing = self._is_pretrained = False
+        self._restart()
 
     def begin_fit(self) -> None:
         """Forget what the last fit has chosen."""
-        strategy = self._strategy
-        if self._given is not None:
+        strategy, when = self._strategy, self._strategy.method.when
+        if self._given is not None and self._chosen and when == self._schedule(self._chosen):
             strategy.method = dataclasses.replace(strategy.method, when=self._given)
         when = strategy.method.when
         self._given = when if isinstance(when, EveryStep) and when.is_auto else None
-        self._chosen, self._is_pretrained, self.is_timing, self._times = None, False, False, []
+        self._chosen, self._is_pretrained, self.is_timing = None, False, False
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what has been chosen, for the checkpoint; None where nothing has been."""
         return self._chosen
 
-    def load_state_dict(self, chosen: Mapping[str, Any] | None) -> None:
-        """Take over what a checkpoint says; a run that goes on does not choose anew.
+    def load_state_dict(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
+        """Take over what a checkpoint says: a run that goes on does not choose anew.
 
         Args:
-            chosen: as of `state_dict`.
+            chosen: as of `state_dict`. None takes back what has been chosen since, as in a search for a learning rate.
+            is_foreign: whether the checkpoint was written by another method.
         """
-        if self._given is not None and chosen is not None:
+        if self._given is None:
+            return
+        self._is_pretrained = is_foreign
+        if chosen is not None:
             self._choose(dict(chosen))
+        elif self._chosen is not None:
+            self._chosen = None
+            self._strategy.reconfigure(dataclasses.replace(self._strategy.method, when=self._given))
 
-    def begin_training(self) -> None:
+    def begin_training(self, trainer: pl.Trainer) -> None:
         """Begin to time, where there is something to choose."""
-        when, workers = self._strategy.method.when, self._strategy.workers
+        strategy, when = self._strategy, self._strategy.method.when
         is_open = isinstance(when, EveryStep) and when.is_auto and self._chosen is None  # else a callback has set it
-        self.is_timing = is_open and any(worker.peers.num_senders > 1 for worker in workers)
-        self._is_pretrained = workers[0].step > 0  # of a checkpoint by another method
+        if is_open and not self._numels()[0]:
+            rank_zero_info(
+                f'{type(strategy).__name__}, sparsity="auto": all of every gradient is sent, for no tensor that is '
+                "trained has min_numel elements and is not excluded."
+            )
+            is_open = False
+        self.is_timing = is_open and any(worker.peers.num_senders > 1 for worker in strategy.workers)
+        self._restart()
+        self._first_step = trainer.global_step
 
-    def end_step(self, trainer: pl.Trainer) -> None:
+    def _restart(self) -> None:
+        self._worker: Worker | None = None  # whose steps are timed: that of the first optimizer that steps
+        self._num_steps = self._first_step = 0
+        self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
+        self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
+
+    def restart_clock(self) -> None:
+        """Leave out what has gone by since the last step: validation, or a checkpoint that was written."""
+        self._last = (time.perf_counter(), self._strategy.ledger.exposed_s)
+
+    def end_step(self, worker: Worker, trainer: pl.Trainer) -> None:
         """Time an optimizer step; after the last one that is timed, choose.
 
         Collective: all ranks, blocking, after that step; nothing else.
         """
-        if not self.is_timing:
+        self._worker = self._worker or worker
+        if not self.is_timing or worker is not self._worker:
             return
         if self._strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self._strategy.root_device)
-        self._times.append((time.perf_counter(), self._strategy.ledger.exposed_s))
-        if len(self._times) > NUM_UNTIMED + NUM_TIMED:
+        self._num_steps += 1
+        before = self._last
+        self.restart_clock()
+        if before is None or self._last is None:
+            return
+        seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
+        self._times.append((seconds, seconds - waited))
+        if len(self._times) == NUM_UNTIMED + NUM_TIMED:
             self.is_timing = False
-            self._decide(trainer)
+            self._decide(worker, trainer)
 
-    def _decide(self, trainer: pl.Trainer) -> None:
-        when = self._strategy.method.when
-        assert isinstance(when, EveryStep)
-        peers = self._strategy.workers[0].peers
-        measured, run = agreed(self._measure(), self._run(trainer, when), peers, self._strategy.root_device)
-        chosen, reason = plan(measured, run, when.budget)
+    def _decide(self, worker: Worker, trainer: pl.Trainer) -> None:
+        assert self._given is not None
+        measured, run = agreed(self._measure(), self._run(worker, trainer), worker.peers, self._strategy.root_device)
+        chosen, reason = plan(measured, run, self._given.budget)
         rank_zero_info(f'{type(self._strategy).__name__}, sparsity="auto": {reason}.')
-        self._choose({} if chosen is None else {**dataclasses.asdict(chosen), "overlap": when.overlap})
+        names = ("rampup_begin_step", "rampup_step", "sparsity")
+        self._choose({} if chosen is None else {name: getattr(chosen, name) for name in names})
 
-    def _run(self, trainer: pl.Trainer, when: EveryStep) -> Run:
+    def _run(self, worker: Worker, trainer: pl.Trainer) -> Run:
+        assert self._given is not None
         batches, total = float(trainer.num_training_batches), num_steps_of(trainer)
+        num_done = trainer.global_step + 1  # it does not count this one yet
+        share = self._num_steps / max(1, num_done - self._first_step)  # of the Trainer's steps, that of this optimizer
+        left = (total - num_done) * min(1.0, share)
         return Run(
-            num_done=self._strategy.workers[0].step,
-            num_steps=int(total) if math.isfinite(total) else None,
+            num_done=worker.step,
+            num_steps=worker.step + max(0, int(left)) if math.isfinite(left) else None,
             steps_per_epoch=math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None,
-            is_pretrained=self._is_pretrained or when.pretrained,
+            is_pretrained=self._is_pretrained or self._given.pretrained,
         )
+
+    def _numels(self) -> tuple[list[int], int]:
+        """Return the elements of this rank's part of each sparse tensor, and of all others together."""
+        what = self._strategy.method.what
+        assert isinstance(what, TopK)
+        sparse, others = [], 0
+        for worker in self._strategy.workers:
+            for name, parameter in worker.by_name().items():
+                if not parameter.requires_grad:
+                    continue
+                if parameter.is_floating_point() and what.takes(name, parameter.numel()):
+                    part = worker.peers.part(parameter.numel())
+                    sparse.append(part.stop - part.start)
+                else:
+                    others += parameter.numel()
+        return sparse, others
 
     def _measure(self) -> Measured:
         """Return what has been timed, and what is measured now, on this rank.
 
         Collective: all ranks.
         """
-        (start_s, waited_s), (end_s, waited_in_all_s) = self._times[NUM_UNTIMED], self._times[-1]
-        dense_s = (end_s - start_s) / NUM_TIMED
-        step_s = max(dense_s - (waited_in_all_s - waited_s) / NUM_TIMED, 1e-6)
-        method, device = self._strategy.method, self._strategy.root_device
-        what, peers = method.what, self._strategy.workers[0].peers
+        dense_s, step_s = (statistics.median(times) for times in zip(*self._times[NUM_UNTIMED:], strict=True))
+        what, peers, device = self._strategy.method.what, self._strategy.workers[0].peers, self._strategy.root_device
         assert isinstance(what, TopK)
+        sparse, others = self._numels()
+        with failing_together():
+            work_s = [seconds_of_work(what, density, peers.num_senders, device) for density in DENSITIES]
         link = measure_link(peers.between.group, device)
-        work_s = [seconds_of_work(what, density, peers.num_senders, device) for density in DENSITIES]
-        sizes = [
-            (name, parameter.numel())
-            for each in self._strategy.workers
-            for name, parameter in each.by_name().items()
-            if parameter.requires_grad
-        ]
-        sparse = [peers.part(numel).stop - peers.part(numel).start for name, numel in sizes if what.takes(name, numel)]
-        small = sum(numel for name, numel in sizes if not what.takes(name, numel))
         kind, num_senders, exchange_s = asked_for(what, peers), peers.num_senders, []
-        small_s = link.time_s(all_reduce_rounds(num_senders), all_reduce_bytes(4 * small, num_senders))
+        others_s = link.time_s(all_reduce_rounds(num_senders), all_reduce_bytes(4 * others, num_senders))
         for density in DENSITIES:
             choice = predict(what, sparse, density, num_senders, link)
-            exchange_s.append(small_s + choice.times_s[choice.name if kind == "auto" else kind])
+            exchange_s.append(others_s + choice.times_s[choice.name if kind == "auto" else kind])
         return Measured(
-            step_s=step_s,
+            step_s=max(step_s, 1e-6),
             dense_s=dense_s,
             sparse_s=sparse_seconds(exchange_s, [seconds * sum(sparse) / SAMPLE for seconds in work_s]),
             link=link,
@@ -152,7 +195,11 @@ class AutoSparsity:
         """
         self._chosen = chosen
         if chosen:
-            self._strategy.reconfigure(dataclasses.replace(self._strategy.method, when=EveryStep(**chosen)))
+            self._strategy.reconfigure(dataclasses.replace(self._strategy.method, when=self._schedule(chosen)))
+
+    def _schedule(self, chosen: Mapping[str, Any]) -> EveryStep:
+        assert self._given is not None
+        return EveryStep(**chosen, overlap=self._given.overlap)
 
 
 def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> tuple[Measured, Run]:

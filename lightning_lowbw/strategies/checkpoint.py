@@ -136,6 +136,7 @@ class Checkpoints:
                 'model.load_state_dict(torch.load(path)["state_dict"]).'
             )
         if metadata is None or metadata["kind"] != strategy.method.kind:
+            strategy.regime.take_chosen(None, is_foreign=True)
             for worker in strategy.workers:
                 worker.step = checkpoint["global_step"] // max(1, len(strategy.workers))
             rank_zero_info(

@@ -38,8 +38,8 @@ class Regime:
         """Return what has been chosen in this run, for the checkpoint."""
         return None
 
-    def take_chosen(self, chosen: Mapping[str, Any] | None) -> None:
-        """Take over what `chosen` has returned, in a run that goes on."""
+    def take_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
+        """Take over what `chosen` has returned; is_foreign: the checkpoint was written by another method."""
 
     def check(self, trainer: pl.Trainer) -> None:
         """Raise ConfigurationError where the Trainer asks for what cannot be done."""

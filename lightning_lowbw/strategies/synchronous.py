@@ -49,8 +49,12 @@ class Synchronous(Regime):
         return self._auto.state_dict()
 
     @override
-    def take_chosen(self, chosen: Mapping[str, Any] | None) -> None:
-        self._auto.load_state_dict(chosen)
+    def take_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
+        self._auto.load_state_dict(chosen, is_foreign=is_foreign)
+
+    @override
+    def end_save(self) -> None:
+        self._auto.restart_clock()
 
     @override
     def begin_fit(self) -> None:
@@ -66,7 +70,7 @@ class Synchronous(Regime):
             return
         if method.when.overlap:
             self._check_overlap(trainer)
-        self._auto.begin_training()
+        self._auto.begin_training(trainer)
         if not method.when.is_auto:
             warn_if_never_sparse(method.when, trainer)
         tell_notes(self.strategy.workers)
@@ -107,8 +111,7 @@ class Synchronous(Regime):
     @contextmanager
     def stepping(self, worker: Worker) -> Iterator[None]:
         yield
-        if worker is self.strategy.workers[0]:
-            self._auto.end_step(self.strategy.trainer)
+        self._auto.end_step(worker, self.strategy.trainer)
 
     @override
     def end_backward(self, worker: Worker) -> None:
@@ -125,6 +128,7 @@ class Synchronous(Regime):
     @override
     def end_validation(self) -> None:
         self._batch_norm.hide()
+        self._auto.restart_clock()
 
     @override
     def end_training(self) -> None:

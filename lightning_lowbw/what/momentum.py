@@ -123,7 +123,8 @@ class MomentumCorrection(ErrorFeedback):
 
     Weight decay needs no network, for all ranks have the same weights; in the residual it would act too late, and may
     diverge. Its own velocity, ``d = m d + c w``, is taken at its limit for a weight that changes slowly, c w / (1 - m):
-    so it needs no memory, and there is nothing to mask. A step takes at most the whole weight. Small tensors have
+    so it needs no memory, and there is nothing to mask. A step takes at most the whole weight. Weights in half types
+    would lose it in rounding: theirs is ``c (w - lr v)`` beside G, see `ops.reference.correct_`. Small tensors have
     ``g = G + c w`` and torch's own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
     """
 
@@ -144,9 +145,13 @@ class MomentumCorrection(ErrorFeedback):
                 )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
+        values = self._as_given(group)
+        decay = 0.0 if _is_wide(parameter) else float(values["weight_decay"])
         return Constants(
-            momentum=float(self._as_given(group)["momentum"]),
+            momentum=float(values["momentum"]),
             nesterov=bool(group["nesterov"]),
+            weight_decay=decay,
+            ahead=decay and decay * float(group["lr"]),
             sign=-1.0 if group.get("maximize") else 1.0,
         )
 
@@ -157,8 +162,9 @@ class MomentumCorrection(ErrorFeedback):
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         values = self._as_given(group)
         decay = float(group["lr"]) * float(values["weight_decay"])
-        if decay != 0:
-            torch._foreach_mul_(list(parameters), 1.0 - decay / max(1.0 - float(values["momentum"]), decay))
+        wide = [each.detach() for each in parameters if _is_wide(each)]
+        if decay != 0 and wide:
+            torch._foreach_mul_(wide, 1.0 - decay / max(1.0 - float(values["momentum"]), decay))
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         if self._user_values:  # a closure that ran twice
@@ -190,3 +196,8 @@ class MomentumCorrection(ErrorFeedback):
                 torch._foreach_copy_(gradients, velocities)
         if constants.sign < 0:
             torch._foreach_neg_(gradients)
+
+
+def _is_wide(parameter: Parameter) -> bool:
+    """Whether a small share can be taken off a parameter, and is not lost in rounding."""
+    return torch.finfo(parameter.dtype).bits >= 32

@@ -17,57 +17,59 @@ SLOW = Measured(0.11, 0.93, {density: 0.002 + 0.35 * density for density in DENS
 FAST = Measured(0.11, 0.115, dict.fromkeys(DENSITIES, 0.002), Link(1e-5, 12.5e9))
 LONG = Run(num_done=6, num_steps=100_006, steps_per_epoch=5000)
 FACTS = (
-    "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1e+03 Mb/s after "
-    "0.1 ms: "
+    "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1,000 Mb/s, "
+    "latency 0.1 ms: "
 )
 SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
     "fast link": (
         FAST,
         LONG,
         None,
-        "a step takes 110 ms without communication and 115 ms with all gradients, the link carries 1e+05 Mb/s after "
-        "0.01 ms: all of every gradient is sent, as by DDP; that takes less than 5 % of a step already",
+        "a step takes 110 ms without communication and 115 ms with all gradients, the link carries 100,000 "
+        "Mb/s, latency 0.01 ms: all of every gradient is sent, as by DDP; that takes less than 5 % of a step already",
     ),
     "slow link, long run": (
         SLOW,
         LONG,
         EveryStep(5000, 30000, (1 - 0.128, 1 - 0.032, 1 - 0.008)),
-        FACTS + "0.8 % of each gradient is sent, after 5000 dense steps and 10000 steps each at 12.8 %, 3.2 %; more "
-        "would take over 5 % of a step",
+        FACTS + "0.8 % of each gradient is sent, after 10000 steps each at 12.8 %, 3.2 %, from step 5000 on; "
+        "more would take over 5 % of a step",
     ),
     "short run": (
         SLOW,
         Run(num_done=6, num_steps=806, steps_per_epoch=400),
         EveryStep(40, 320, (1 - 0.256, 1 - 0.064)),
-        FACTS + "6.4 % of each gradient is sent, after 40 dense steps and 160 steps each at 25.6 %; each element is to "
-        "be sent 30 times, and 800 steps are left",
+        FACTS + "6.4 % of each gradient is sent, after 160 steps each at 25.6 %, from step 40 on; an element is to "
+        "be sent 30 times on average, and 800 steps are left",
     ),
     "too short a run": (
         SLOW,
         Run(num_done=6, num_steps=50),
         None,
-        FACTS + "all of every gradient is sent, as by DDP; each element is to be sent 30 times, and 44 steps are left",
+        FACTS
+        + "all of every gradient is sent, as by DDP; an element is to be sent 30 times on average, and 44 steps are "
+        "left",
     ),
     "fine-tuning": (
         SLOW,
         Run(num_done=1006, num_steps=2006, is_pretrained=True),
         EveryStep(1006, 1, (1 - 0.032,)),
-        FACTS + "3.2 % of each gradient is sent, after 1006 dense steps; each element is to be sent 30 times, and 1000 "
-        "steps are left",
+        FACTS + "3.2 % of each gradient is sent, from step 1006 on; an element is to be sent 30 times on average, "
+        "and 1000 steps are left",
     ),
     "a length that is not known": (
         replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.5)),
         Run(num_done=6, is_pretrained=True),
         EveryStep(6, 1, (1 - 0.004,)),
-        FACTS + "0.4 % of each gradient is sent, after 6 dense steps; each element is to be sent 30 times, and 10000 "
-        "steps are assumed",
+        FACTS + "0.4 % of each gradient is sent, from step 6 on; an element is to be sent 30 times on average, and "
+        "10000 steps are assumed",
     ),
     "sparse steps that take as long": (
         replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.83)),
         LONG,
         None,
-        FACTS + "all of every gradient is sent, as by DDP; 0.1 % would take no less, and each element is to be sent 30 "
-        "times, and 100000 steps are left",
+        FACTS + "all of every gradient is sent, as by DDP; 0.1 % would take no less, and an element is to be sent "
+        "30 times on average, and 100000 steps are left",
     ),
 }
 

@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import SGD
 
@@ -73,3 +74,24 @@ def test_decay_acts_at_once_on_what_is_not_sent() -> None:
 def test_a_step_takes_at_most_the_whole_weight() -> None:
     first, last = run_ranks(decay_alone, 2, 0.99, 0.2, 0.1, False)[0]
     assert first == last == 0.0
+
+
+def decay_of_half_types(dtype: torch.dtype) -> float:
+    """Return the norm of a weight after some steps with noise for gradients, relative to the start."""
+    torch.manual_seed(0)
+    parameter = Parameter(torch.randn(4000).to(dtype))
+    start = float(parameter.detach().norm())
+    optimizer = SGD([parameter], lr=0.1, momentum=0.9, weight_decay=1e-3)
+    DGC(min_numel=1, sparsity=[0.99]).attach(optimizer, [("weight", parameter)])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(1000):
+        parameter.grad = (1e-3 * torch.randn(4000, generator=generator)).to(dtype)
+        optimizer.step()
+    return float(parameter.detach().norm()) / start
+
+
+def test_weights_of_half_types_decay_too() -> None:
+    """A step takes a thousandth off them, which rounding would put back."""
+    wide, half = (run_ranks(decay_of_half_types, 2, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
+    assert wide < 0.5
+    assert half < 0.65

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import DGCStrategy, EveryStep, SparsityWarmup
-from lightning_lowbw.engine.auto import DENSITIES, Measured
+from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
 from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity, seconds_of_work
 from lightning_lowbw.what.top_k import TopK
@@ -40,7 +42,7 @@ def fit(
     """Train; what is measured is given, but for None."""
     torch.manual_seed(7)
     num_ranks, said = dist.get_world_size(), list[str]()
-    num_measured = 0
+    num_measured, runs = 0, list[Run]()
 
     def measure(auto: AutoSparsity) -> Measured:
         nonlocal num_measured
@@ -60,6 +62,9 @@ def fit(
     with pytest.MonkeyPatch.context() as monkeypatch:  # the ranks live on
         monkeypatch.setattr(AutoSparsity, "_measure", measure)
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
+        monkeypatch.setattr(
+            auto_sparsity, "plan", lambda given, run, budget: (runs.append(run), plan(given, run, budget))[1]
+        )
         trainer.fit(model, make_data(num_ranks, STEPS), ckpt_path=resume)
     if ddp:
         return {"weights": weights_of(model)}
@@ -69,6 +74,7 @@ def fit(
         "when": strategy.method.when,
         "said": said,
         "num_measured": num_measured,
+        "runs": runs,
         "density": worker.last_density,
         "has_residuals": worker.has_residuals,
     }
@@ -161,6 +167,92 @@ def test_ranks_that_measure_something_else_choose_alike() -> None:
     one, other = run_ranks(fit_with_other_facts_on_a_rank, 2)
     assert one == other
     assert one.is_auto  # for five steps
+
+
+def fit_small(**options: Any) -> list[str]:
+    """Train without tensors that are large enough."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
+        trainer = make_trainer(DGCStrategy(sparsity="auto"), dist.get_world_size(), **options)
+        trainer.fit(Tiny(), make_data(dist.get_world_size(), 10))
+    return said
+
+
+def test_a_model_without_large_tensors_is_trained_dense_and_this_is_said() -> None:
+    for (said,) in run_ranks(fit_small, 2):
+        assert "no tensor that is trained has min_numel elements" in said
+
+
+def test_validation_is_not_counted() -> None:
+    """It comes after every step, and takes longer than all steps together."""
+    (measured, _) = run_ranks(partial(measure_with_validation, 0.2), 2)
+    assert measured.dense_s < 0.2
+
+
+class SlowToValidate(Tiny):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.seconds)
+
+
+def measure_with_validation(seconds: float) -> Measured:
+    found: list[Measured] = []
+    real = AutoSparsity._measure
+
+    def measure(auto: AutoSparsity) -> Measured:
+        found.append(real(auto))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", measure)
+        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        trainer = make_trainer(strategy, dist.get_world_size(), val_check_interval=1, limit_val_batches=1)
+        data = make_data(dist.get_world_size(), CHOSEN_AFTER + 2)
+        trainer.fit(SlowToValidate(seconds), data, data)
+    return found[0]
+
+
+def test_an_early_checkpoint_of_its_own_is_not_fine_tuning(tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    run_ranks(partial(fit, SLOW, path, (3,)), 2)
+    (run,) = run_ranks(partial(fit, SLOW, resume=path.format(3)), 2)[0]["runs"]
+    assert not run.is_pretrained
+    assert (run.num_done, run.num_steps) == (3 + CHOSEN_AFTER, STEPS)
+
+
+def test_overlap_is_that_of_the_fit_which_goes_on(tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    step = CHOSEN_AFTER + 1
+    assert run_ranks(partial(fit, SLOW, path, (step,), overlap=True), 2)[0]["when"].overlap
+    assert not run_ranks(partial(fit, SLOW, resume=path.format(step)), 2)[0]["when"].overlap
+
+
+def fit_as_a_search_for_a_rate_does() -> tuple[bool, int]:
+    """Train a few steps, then load what was there before; return whether it is open again, and the choices made."""
+    counts: list[int] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: (counts.append(1), SLOW)[1])
+        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        finder = LearningRateFinder(num_training_steps=STEPS, early_stop_threshold=None)
+        trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[finder], max_steps=STEPS, max_epochs=-1)
+        trainer.fit(WithRate(), make_data(dist.get_world_size(), STEPS))
+    return strategy.method.when.is_auto, len(counts)  # type: ignore[union-attr]
+
+
+class WithRate(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.05
+
+
+def test_what_a_search_for_a_learning_rate_has_chosen_is_taken_back() -> None:
+    for is_auto, count in run_ranks(fit_as_a_search_for_a_rate_does, 2):
+        assert count == 2
+        assert not is_auto
 
 
 def test_one_rank_measures_nothing() -> None:
