@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import Strategy
+from lightning_lowbw.strategies.advice import steps_per_epoch_of
 
 
 def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
@@ -28,9 +27,10 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, as Lightning's own code reads it
     if any(isinstance(each, GradientAccumulationScheduler) and len(each.scheduling) > 1 for each in callbacks):
         raise ConfigurationError(f"With GradientAccumulationScheduler the steps per epoch change. {in_steps}")
-    if not math.isfinite(trainer.num_training_batches):
+    number = steps_per_epoch_of(trainer)
+    if number is None:
         raise ConfigurationError(f"The training data has no length. {in_steps}")
-    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    return number
 
 
 def named(strategy: object) -> str:

@@ -23,7 +23,7 @@ from lightning_lowbw.where.link import Link
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512)
 LEAST_TIMES_SENT = 30
 ASSUMED_STEPS = 10_000  # where the length of the run is not known
-STAIR = 4  # from one stair to the next the density falls by so much, which is two of the densities above
+STAIR = 2  # from one stair to the next, in the densities above: a factor of 4
 MOST_STAIR = 0.3  # the paper's first is 0.25
 DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps of the run
 MOST_DENSE_EPOCHS, MOST_STAIR_EPOCHS = 2, 4  # PaddlePaddle Fleet's, and the paper's
@@ -31,7 +31,7 @@ MOST_DENSE_EPOCHS, MOST_STAIR_EPOCHS = 2, 4  # PaddlePaddle Fleet's, and the pap
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps take, the same on all ranks.
+    """What steps take, on this rank or on the slowest; whoever plans has the same on all ranks.
 
     Attributes:
         step_s: seconds of an optimizer step without communication.
@@ -126,9 +126,9 @@ def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float],
         return [density], 0, 0
     epoch = run.steps_per_epoch or run.num_left
     num_dense = max(0, min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch) - run.num_done)
-    above = [each for each in reversed(DENSITIES) if density * STAIR <= each <= MOST_STAIR]
-    stairs = above[len(above) % 2 == 0 :: 2]
-    before = [stair for stair in stairs if measured.step_s + measured.sparse_s[stair] < measured.dense_s]
+    above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR]
+    exposed_s = measured.dense_s - measured.step_s
+    before = [stair for stair in reversed(above) if stair <= MOST_STAIR and measured.sparse_s[stair] < exposed_s]
     num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
     per_stair = round(num_steps / len(before)) if before else 0
     return ([*before, density], num_dense, per_stair) if per_stair else ([density], num_dense, 0)

@@ -12,7 +12,9 @@ One step of one rank, with G its own mean gradient as torch gives it (not divide
     average   the gradient is 1/N times the sum of what all have sent
     step      w = w - lr (average + c w / (1 - m)): plain SGD, for momentum is done; decay needs no network
 
-Deviation: eq. 12 puts the decay into G, so that it reaches the weight about 1/density steps later; that may diverge.
+Deviation: PaddlePaddle Fleet (eq. 12) puts the decay into G, so that it reaches the weight about 1/density steps later;
+that may diverge.
+
 u is the optimizer's own `momentum_buffer`; v, the residual, is the only state that is added. On two levels N counts
 nodes, G is the node's mean gradient, and each rank keeps a part of u and v, which it exchanges with those that have it.
 """

@@ -111,15 +111,12 @@ class SparseExchange:
                 )
         device = next(iter(parts.values())).device
         self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device)
-        layouts = {name: self.payload.layout(part.numel(), density) for name, part in parts.items()}
         return {
             name: Segment(
                 residual=self.residuals[name],
                 gradient=part,
-                k=layouts[name].k if self.payload.chunk else layouts[name].k_last,
-                chunk=self.payload.chunk,
-                k_last=layouts[name].k_last if self.payload.chunk else 0,
                 **{"momentum_buffer": None, "weight": None, **(others or {}).get(name, {})},
+                **self.payload.selected(part.numel(), density),
             )
             for name, part in parts.items()
             if part.numel()

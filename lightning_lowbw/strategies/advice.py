@@ -24,6 +24,12 @@ def num_steps_of(trainer: pl.Trainer) -> float:
     return math.nan if num_steps < 0 else num_steps  # -1 is Lightning's word for no limit
 
 
+def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
+    """Return the number of optimizer steps of an epoch; None where the training data has no length."""
+    num_batches = float(trainer.num_training_batches)
+    return math.ceil(num_batches / trainer.accumulate_grad_batches) if math.isfinite(num_batches) else None
+
+
 def warn_if_alone(strategy: str, num_ranks: int) -> None:
     """Warn where there is one rank."""
     if num_ranks == 1:

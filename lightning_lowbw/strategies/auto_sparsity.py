@@ -17,7 +17,7 @@ from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, sparse_s
 from lightning_lowbw.engine.sparse_exchange import asked_for, predict
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.ops.reference import Segment
-from lightning_lowbw.strategies.advice import num_steps_of
+from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
@@ -137,14 +137,14 @@ class AutoSparsity:
 
     def _run(self, worker: Worker, trainer: pl.Trainer) -> Run:
         assert self._given is not None
-        batches, total = float(trainer.num_training_batches), num_steps_of(trainer)
+        total = num_steps_of(trainer)
         num_done = trainer.global_step + 1  # it does not count this one yet
         share = self._num_steps / max(1, num_done - self._first_step)  # of the Trainer's steps, that of this optimizer
         left = (total - num_done) * min(1.0, share)
         return Run(
             num_done=worker.step,
             num_steps=worker.step + max(0, int(left)) if math.isfinite(left) else None,
-            steps_per_epoch=math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None,
+            steps_per_epoch=steps_per_epoch_of(trainer),
             is_pretrained=self._is_pretrained or self._given.pretrained,
         )
 
@@ -240,17 +240,9 @@ def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.
     """
     generator = torch.Generator(device).manual_seed(0)
     residual, gradient = torch.randn(2, SAMPLE, generator=generator, device=device)
-    layout, selection = what.layout(SAMPLE, density), Selection(what.selection)
-    segment = Segment(
-        residual=residual,
-        momentum_buffer=None,
-        gradient=gradient,
-        weight=None,
-        k=layout.k if what.chunk else layout.k_last,
-        chunk=what.chunk,
-        k_last=layout.k_last if what.chunk else 0,
-    )
-    seconds = []
+    fields = what.selected(SAMPLE, density)
+    segment = Segment(residual=residual, momentum_buffer=None, gradient=gradient, weight=None, **fields)
+    selection, seconds = Selection(what.selection), []
     for _ in range(3):  # the threshold has settled by then
         started = time.perf_counter()
         ((positions, values),) = selection.compress_({"": segment}, masking=False)

@@ -13,8 +13,8 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 class DGCStrategy(Strategy):
     """Send the 0.1 % largest elements of the gradient, and keep the rest for later steps.
 
-    `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping, weight decay), `Adam` and
-    `AdamW` one of their own; other optimizers train by error feedback, with a warning.
+    `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping), and weight decay without
+    delay; `Adam` and `AdamW` get a correction of their own; other optimizers train by error feedback, with a warning.
     `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
     exchange. See `lightning_lowbw.engine.gradients` for the equations.
 
@@ -26,8 +26,8 @@ class DGCStrategy(Strategy):
             enough for the length of the run, after a warm-up; dense where that costs as little. One line says what and
             why. A resume keeps it.
         budget: with "auto", the share of a step that its exchange may take.
-        pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. A checkpoint
-            given to `fit` that another strategy has written says so by itself.
+        pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
+            ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.

@@ -197,6 +197,13 @@ class TopK:
         k_last = min(rest, max(num_selected(rest, density), least))
         return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
 
+    def selected(self, numel: int, density: float | None = None) -> dict[str, Any]:
+        """Return the fields of a segment (`ops.reference.Segment`) that say how many elements are selected."""
+        layout = self.layout(numel, density)
+        if self.chunk is None:
+            return {"k": layout.k_last}
+        return {"k": layout.k, "chunk": self.chunk, "k_last": layout.k_last}
+
     def num_sent(self, numel: int, density: float | None = None) -> int:
         """Return how many of a tensor's elements are sent."""
         return self.layout(numel, density).num_sent
