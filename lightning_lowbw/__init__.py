@@ -16,6 +16,7 @@ from lightning_lowbw.errors import (
 )
 from lightning_lowbw.strategies import (
     AdaptiveLocalSGDStrategy,
+    AutoStrategy,
     DGCStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
@@ -34,6 +35,7 @@ __all__ = [
     "DGC",
     "AdaptiveLocalSGD",
     "AdaptiveLocalSGDStrategy",
+    "AutoStrategy",
     "AveragingSchedule",
     "Compression",
     "ConfigurationError",

@@ -15,7 +15,7 @@ leave a dozen dense steps on a slow link, and what is sparse so early costs more
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.link import Link
@@ -38,12 +38,24 @@ class Measured:
         dense_s: seconds of a dense one.
         sparse_s: seconds that the exchange of a sparse step adds to the first, by density.
         link: by which the latter was predicted.
+        narrow_s: as `sparse_s`, of gradients in few bits per value, by `value_dtype`; none where nobody asks.
+        average_s: seconds of an average of the weights.
     """
 
     step_s: float
     dense_s: float
     sparse_s: Mapping[float, float]
     link: Link
+    narrow_s: Mapping[str, float] = field(default_factory=dict)
+    average_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Return what the choice is made by, but for what is predicted."""
+        return (
+            f"a step takes {in_time(self.step_s)} without communication and {in_time(self.dense_s)} with all "
+            f"gradients, the link carries {self.link.bandwidth_bytes_per_s * 8e-6:,.0f} Mb/s, latency "
+            f"{in_time(self.link.latency_s)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,21 +97,34 @@ def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None,
         a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1,000 Mb/s, \
 latency 0.1 ms: 0.2 % of each gradient is sent, from step 6 on; more would take over 5 % of a step
     """
+    when, words = schedule(measured, run, budget)
+    return when, f"{measured}: {words}"
+
+
+def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
+    """Return what `plan` does; the words without the numbers behind them."""
     density, why = _density(measured, run, budget)
-    link = measured.link
-    facts = (
-        f"a step takes {_seconds(measured.step_s)} without communication and {_seconds(measured.dense_s)} with all "
-        f"gradients, the link carries {link.bandwidth_bytes_per_s * 8e-6:,.0f} Mb/s, latency {_seconds(link.latency_s)}"
-    )
     if density is None:
-        return None, f"{facts}: all of every gradient is sent, as by DDP; {why}"
+        return None, f"all of every gradient is sent, as by DDP; {why}"
     stairs, num_dense, per_stair = _warm_up(measured, run, density)
     when = EveryStep(run.num_done + num_dense, max(1, per_stair) * len(stairs), tuple(1.0 - each for each in stairs))
     sent = f"{100 * density:.4g} % of each gradient is sent"
     if len(stairs) > 1:
         sent += f", after {per_stair} steps each at {', '.join(f'{100 * each:.4g} %' for each in stairs[:-1])}"
     sent += f", from step {when.rampup_begin_step} on"
-    return when, f"{facts}: {sent}; {why}"
+    return when, f"{sent}; {why}"
+
+
+def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
+    """Return what the steps to come take with a schedule of `schedule`, in seconds."""
+    begin, stairs, stop = when.rampup_begin_step, when.stairs, run.num_done + run.num_left
+    per_stair = when.rampup_step // len(stairs)
+    bounds = [min(begin + number * per_stair, stop) for number in range(len(stairs))] + [stop]
+    sparse_s = {round(1.0 - density, 9): seconds for density, seconds in measured.sparse_s.items()}
+    seconds = (min(begin, stop) - run.num_done) * measured.dense_s
+    for stair, first, last in zip(stairs, bounds, bounds[1:], strict=False):
+        seconds += (last - first) * (measured.step_s + sparse_s[round(stair, 9)])
+    return seconds
 
 
 def _density(measured: Measured, run: Run, budget: float) -> tuple[float | None, str]:
@@ -134,8 +159,12 @@ def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float],
     return ([*before, density], num_dense, per_stair) if per_stair else ([density], num_dense, 0)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+def in_time(seconds: float) -> str:
+    """Return a number of seconds in its unit: "110 ms", "1.5 s", "25 min", "3.5 h"."""
+    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= (length if unit == "s" else 2 * length):
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def sparse_seconds(exchange_s: Sequence[float], work_s: Sequence[float]) -> dict[float, float]:

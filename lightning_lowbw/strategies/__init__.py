@@ -1,5 +1,6 @@
 """Thin Lightning adapters: one `DDPStrategy` subclass with three seams, one concern per file; named constructors."""
 
+from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
 from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
@@ -8,6 +9,7 @@ from lightning_lowbw.strategies.strategy import Strategy
 
 __all__ = [
     "AdaptiveLocalSGDStrategy",
+    "AutoStrategy",
     "DGCStrategy",
     "HierarchicalStrategy",
     "LocalSGDStrategy",

@@ -1,4 +1,7 @@
-"""`sparsity="auto"` in a fit: time some dense steps, measure the link, then put numbers in the place of "auto"."""
+"""`sparsity="auto"` and `strategy="lowbw"` in a fit: time some dense steps, measure the link, then choose.
+
+The first puts numbers in the place of "auto", the second may take another method.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +18,14 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, sparse_seconds
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.auto_method import NARROW, pick
 from lightning_lowbw.engine.sparse_exchange import asked_for, predict
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of
+from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
@@ -25,41 +33,48 @@ from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
-from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import Callback
 
     from lightning_lowbw.strategies.strategy import Strategy
 
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
+NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is seen
 SAMPLE = 1 << 18  # elements on which selecting and encoding is timed
 
 
 class AutoSparsity:
-    """Chooses the schedule, once in a run.
+    """Chooses the schedule, or the method, once in a run.
 
     Args:
         strategy: whose method has `EveryStep(sparsity="auto")`, or not: then nothing is done.
+        picks: whether another method than that may be chosen, see `engine.auto_method`.
+        allow_local: with `picks`, whether local SGD may be.
 
     Attributes:
         is_timing: whether steps are timed now, for which a CUDA device is waited for after backward.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._given: EveryStep | None = None  # the schedule with "auto" in it
+    def __init__(self, strategy: Strategy, *, picks: bool = False, allow_local: bool = False) -> None:
+        self._strategy, self._picks, self._allow_local = strategy, picks, allow_local
+        self._given: Method | None = None  # with "auto" in it
         self._chosen: dict[str, Any] | None = None  # what has taken its place; {} where all stays dense
+        self._adopted: Method | None = None  # that, as a method
+        self._callbacks: list[Callback] = []  # the Trainer's, in this fit
         self.is_timing = self._is_pretrained = False
         self._restart()
 
-    def begin_fit(self) -> None:
+    def begin_fit(self, trainer: pl.Trainer) -> None:
         """Forget what the last fit has chosen."""
-        strategy, when = self._strategy, self._strategy.method.when
-        if self._given is not None and self._chosen and when == self._schedule(self._chosen):
-            strategy.method = dataclasses.replace(strategy.method, when=self._given)
+        strategy = self._strategy
+        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self._given is not None and self._chosen and strategy.method == self._adopted:
+            strategy.take(self._given)
         when = strategy.method.when
-        self._given = when if isinstance(when, EveryStep) and when.is_auto else None
+        self._given = strategy.method if isinstance(when, EveryStep) and when.is_auto else None
         self._chosen, self._is_pretrained, self.is_timing = None, False, False
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -69,24 +84,25 @@ class AutoSparsity:
     def load_state_dict(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
         """Take over what a checkpoint says: a run that goes on does not choose anew.
 
+        Collective: all ranks.
+
         Args:
-            chosen: as of `state_dict`. None takes back what has been chosen since, as in a search for a learning rate.
+            chosen: as of `state_dict`.
             is_foreign: whether the checkpoint was written by another method.
         """
         if self._given is None:
             return
         self._is_pretrained = is_foreign
-        if chosen is not None:
+        if chosen is not None and (self._picks or "method" not in chosen):
             self._choose(dict(chosen))
-        elif self._chosen is not None:
-            self._chosen = None
-            self._strategy.reconfigure(dataclasses.replace(self._strategy.method, when=self._given))
 
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Begin to time, where there is something to choose."""
         strategy, when = self._strategy, self._strategy.method.when
         is_open = isinstance(when, EveryStep) and when.is_auto and self._chosen is None  # else a callback has set it
-        if is_open and not self._numels()[0]:
+        # A search for a learning rate has callbacks of its own; the run comes after it.
+        is_open = is_open and trainer.callbacks is self._callbacks  # type: ignore[attr-defined]
+        if is_open and not self._picks and not self._numels()[0]:
             rank_zero_info(
                 f'{type(strategy).__name__}, sparsity="auto": all of every gradient is sent, for no tensor that is '
                 "trained has min_numel elements and is not excluded."
@@ -128,15 +144,53 @@ class AutoSparsity:
             self._decide(worker, trainer)
 
     def _decide(self, worker: Worker, trainer: pl.Trainer) -> None:
-        assert self._given is not None
+        name, when = type(self._strategy).__name__, self._schedule
         measured, run = agreed(self._measure(), self._run(worker, trainer), worker.peers, self._strategy.root_device)
-        chosen, reason = plan(measured, run, self._given.budget)
-        rank_zero_info(f'{type(self._strategy).__name__}, sparsity="auto": {reason}.')
-        names = ("rampup_begin_step", "rampup_step", "sparsity")
-        self._choose({} if chosen is None else {name: getattr(chosen, name) for name in names})
+        chosen: Method | EveryStep | None
+        if self._picks:
+            left_out = self._left_out()
+            chosen, reason = pick(measured, run, when.budget, allow_local=self._allow_local, left_out=left_out)
+            rank_zero_info(f"{name}: {reason}.")
+        else:
+            chosen, reason = plan(measured, run, when.budget)
+            rank_zero_info(f'{name}, sparsity="auto": {reason}.')
+        if isinstance(chosen, Method):
+            self._choose({"method": chosen.describe()})
+            self._strategy.regime.begin_training(trainer)
+        elif chosen is not None:
+            names = ("rampup_begin_step", "rampup_step", "sparsity")
+            self._choose({name: getattr(chosen, name) for name in names})
+        else:
+            self._choose({})
+
+    def _left_out(self) -> list[str]:
+        """Return the methods that are not measured for what is trained, or cannot train it; with the reasons."""
+        strategy, left_out = self._strategy, []
+        workers = [worker for worker in strategy.workers if isinstance(worker, GradientWorker)]
+        unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
+        if unknown:
+            left_out.append(f"dgc: its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}")
+        elif not self._numels()[0]:
+            left_out.append("dgc: no tensor that is trained has min_numel elements")
+        if not self._allow_local:
+            return left_out
+        others = {type(each.optimizer).__name__ for each in workers} - {"SGD"}
+        if others:
+            left_out.append(f"local_sgd: its accuracy is measured with SGD, not with {', '.join(sorted(others))}")
+        elif strategy._layer_sync is not None:
+            left_out.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
+        elif strategy._ddp_kwargs.get("broadcast_buffers"):
+            left_out.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
+        return left_out
+
+    @property
+    def _schedule(self) -> EveryStep:
+        """The schedule with "auto" in it."""
+        assert self._given is not None
+        assert isinstance(self._given.when, EveryStep)
+        return self._given.when
 
     def _run(self, worker: Worker, trainer: pl.Trainer) -> Run:
-        assert self._given is not None
         total = num_steps_of(trainer)
         num_done = trainer.global_step + 1  # it does not count this one yet
         share = self._num_steps / max(1, num_done - self._first_step)  # of the Trainer's steps, that of this optimizer
@@ -145,7 +199,7 @@ class AutoSparsity:
             num_done=worker.step,
             num_steps=worker.step + max(0, int(left)) if math.isfinite(left) else None,
             steps_per_epoch=steps_per_epoch_of(trainer),
-            is_pretrained=self._is_pretrained or self._given.pretrained,
+            is_pretrained=self._is_pretrained or self._schedule.pretrained,
         )
 
     def _numels(self) -> tuple[list[int], int]:
@@ -181,25 +235,47 @@ class AutoSparsity:
         for density in DENSITIES:
             choice = predict(what, sparse, density, num_senders, link)
             exchange_s.append(others_s + choice.times_s[choice.name if kind == "auto" else kind])
-        return Measured(
+        measured = Measured(
             step_s=max(step_s, 1e-6),
             dense_s=dense_s,
             sparse_s=sparse_seconds(exchange_s, [seconds * sum(sparse) / SAMPLE for seconds in work_s]),
             link=link,
         )
+        return self._with_other_methods(measured, sum(sparse) + others, num_senders) if self._picks else measured
+
+    def _with_other_methods(self, measured: Measured, numel: int, num_senders: int) -> Measured:
+        """Add what other exchanges take of so many elements."""
+        link, rounds = measured.link, all_reduce_rounds(num_senders)
+        narrow_s = {}
+        for name in NARROW:
+            nbytes = narrow_mean_bytes(numel, num_senders, make_narrow_format(name))
+            with failing_together():
+                work_s = seconds_of_narrow_work(name, self._strategy.root_device) * numel / SAMPLE
+            # A control message, then an all-to-all, whose messages are on their way together, and an all-gather.
+            narrow_s[name] = link.time_s(rounds + 1 + all_gather_rounds(num_senders), nbytes) + work_s
+        average_s = link.time_s(rounds, all_reduce_bytes(4 * numel, num_senders))
+        return dataclasses.replace(measured, narrow_s=narrow_s, average_s=average_s)
 
     def _choose(self, chosen: dict[str, Any]) -> None:
-        """Replace "auto" by what has been chosen; without numbers all steps stay dense.
+        """Put into the place of "auto" what has been chosen; where that is nothing, all steps stay dense.
 
         Collective: all ranks.
         """
-        self._chosen = chosen
-        if chosen:
-            self._strategy.reconfigure(dataclasses.replace(self._strategy.method, when=self._schedule(chosen)))
-
-    def _schedule(self, chosen: Mapping[str, Any]) -> EveryStep:
         assert self._given is not None
-        return EveryStep(**chosen, overlap=self._given.overlap)
+        self._chosen = chosen
+        if "method" in chosen:
+            self._replace(dataclasses.replace(Method(**chosen["method"]), where=self._given.where))
+        elif chosen:
+            when = EveryStep(**chosen, overlap=self._schedule.overlap)
+            self._replace(dataclasses.replace(self._given, when=when))
+
+    def _replace(self, method: Method) -> None:
+        strategy = self._strategy
+        if type(method.what) is type(strategy.method.what) and type(method.when) is type(strategy.method.when):
+            strategy.reconfigure(method)
+        else:
+            strategy.adopt(method)
+        self._adopted = method
 
 
 def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> tuple[Measured, Run]:
@@ -207,8 +283,10 @@ def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> 
 
     Collective: all ranks, an all-reduce.
     """
-    link, sparse_s = measured.link, [measured.sparse_s[density] for density in DENSITIES]
-    times = [measured.step_s, measured.dense_s, link.latency_s, *sparse_s]
+    link = measured.link
+    by_name: list[Mapping[Any, float]] = [measured.sparse_s, measured.narrow_s]
+    times = [measured.step_s, measured.dense_s, link.latency_s, measured.average_s]
+    times += [seconds for each in by_name for seconds in each.values()]
     lengths = [math.inf if length is None else length for length in (run.num_steps, run.steps_per_epoch)]
     least = torch.tensor(
         [link.bandwidth_bytes_per_s, *lengths, run.is_pretrained, *(-seconds for seconds in times)],
@@ -217,9 +295,11 @@ def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> 
     )
     peers.all_reduce_(least, dist.ReduceOp.MIN)
     bandwidth, num_steps, steps_per_epoch, is_pretrained, *negative = least.tolist()
-    step_s, dense_s, latency_s, *sparse_s = (-seconds for seconds in negative)
+    slowest = iter([-seconds for seconds in negative])
+    step_s, dense_s, latency_s, average_s = islice(slowest, 4)
+    sparse_s, narrow_s = ({key: next(slowest) for key in each} for each in by_name)
     return (
-        Measured(step_s, dense_s, dict(zip(DENSITIES, sparse_s, strict=True)), Link(latency_s, bandwidth)),
+        Measured(step_s, dense_s, sparse_s, Link(latency_s, bandwidth), narrow_s, average_s),
         Run(
             num_done=run.num_done,
             num_steps=int(num_steps) if math.isfinite(num_steps) else None,
@@ -250,5 +330,28 @@ def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.
         counts = [positions.numel()]
         decoded = what.codec.decode(message.unsqueeze(0).expand(num_senders, -1).contiguous(), counts, [SAMPLE])
         float(decoded[1].flatten()[0])  # on CUDA, waits for it
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def seconds_of_narrow_work(value_dtype: str, device: torch.device) -> float:
+    """Return how long it takes to write and read `SAMPLE` elements in few bits, as `where.narrow` does.
+
+    Args:
+        value_dtype: one of `what.narrow_values.NARROW_NAMES`.
+        device: where the gradients are.
+    """
+    value_format, seconds = make_narrow_format(value_dtype), []
+    generator = torch.Generator(device).manual_seed(0)
+    signal, residual = torch.randn(2, 1, SAMPLE, generator=generator, device=device)
+    message = torch.empty((1, value_format.nbytes(SAMPLE)), dtype=torch.uint8, device=device)
+    for _ in range(3):
+        started = time.perf_counter()
+        values = residual + signal
+        value_format.write_(message, SAMPLE, 0, values)
+        residual.copy_(values)
+        for _ in range(2):  # what the others have sent, and the means
+            signal.copy_(value_format.read(message, SAMPLE, 0, SAMPLE))
+        float(signal[0, 0])  # on CUDA, waits for it
         seconds.append(time.perf_counter() - started)
     return min(seconds)

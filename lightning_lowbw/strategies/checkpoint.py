@@ -64,7 +64,7 @@ class Checkpoints:
             "format": FORMAT,
             "kind": strategy.method.kind,
             "nodes": strategy.groups.nodes,
-            "chosen": strategy.regime.chosen(),
+            "chosen": strategy.auto.state_dict(),
         }
         # First the shards: where the checkpoint is, this node's shards are too.
         path = shards.shard_path(folder, strategy.global_rank, metadata)
@@ -135,8 +135,10 @@ class Checkpoints:
                 "version that wrote it, or begin a new fit from its weights, without what has not been sent: "
                 'model.load_state_dict(torch.load(path)["state_dict"]).'
             )
+        if metadata is not None:
+            strategy.auto.load_state_dict(metadata.get("chosen"))
         if metadata is None or metadata["kind"] != strategy.method.kind:
-            strategy.regime.take_chosen(None, is_foreign=True)
+            strategy.auto.load_state_dict(None, is_foreign=True)
             for worker in strategy.workers:
                 worker.step = checkpoint["global_step"] // max(1, len(strategy.workers))
             rank_zero_info(
@@ -144,7 +146,6 @@ class Checkpoints:
                 "the optimizer and the step in it, and with nothing else."
             )
             return
-        strategy.regime.take_chosen(metadata.get("chosen"))
         assert self._resume_path is not None
         load = functools.partial(shards.load, strategy.checkpoint_io, self._resume_path, metadata)
         if metadata["num_ranks"] == strategy.world_size and metadata.get("nodes") == strategy.groups.nodes:

@@ -59,8 +59,15 @@ class Groups:
                 "this trains as DDP."
             )
         rank_zero_info(f"{caller}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
-        if method.hides_averages:
-            self.workers = method.make_peers(ledger=ledger, timeout=timeout, purpose="averages")
+        self.make_for_averages(method, timeout)
+
+    def make_for_averages(self, method: Method, timeout: timedelta | None) -> None:
+        """Make the process groups of averages that are hidden behind local steps, where there are two levels.
+
+        Collective: all ranks, blocking.
+        """
+        if self.gradients.topology is not None and method.hides_averages:
+            self.workers = method.make_peers(ledger=self.gradients.ledger, timeout=timeout, purpose="averages")
 
     @property
     def topology(self) -> Topology | None:

@@ -13,6 +13,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_lowbw.engine.presets import PRESETS, preset
+from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
 from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
@@ -31,6 +32,7 @@ NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
     else (Strategy, {"method": preset(name)})
     for name, each in PRESETS.items()
 }
+NAMES["lowbw"] = (AutoStrategy, {})  # may become any of them
 ON_TWO_LEVELS = "_hierarchical"
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +28,6 @@ class Regime:
     def own_buffers(self) -> dict[str, Tensor]:
         """Buffers of this rank by name, while others are shown."""
         return {}
-
-    @property
-    def is_timing(self) -> bool:
-        """Whether steps are timed, for which the device is waited for."""
-        return False
-
-    def chosen(self) -> dict[str, Any] | None:
-        """Return what has been chosen in this run, for the checkpoint."""
-        return None
-
-    def take_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        """Take over what `chosen` has returned; is_foreign: the checkpoint was written by another method."""
 
     def check(self, trainer: pl.Trainer) -> None:
         """Raise ConfigurationError where the Trainer asks for what cannot be done."""

@@ -31,6 +31,7 @@ from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
+from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints
@@ -96,7 +97,8 @@ class Strategy(DDPStrategy):
         self.groups = Groups()
         self.clipping = Clipping(self)
         self.regime = regime_of(self, uneven, audit)
-        self._options = {"uneven": uneven, "audit": audit}
+        self.auto = AutoSparsity(self)
+        self._options: dict[str, Any] = {"uneven": uneven, "audit": audit}
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
@@ -105,11 +107,14 @@ class Strategy(DDPStrategy):
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
 
     def __repr__(self) -> str:
-        defaults = inspect.signature(Strategy).parameters
+        defaults = inspect.signature(type(self)).parameters | inspect.signature(Strategy).parameters
         chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
         options = {**where_in_words(self.method), **chosen, **facts.plain_values(self._ddp_kwargs)}
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return f"{type(self).__name__}({in_words(self.method)}; {shown})"
+        return f"{type(self).__name__}({self._in_words()}; {shown})"
+
+    def _in_words(self) -> str:
+        return in_words(self.method)
 
     @property
     def workers(self) -> list[Worker]:
@@ -150,6 +155,37 @@ class Strategy(DDPStrategy):
         for worker in self.workers:
             worker.method = method
 
+    def adopt(self, method: Method) -> None:
+        """Go on with another method, from a step after which all ranks have the same weights and nothing is kept back.
+
+        Collective: all ranks.
+
+        Raises:
+            ConfigurationError, DisagreementError: on all ranks.
+        """
+        facts.agree_on_configuration(type(self).__name__, method.facts())
+        steps = [worker.step for worker in self.workers]
+        regime = self.regime
+        self.take(method)
+        if self.regime is not regime:
+            with failing_together():
+                self.regime.check(self.trainer)
+            self.regime.begin_fit()
+            self.groups.make_for_averages(method, self._timeout)
+        self._make_workers()
+        for worker, step in zip(self.workers, steps, strict=True):
+            worker.step = step
+        if self.regime is not regime:
+            self.regime.set_up(self.trainer)
+
+    def take(self, method: Method) -> None:
+        """Replace the method, with what belongs to its kind beside the exchange; the workers are the old ones."""
+        is_other = method.averages_weights != self.method.averages_weights
+        self.method = method
+        if is_other:
+            self.regime.tear_down()
+            self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
+
     # Setting up -------------------------------------------------------------------------------------------------
 
     @override
@@ -158,6 +194,7 @@ class Strategy(DDPStrategy):
             super().setup(trainer)
             self.regime.set_up(trainer)
             return
+        self.auto.begin_fit(trainer)
         self.regime.check(trainer)
         self.ledger = TrafficLedger()
         self._workers.clear()
@@ -165,18 +202,26 @@ class Strategy(DDPStrategy):
         self.regime.begin_fit()
         super().setup(trainer)
         assert isinstance(self.model, DistributedDataParallel)
-        named_parameters = list(trainer.lightning_module.named_parameters())
-        with failing_together():
-            for optimizer in self.optimizers:
-                buffers = self.regime.buffers_of(optimizer)
-                worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, buffers)
-                self._workers[id(optimizer)] = worker
-        facts.agree_on_optimizers(self.optimizers, named_parameters)
+        self._make_workers()
+        facts.agree_on_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._guard.watch(self.optimizers)
         self._checkpoints.begin_fit()
         self.clipping.install()
         self.regime.set_up(trainer)
         warn_if_alone(type(self).__name__, self.world_size)
+
+    def _make_workers(self) -> None:
+        """Make a worker for each optimizer.
+
+        Collective: all ranks.
+        """
+        assert self.lightning_module is not None
+        named_parameters = list(self.lightning_module.named_parameters())
+        with failing_together():
+            for optimizer in self.optimizers:
+                buffers = self.regime.buffers_of(optimizer)
+                worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, buffers)
+                self._workers[id(optimizer)] = worker
 
     @override
     def configure_ddp(self) -> None:
@@ -189,7 +234,7 @@ class Strategy(DDPStrategy):
         self._reduced_by_ddp = frozenset(p for p in self.model.parameters() if p.requires_grad)
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        choose_buffers(self.model, self.regime.buffers_to_broadcast)
+        choose_buffers(self.model, lambda everything: self.regime.buffers_to_broadcast(everything))
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, warn_if_never_sparse
-from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.batch_norm import BatchNorm
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
@@ -31,7 +30,6 @@ class Synchronous(Regime):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self._batch_norm = BatchNorm(strategy)
-        self._auto = AutoSparsity(strategy)
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
 
     @property
@@ -39,27 +37,13 @@ class Synchronous(Regime):
     def own_buffers(self) -> dict[str, Tensor]:
         return self._batch_norm.own
 
-    @property
-    @override
-    def is_timing(self) -> bool:
-        return self._auto.is_timing
-
-    @override
-    def chosen(self) -> dict[str, Any] | None:
-        return self._auto.state_dict()
-
-    @override
-    def take_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        self._auto.load_state_dict(chosen, is_foreign=is_foreign)
-
     @override
     def end_save(self) -> None:
-        self._auto.restart_clock()
+        self.strategy.auto.restart_clock()
 
     @override
     def begin_fit(self) -> None:
         self._batch_norm.begin_fit()
-        self._auto.begin_fit()
         self._has_stepped = True
 
     @override
@@ -70,7 +54,7 @@ class Synchronous(Regime):
             return
         if method.when.overlap:
             self._check_overlap(trainer)
-        self._auto.begin_training(trainer)
+        self.strategy.auto.begin_training(trainer)
         if not method.when.is_auto:
             warn_if_never_sparse(method.when, trainer)
         tell_notes(self.strategy.workers)
@@ -111,7 +95,7 @@ class Synchronous(Regime):
     @contextmanager
     def stepping(self, worker: Worker) -> Iterator[None]:
         yield
-        self._auto.end_step(worker, self.strategy.trainer)
+        self.strategy.auto.end_step(worker, self.strategy.trainer)
 
     @override
     def end_backward(self, worker: Worker) -> None:
@@ -128,7 +112,7 @@ class Synchronous(Regime):
     @override
     def end_validation(self) -> None:
         self._batch_norm.hide()
-        self._auto.restart_clock()
+        self.strategy.auto.restart_clock()
 
     @override
     def end_training(self) -> None:

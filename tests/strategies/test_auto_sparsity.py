@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import DGCStrategy, EveryStep, SparsityWarmup
@@ -231,16 +231,17 @@ def test_overlap_is_that_of_the_fit_which_goes_on(tmp_path: Path) -> None:
     assert not run_ranks(partial(fit, SLOW, resume=path.format(step)), 2)[0]["when"].overlap
 
 
-def fit_as_a_search_for_a_rate_does() -> tuple[bool, int]:
-    """Train a few steps, then load what was there before; return whether it is open again, and the choices made."""
-    counts: list[int] = []
+def fit_after_a_search(finder: Callback) -> tuple[bool, list[int]]:
+    """Return whether it is still open, and at which steps it has chosen."""
+    steps: list[int] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: (counts.append(1), SLOW)[1])
+        monkeypatch.setattr(
+            AutoSparsity, "_measure", lambda auto: (steps.append(auto._strategy.workers[0].step), SLOW)[1]
+        )
         strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
-        finder = LearningRateFinder(num_training_steps=STEPS, early_stop_threshold=None)
         trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[finder], max_steps=STEPS, max_epochs=-1)
         trainer.fit(WithRate(), make_data(dist.get_world_size(), STEPS))
-    return strategy.method.when.is_auto, len(counts)  # type: ignore[union-attr]
+    return strategy.method.when.is_auto, steps  # type: ignore[union-attr]
 
 
 class WithRate(Tiny):
@@ -249,9 +250,11 @@ class WithRate(Tiny):
         self.lr = 0.05
 
 
-def test_what_a_search_for_a_learning_rate_has_chosen_is_taken_back() -> None:
-    for is_auto, count in run_ranks(fit_as_a_search_for_a_rate_does, 2):
-        assert count == 2
+def test_a_search_for_a_learning_rate_is_no_run() -> None:
+    """Nothing is chosen in it; the run that follows chooses."""
+    finder = LearningRateFinder(num_training_steps=STEPS, early_stop_threshold=None)
+    for is_auto, steps in run_ranks(partial(fit_after_a_search, finder), 2):
+        assert steps == [CHOSEN_AFTER]
         assert not is_auto
 
 

@@ -1,0 +1,119 @@
+"""Which method takes least time at no loss of accuracy that this package has measured: `Trainer(strategy="lowbw")`.
+
+Methods in the order of what they change, the least first:
+
+    DDP           nothing
+    float16       rounds what is sent, and sends what was rounded away later
+    int8          as float16, coarser
+    DGC           delays most elements of the gradient, as `engine.auto` chooses
+    local SGD     trains replicas that differ between averages; only where it is allowed
+
+Of those whose predicted time to the end of the run is within a share (the budget) of the least, the first. Where no
+measurement of this package says what a method costs in accuracy, it is left out, and the sentence says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_lowbw.engine.auto import Measured, Run, in_time, schedule, seconds_left
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.presets import LocalSGD, NarrowGradients
+from lightning_lowbw.when.every_step import EveryStep
+
+NARROW = ("float16", "int8")
+# benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.
+LOCAL_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method, and what it would take.
+
+    Attributes:
+        name: as it is called in the sentence.
+        seconds: to the end of the run.
+        found: the method; its schedule alone for DGC, whose payload is the user's; None for DDP.
+        words: what it does.
+        code: how to write it down.
+    """
+
+    name: str
+    seconds: float
+    found: Method | EveryStep | None
+    words: str
+    code: str
+
+
+def pick(
+    measured: Measured, run: Run, budget: float, *, allow_local: bool = False, left_out: Sequence[str] = ()
+) -> tuple[Method | EveryStep | None, str]:
+    """Return the method, of DGC its schedule alone, or None for DDP; and one sentence that says why.
+
+    Args:
+        measured: what steps take, with `narrow_s` and `average_s`.
+        run: what is known of the run.
+        budget: the share by which the time of the method may exceed the least, and which the exchange of DGC may take
+            of a step; in (0, 1].
+        allow_local: whether local SGD may be taken.
+        left_out: why other methods may not, each as "dgc: the reason" or "local_sgd: the reason".
+
+    Example:
+        >>> from lightning_lowbw.where.link import Link
+        >>> slow = Measured(0.1, 0.9, {0.512: 0.5, 0.256: 0.3}, Link(1e-4, 125e6), {"float16": 0.3, "int8": 0.2})
+        >>> method, reason = pick(slow, Run(num_done=6, num_steps=50), budget=0.05)
+        >>> method.what
+        Narrow(value_dtype='int8')
+        >>> print(reason.partition(": ")[2])
+        int8, 13.2 s to the end; ddp would take 39.6 s, float16 17.6 s; not dgc, for an element is to be sent 30 times \
+on average, and 44 steps are left. To write it down: strategy="int8"
+    """
+    refused = dict(each.split(": ", 1) for each in left_out)
+    candidates = [_ddp(measured, run), *(_narrow(dtype, measured, run) for dtype in NARROW)]
+    if "dgc" not in refused:
+        when, words = schedule(measured, run, budget)
+        if when is None:
+            refused["dgc"] = words.partition("; ")[2]
+        else:
+            candidates.append(_dgc(when, words, measured, run))
+    if allow_local and "local_sgd" not in refused:
+        candidates.append(_local(measured, run))
+    least = min(candidate.seconds for candidate in candidates)
+    chosen = next(candidate for candidate in candidates if candidate.seconds <= (1.0 + budget) * least)
+    others = [f"{each.name} {in_time(each.seconds)}" for each in candidates if each is not chosen]
+    sentence = f"{measured}: {chosen.name}, {in_time(chosen.seconds)} to the end"
+    sentence += "" if run.num_steps is not None else f" of {run.num_done + run.num_left} steps, which are assumed"
+    sentence += f" ({chosen.words})" if chosen.words else ""
+    sentence += f"; {others[0].replace(' ', ' would take ', 1)}" if others else ""
+    sentence += "".join(f", {each}" for each in others[1:])
+    sentence += "".join(f"; not {name}, for {reason}" for name, reason in refused.items())
+    return chosen.found, f"{sentence}. To write it down: {chosen.code}"
+
+
+def _ddp(measured: Measured, run: Run) -> Candidate:
+    return Candidate("ddp", run.num_left * measured.dense_s, None, "", 'strategy="ddp"')
+
+
+def _narrow(value_dtype: str, measured: Measured, run: Run) -> Candidate:
+    seconds = run.num_left * (measured.step_s + measured.narrow_s[value_dtype])
+    method = NarrowGradients(value_dtype, rampup_begin_step=run.num_done)
+    code = 'strategy="int8"' if value_dtype == "int8" else f'Strategy(NarrowGradients("{value_dtype}"))'
+    return Candidate(value_dtype, seconds, method, "", code)
+
+
+def _dgc(when: EveryStep, words: str, measured: Measured, run: Run) -> Candidate:
+    sparsity = ", ".join(f"{each:.4g}" for each in when.stairs)
+    code = f"DGCStrategy(rampup_begin_step={when.rampup_begin_step}, rampup_step={when.rampup_step}, "
+    return Candidate("dgc", seconds_left(when, measured, run), when, words, f"{code}sparsity=[{sparsity}])")
+
+
+def _local(measured: Measured, run: Run) -> Candidate:
+    k, step_s, average_s = LOCAL_STEPS, measured.step_s, measured.average_s
+    delay = min(k - 1, math.ceil(average_s / step_s))
+    seconds = run.num_left * (step_s + max(0.0, average_s - delay * step_s) / k)
+    method = LocalSGD(k, run.num_done, delay_steps=delay)
+    words = f"weights are averaged after every {k} steps, during {delay} of them"
+    code = f"LocalSGDStrategy(k_steps={k}, begin_step={run.num_done}, delay_steps={delay})"
+    return Candidate("local_sgd", seconds, method, words, code)

@@ -1,0 +1,61 @@
+"""`Trainer(strategy="lowbw")`: the method that takes least time, chosen after a few steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
+from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.where.topology_choice import TopologyChoice
+
+
+class AutoStrategy(Strategy):
+    """Take a few dense steps, measure them and the link, and go on with what takes least time to the end of the run.
+
+    The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for what its accuracy is
+    measured; see `lightning_lowbw.engine.auto_method`. One line says what, why, and how to write it down. All ranks choose
+    alike, once; a resume keeps it.
+
+    Args:
+        allow_local: whether local SGD may be chosen, which costs accuracy (docs/methods/local_sgd.md), and hides the
+            latency of the link.
+        budget: of the methods whose time is within this share of the least, the one that changes the gradients least is
+            chosen; and what the exchange of deep gradient compression may take of a step.
+        pretrained: whether the weights are trained already, as in `DGCStrategy`.
+        topology: "flat", or two levels, as in `DGCStrategy`.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = AutoStrategy(allow_local=True)
+        >>> strategy
+        AutoStrategy(what takes least time, chosen after 7 steps; topology='flat', allow_local=True)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
+    """
+
+    def __init__(
+        self,
+        *,
+        allow_local: bool = False,
+        budget: float = 0.05,
+        pretrained: bool = False,
+        topology: TopologyChoice = "flat",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(allow_local, bool):
+            raise ConfigurationError(f"allow_local={allow_local!r}: give True or False.")
+        super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
+        self.auto = AutoSparsity(self, picks=True, allow_local=allow_local)
+        self._options["allow_local"] = allow_local
+
+    @override
+    def _in_words(self) -> str:
+        is_chosen = self.auto.state_dict() is not None
+        return super()._in_words() if is_chosen else f"what takes least time, chosen after {NUM_STEPS} steps"

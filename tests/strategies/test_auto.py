@@ -1,0 +1,247 @@
+"""`strategy="lowbw"` in a fit: it becomes what it chooses, to the bit, on all ranks, and stays it in a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import RMSprop
+
+from lightning_lowbw import (
+    AutoStrategy,
+    ConfigurationError,
+    DGCStrategy,
+    LocalSGDStrategy,
+    Method,
+    Narrow,
+    NarrowGradients,
+    Strategy,
+    TopK,
+)
+from lightning_lowbw.engine.auto import DENSITIES, Measured
+from lightning_lowbw.strategies import auto_sparsity
+from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity, seconds_of_narrow_work
+from lightning_lowbw.what.narrow_values import NARROW_NAMES
+from lightning_lowbw.where.link import Link
+from tests.ranks import run_ranks
+from tests.tiny import Tiny, Watcher, make_data, make_trainer, sgd, weights_of
+
+STEPS = 120
+WIDE = 160  # 160 * 160 elements are more than `min_numel`
+SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.05), Link(1e-4, 1e7), {"float16": 0.6, "int8": 0.4}, 0.35)
+CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy that this is the same as
+    "ddp": (dataclasses.replace(SLOW, dense_s=0.101), DDPStrategy),
+    "int8": (
+        dataclasses.replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.8)),
+        lambda: Strategy(NarrowGradients("int8", rampup_begin_step=NUM_STEPS)),
+    ),
+    "dgc": (SLOW, lambda: DGCStrategy(rampup_begin_step=NUM_STEPS, rampup_step=1, sparsity=[1 - 0.512])),
+    "local_sgd": (
+        dataclasses.replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.8)),
+        lambda: LocalSGDStrategy(8, NUM_STEPS, delay_steps=4),
+    ),
+}
+
+
+class Wide(Tiny):
+    """One layer is large enough for every payload."""
+
+    def __init__(self, optimizer: Any = sgd) -> None:
+        super().__init__(optimizer, data_by_step=True)
+        self.wide, self.wider = torch.nn.Linear(16, WIDE), torch.nn.Linear(WIDE, 32)
+        self.norm, self.widest = torch.nn.BatchNorm1d(WIDE), torch.nn.Linear(WIDE, WIDE)
+        self.lr = 0.05
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.widest(self.wide(x + self.frozen(x)))))
+        return self.head(torch.relu(self.wider(hidden)))
+
+
+def fit(
+    case: str,
+    *,
+    picks: bool = True,
+    path: str = "",
+    save_at: tuple[int, ...] = (),
+    resume: str | None = None,
+    model: Any = Wide,
+    callbacks: tuple[Any, ...] = (),
+    fits: int = 1,
+    **knobs: Any,
+) -> dict[str, Any]:
+    torch.manual_seed(7)
+    num_ranks, said, num_measured = dist.get_world_size(), list[str](), 0
+    measured, make_other = CASES[case]
+
+    def measure(_: AutoSparsity) -> Measured:
+        nonlocal num_measured
+        num_measured += 1
+        return measured
+
+    options = {"allow_local": case == "local_sgd", "pretrained": True, **knobs}
+    strategy = AutoStrategy(**options) if picks else make_other()
+    module = model()
+    trainer = make_trainer(
+        strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[Watcher(path, save_at), *callbacks]
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(AutoSparsity, "_measure", measure)  # the ranks live on
+        monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
+        for number in range(fits):
+            trainer.fit_loop.epoch_loop.max_steps = (number + 1) * STEPS
+            trainer.fit(module, make_data(num_ranks, STEPS), ckpt_path=resume)
+    warned = [str(each.message) for each in caught]
+    result = {
+        "weights": weights_of(module),
+        "warned": warned,
+        "said": said,
+        "num_measured": num_measured,
+        "shown": repr(strategy),
+    }
+    if isinstance(strategy, Strategy):
+        result |= {"method": strategy.method, "buffers": [digest_of(each) for each in module.buffers()]}
+    return result
+
+
+def digest_of(buffer: torch.Tensor) -> str:
+    return str(buffer.tolist())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_becomes_what_it_has_chosen(case: str) -> None:
+    found, expected = run_ranks(partial(fit, case), 2), run_ranks(partial(fit, case, picks=False), 2)
+    assert [each["num_measured"] for each in found] == [1, 1]
+    assert len({each["weights"] for each in found}) == 1
+    assert [each["weights"] for each in found] == [each["weights"] for each in expected]
+    assert f": {case}, " in found[0]["said"][0]
+    if case != "ddp":
+        methods = found[0]["method"], expected[0]["method"]
+        assert type(methods[0].when) is type(methods[1].when)
+        assert methods[0].what == methods[1].what
+        assert [each["buffers"] for each in found] == [each["buffers"] for each in expected]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_does_not_choose_anew(case: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    step = NUM_STEPS + 20
+    whole = run_ranks(partial(fit, case, path=path, save_at=(step,)), 2)
+    other = "ddp" if case != "ddp" else "dgc"  # it would choose now
+    later = run_ranks(partial(fit, other, resume=path.format(step), allow_local=case == "local_sgd"), 2)
+    assert [each["num_measured"] for each in later] == [0, 0]
+    assert [each["weights"] for each in later] == [each["weights"] for each in whole]
+    assert later[0]["method"] == whole[0]["method"]
+
+
+def test_dgc_goes_on_with_the_weights_of_replicas(tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    run_ranks(partial(fit, "local_sgd", path=path, save_at=(NUM_STEPS + 20,)), 2)
+    one, other = run_ranks(partial(resume_by_dgc, path.format(NUM_STEPS + 20)), 2)
+    assert one == other
+    assert isinstance(one.what, TopK)
+
+
+def resume_by_dgc(path: str) -> Method:
+    strategy = DGCStrategy(sparsity="auto")
+    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    trainer.fit(Wide(), make_data(dist.get_world_size(), STEPS), ckpt_path=path)
+    return strategy.method
+
+
+@pytest.mark.parametrize("case", ["int8", "local_sgd"])
+def test_the_next_fit_chooses_anew(case: str) -> None:
+    once, twice = run_ranks(partial(fit, case), 2), run_ranks(partial(fit, case, fits=2), 2)
+    assert [each["num_measured"] for each in twice] == [2, 2]
+    assert len({each["weights"] for each in twice}) == 1
+    assert twice[0]["weights"] != once[0]["weights"]
+
+
+def test_a_search_for_a_learning_rate_is_no_run() -> None:
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    results = run_ranks(partial(fit, "local_sgd", callbacks=(finder,)), 2)
+    assert [each["num_measured"] for each in results] == [1, 1]
+    assert len({each["weights"] for each in results}) == 1
+
+
+def rmsprop(parameters: Any) -> RMSprop:
+    return RMSprop(parameters, lr=1e-3)
+
+
+class WithRMSprop(Wide):
+    def __init__(self) -> None:
+        super().__init__(rmsprop)
+
+
+def test_it_does_not_take_what_is_not_measured() -> None:
+    results = run_ranks(partial(fit, "dgc", model=WithRMSprop, allow_local=True), 2)
+    assert isinstance(results[0]["method"].what, Narrow)
+    (said,) = results[0]["said"]
+    assert "not dgc, for its accuracy is measured with SGD, Adam and AdamW, not with RMSprop" in said
+    assert "not local_sgd, for its accuracy is measured with SGD, not with RMSprop" in said
+
+
+def test_small_tensors_are_no_reason_to_send_all_bits() -> None:
+    results = run_ranks(partial(fit, "dgc", model=Tiny), 2)
+    assert isinstance(results[0]["method"].what, Narrow)
+    assert "not dgc, for no tensor that is trained has min_numel elements" in results[0]["said"][0]
+
+
+@pytest.mark.parametrize("case", ["int8", "local_sgd"])
+def test_two_levels(case: str) -> None:
+    results = run_ranks(partial(fit, case, topology=2), 4)
+    assert len({each["weights"] for each in results}) == 1
+    assert results[0]["method"].where.topology == 2
+    assert f": {case}, " in results[0]["said"][0]
+
+
+def test_on_one_node_it_is_ddp() -> None:
+    result = run_ranks(partial(fit, "dgc", topology=2), 2)[0]
+    assert result["num_measured"] == 0
+    assert result["weights"] == run_ranks(partial(fit, "ddp", picks=False), 2)[0]["weights"]
+    assert [each for each in result["warned"] if "all ranks are on one node" in each] == [
+        "AutoStrategy, topology=2: all ranks are on one node, so there is one level only, and no slow network between "
+        "nodes: this trains as DDP."
+    ]
+
+
+def measure_all() -> Measured:
+    found: list[Measured] = []
+    real = AutoSparsity._measure
+
+    def measure(auto: AutoSparsity) -> Measured:
+        found.append(real(auto))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", measure)
+        trainer = make_trainer(AutoStrategy(), dist.get_world_size(), max_steps=NUM_STEPS + 1, max_epochs=-1)
+        trainer.fit(Wide(), make_data(dist.get_world_size(), STEPS))
+    return found[0]
+
+
+def test_it_measures_all_methods() -> None:
+    for measured in run_ranks(measure_all, 2):
+        assert all(0 < measured.narrow_s[name] < 10 for name in ("float16", "int8"))
+        assert 0 < measured.average_s < 10
+
+
+@pytest.mark.parametrize("value_dtype", NARROW_NAMES)
+def test_the_time_of_the_work_is_measured(value_dtype: str) -> None:
+    assert 0 < seconds_of_narrow_work(value_dtype, torch.device("cpu")) < 10
+
+
+def test_it_says_what_it_will_do() -> None:
+    assert repr(AutoStrategy()) == "AutoStrategy(what takes least time, chosen after 7 steps; topology='flat')"
+    shown = run_ranks(partial(fit, "int8"), 2)[0]["shown"]
+    assert shown == "AutoStrategy(every step, whole gradients as int8, from step 7; topology='flat')"
+    with pytest.raises(ConfigurationError, match="allow_local=1"):
+        AutoStrategy(allow_local=1)  # type: ignore[arg-type]
