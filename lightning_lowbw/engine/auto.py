@@ -115,6 +115,23 @@ def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | N
     return when, f"{sent}; {why}"
 
 
+def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> tuple[EveryStep, str]:
+    """Return what `plan` does for a run whose steps are sparse: no warm-up, and not dense again.
+
+    What was not sent would stay, and velocities differ between ranks.
+
+    Args:
+        measured: what steps take.
+        run: what is known of the run.
+        budget: as of `plan`.
+        begin_step: the first sparse step.
+    """
+    density, why = _density(measured, run, budget)
+    density = DENSITIES[-1] if density is None else density
+    words = f"{100 * density:.4g} % of each gradient is sent from step {run.num_done} on; {why}"
+    return EveryStep(begin_step, 1, (1.0 - density,)), f"{measured}: {words}"
+
+
 def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
     """Return what the steps to come take with a schedule of `schedule`, in seconds."""
     begin, stairs, stop = when.rampup_begin_step, when.stairs, run.num_done + run.num_left

@@ -52,13 +52,14 @@ class SparseExchange:
 
     Attributes:
         residuals: e of this rank's part of each tensor, by name; float32, flat.
+        link: by which a way to sum the elements is chosen, once it has been measured.
     """
 
     payload: TopK
     peers: Peers
     residuals: Residuals = field(default_factory=Residuals, init=False)
     _selections: dict[str, Selection] = field(default_factory=dict, init=False)
-    _link: Link | None = field(default=None, init=False)
+    link: Link | None = field(default=None, init=False)
     _last_kind: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -203,12 +204,12 @@ class SparseExchange:
         kind = asked_for(self.payload, self.peers)
         if kind == "auto":
             sizes, num_ranks = list(numels.values()), self.peers.num_senders
-            choice = predict(self.payload, sizes, density, num_ranks, self._link or Link(0.0, 1.0))
-            if self._link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
-                self._link = measure_link(self.peers.group, next(iter(self.residuals.values()), torch.empty(0)).device)
-                choice = predict(self.payload, sizes, density, num_ranks, self._link)
+            choice = predict(self.payload, sizes, density, num_ranks, self.link or Link(0.0, 1.0))
+            if self.link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
+                self.link = measure_link(self.peers.group, next(iter(self.residuals.values()), torch.empty(0)).device)
+                choice = predict(self.payload, sizes, density, num_ranks, self.link)
             kind = choice.name
-            if kind != self._last_kind and self._link is not None and self.peers.rank == 0:
+            if kind != self._last_kind and self.link is not None and self.peers.rank == 0:
                 _logger.info("Step %d, density %.4g: %s.", step, density, choice)
         self._last_kind = kind
         return kind
@@ -244,13 +245,13 @@ class SparseExchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is neither a residual nor the user's choice."""
-        link = None if self._link is None else (self._link.latency_s, self._link.bandwidth_bytes_per_s)
+        link = None if self.link is None else (self.link.latency_s, self.link.bandwidth_bytes_per_s)
         return {"thresholds": dict(self.selection.thresholds), "link": link, "reducer": self._reducer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict` of the same ranks."""
         self.selection.thresholds = state["thresholds"]
-        self._link = None if state["link"] is None else Link(*state["link"])
+        self.link = None if state["link"] is None else Link(*state["link"])
         self._reducer.load_state_dict(state["reducer"])
 
 

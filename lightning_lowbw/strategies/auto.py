@@ -17,8 +17,8 @@ class AutoStrategy(Strategy):
     """Take a few dense steps, measure them and the link, and go on with what takes least time to the end of the run.
 
     The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for what its accuracy is
-    measured; see `lightning_lowbw.engine.auto_method`. One line says what, why, and how to write it down. All ranks choose
-    alike, once; a resume keeps it.
+    measured; see `lightning_lowbw.engine.auto_method`. One line says what, why, and how to write it down. All ranks
+    choose alike, once; a resume keeps it.
 
     Args:
         allow_local: whether local SGD may be chosen, which costs accuracy (docs/methods/local_sgd.md), and hides the

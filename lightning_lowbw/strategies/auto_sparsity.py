@@ -10,30 +10,22 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, sparse_seconds
+from lightning_lowbw.engine.auto import Measured, Run, in_time, plan, plan_anew
+from lightning_lowbw.engine.auto_method import pick
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
+from lightning_lowbw.engine.measuring import agreed, measure, with_narrow
 from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.auto_method import NARROW, pick
-from lightning_lowbw.engine.sparse_exchange import asked_for, predict
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of
-from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.agreement import failing_together
-from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.probe import measure_link
-from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +35,6 @@ if TYPE_CHECKING:
 
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
 NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is seen
-SAMPLE = 1 << 18  # elements on which selecting and encoding is timed
 
 
 class AutoSparsity:
@@ -64,6 +55,8 @@ class AutoSparsity:
         self._chosen: dict[str, Any] | None = None  # what has taken its place; {} where all stays dense
         self._adopted: Method | None = None  # that, as a method
         self._callbacks: list[Callback] = []  # the Trainer's, in this fit
+        self._link_watch: LinkWatch | None = None
+        self._epoch_of_watch = -1  # in which it has found a change last
         self.is_timing = self._is_pretrained = False
         self._restart()
 
@@ -71,11 +64,12 @@ class AutoSparsity:
         """Forget what the last fit has chosen."""
         strategy = self._strategy
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        if self._given is not None and self._chosen and strategy.method == self._adopted:
+        if self._given is not None and strategy.method == self._adopted:
             strategy.take(self._given)
         when = strategy.method.when
         self._given = strategy.method if isinstance(when, EveryStep) and when.is_auto else None
-        self._chosen, self._is_pretrained, self.is_timing = None, False, False
+        self._chosen, self._adopted, self._is_pretrained, self.is_timing = None, None, False, False
+        self._link_watch, self._epoch_of_watch = None, -1
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what has been chosen, for the checkpoint; None where nothing has been."""
@@ -123,16 +117,20 @@ class AutoSparsity:
         self._last = (time.perf_counter(), self._strategy.ledger.exposed_s)
 
     def end_step(self, worker: Worker, trainer: pl.Trainer) -> None:
-        """Time an optimizer step; after the last one that is timed, choose.
+        """Time an optimizer step; after the last one that is timed, choose. Later, watch the link.
 
-        Collective: all ranks, blocking, after that step; nothing else.
+        Collective: all ranks, blocking, after that step, and after each window of `LinkWatch`; nothing else.
         """
         self._worker = self._worker or worker
-        if not self.is_timing or worker is not self._worker:
+        if worker is not self._worker:
+            return
+        self._num_steps += 1
+        if self._link_watch is not None:
+            self._watch(worker, trainer)
+        if not self.is_timing:
             return
         if self._strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self._strategy.root_device)
-        self._num_steps += 1
         before = self._last
         self.restart_clock()
         if before is None or self._last is None:
@@ -157,11 +155,47 @@ class AutoSparsity:
         if isinstance(chosen, Method):
             self._choose({"method": chosen.describe()})
             self._strategy.regime.begin_training(trainer)
-        elif chosen is not None:
-            names = ("rampup_begin_step", "rampup_step", "sparsity")
-            self._choose({name: getattr(chosen, name) for name in names})
         else:
-            self._choose({})
+            self._choose(described(chosen, measured))
+
+    def _watch(self, worker: Worker, trainer: pl.Trainer) -> None:
+        """Where the exchange takes much longer or less than predicted, measure it again, and choose anew.
+
+        At most once per epoch, and not while there are stairs.
+
+        Collective: all ranks, after every so many steps.
+        """
+        assert self._chosen is not None
+        assert self._link_watch is not None
+        strategy, when = self._strategy, self._strategy.method.when
+        assert isinstance(worker, GradientWorker)
+        assert isinstance(when, EveryStep)
+        density = when.density(2**62)
+        if worker.last_density != density or trainer.current_epoch == self._epoch_of_watch:
+            self._link_watch.restart()
+            return
+        seconds = self._link_watch.observe(worker.peers, strategy.root_device)
+        if seconds is None:
+            return
+        self._epoch_of_watch = trainer.current_epoch
+        measured = self._measure_exchange(self._chosen["step_s"])
+        measured, run = agreed(measured, self._run(worker, trainer), worker.peers, strategy.root_device)
+        if run.num_left < WATCHED_STEPS:
+            return
+        chosen: EveryStep | None
+        if density < 1.0:
+            chosen, reason = plan_anew(measured, run, self._schedule.budget, when.rampup_begin_step)
+        else:
+            chosen, reason = plan(measured, run, self._schedule.budget)
+        if chosen is not None and chosen.density(2**62) != density:
+            rank_zero_info(
+                f'{type(strategy).__name__}, sparsity="auto": the exchange takes {in_time(seconds)} of a step, and was '
+                f"predicted to take {in_time(self._link_watch.predicted_s)}; {reason}."
+            )
+        self._choose(described(chosen, measured))
+        for each in strategy.workers:
+            if isinstance(each, GradientWorker) and each.sparse is not None and each.sparse.link is not None:
+                each.sparse.link = measured.link
 
     def _left_out(self) -> list[str]:
         """Return the methods that are not measured for what is trained, or cannot train it; with the reasons."""
@@ -224,37 +258,21 @@ class AutoSparsity:
         Collective: all ranks.
         """
         dense_s, step_s = (statistics.median(times) for times in zip(*self._times[NUM_UNTIMED:], strict=True))
-        what, peers, device = self._strategy.method.what, self._strategy.workers[0].peers, self._strategy.root_device
-        assert isinstance(what, TopK)
+        measured = self._measure_exchange(max(step_s, 1e-6), dense_s)
+        if not self._picks:
+            return measured
         sparse, others = self._numels()
-        with failing_together():
-            work_s = [seconds_of_work(what, density, peers.num_senders, device) for density in DENSITIES]
-        link = measure_link(peers.between.group, device)
-        kind, num_senders, exchange_s = asked_for(what, peers), peers.num_senders, []
-        others_s = link.time_s(all_reduce_rounds(num_senders), all_reduce_bytes(4 * others, num_senders))
-        for density in DENSITIES:
-            choice = predict(what, sparse, density, num_senders, link)
-            exchange_s.append(others_s + choice.times_s[choice.name if kind == "auto" else kind])
-        measured = Measured(
-            step_s=max(step_s, 1e-6),
-            dense_s=dense_s,
-            sparse_s=sparse_seconds(exchange_s, [seconds * sum(sparse) / SAMPLE for seconds in work_s]),
-            link=link,
-        )
-        return self._with_other_methods(measured, sum(sparse) + others, num_senders) if self._picks else measured
+        return with_narrow(measured, sum(sparse) + others, self._peers.num_senders, self._strategy.root_device)
 
-    def _with_other_methods(self, measured: Measured, numel: int, num_senders: int) -> Measured:
-        """Add what other exchanges take of so many elements."""
-        link, rounds = measured.link, all_reduce_rounds(num_senders)
-        narrow_s = {}
-        for name in NARROW:
-            nbytes = narrow_mean_bytes(numel, num_senders, make_narrow_format(name))
-            with failing_together():
-                work_s = seconds_of_narrow_work(name, self._strategy.root_device) * numel / SAMPLE
-            # A control message, then an all-to-all, whose messages are on their way together, and an all-gather.
-            narrow_s[name] = link.time_s(rounds + 1 + all_gather_rounds(num_senders), nbytes) + work_s
-        average_s = link.time_s(rounds, all_reduce_bytes(4 * numel, num_senders))
-        return dataclasses.replace(measured, narrow_s=narrow_s, average_s=average_s)
+    def _measure_exchange(self, step_s: float, dense_s: float | None = None) -> Measured:
+        what = self._strategy.method.what
+        assert isinstance(what, TopK)
+        device = self._strategy.root_device
+        return measure(what, self._peers, device, *self._numels(), step_s=step_s, dense_s=dense_s)
+
+    @property
+    def _peers(self) -> Peers:
+        return self._strategy.workers[0].peers
 
     def _choose(self, chosen: dict[str, Any]) -> None:
         """Put into the place of "auto" what has been chosen; where that is nothing, all steps stay dense.
@@ -265,8 +283,11 @@ class AutoSparsity:
         self._chosen = chosen
         if "method" in chosen:
             self._replace(dataclasses.replace(Method(**chosen["method"]), where=self._given.where))
-        elif chosen:
-            when = EveryStep(**chosen, overlap=self._schedule.overlap)
+            return
+        if chosen["when"] is not None or not self._picks:  # where it has picked DDP others may be left out
+            self._link_watch = LinkWatch(chosen["predicted_s"], self._schedule.budget * chosen["step_s"])
+        if chosen["when"] is not None:
+            when = EveryStep(**chosen["when"], overlap=self._schedule.overlap)
             self._replace(dataclasses.replace(self._given, when=when))
 
     def _replace(self, method: Method) -> None:
@@ -278,80 +299,11 @@ class AutoSparsity:
         self._adopted = method
 
 
-def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> tuple[Measured, Run]:
-    """Return the same on all ranks: what the slowest measures, of the shortest run.
-
-    Collective: all ranks, an all-reduce.
-    """
-    link = measured.link
-    by_name: list[Mapping[Any, float]] = [measured.sparse_s, measured.narrow_s]
-    times = [measured.step_s, measured.dense_s, link.latency_s, measured.average_s]
-    times += [seconds for each in by_name for seconds in each.values()]
-    lengths = [math.inf if length is None else length for length in (run.num_steps, run.steps_per_epoch)]
-    least = torch.tensor(
-        [link.bandwidth_bytes_per_s, *lengths, run.is_pretrained, *(-seconds for seconds in times)],
-        dtype=torch.float64,
-        device=device,
-    )
-    peers.all_reduce_(least, dist.ReduceOp.MIN)
-    bandwidth, num_steps, steps_per_epoch, is_pretrained, *negative = least.tolist()
-    slowest = iter([-seconds for seconds in negative])
-    step_s, dense_s, latency_s, average_s = islice(slowest, 4)
-    sparse_s, narrow_s = ({key: next(slowest) for key in each} for each in by_name)
-    return (
-        Measured(step_s, dense_s, sparse_s, Link(latency_s, bandwidth), narrow_s, average_s),
-        Run(
-            num_done=run.num_done,
-            num_steps=int(num_steps) if math.isfinite(num_steps) else None,
-            steps_per_epoch=int(steps_per_epoch) if math.isfinite(steps_per_epoch) else None,
-            is_pretrained=bool(is_pretrained),
-        ),
-    )
-
-
-def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.device) -> float:
-    """Return how long it takes to select, encode and decode the elements of `SAMPLE`, without communication.
-
-    Args:
-        what: the payload.
-        density: the fraction that is selected.
-        num_senders: messages that are decoded.
-        device: where the gradients are.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    residual, gradient = torch.randn(2, SAMPLE, generator=generator, device=device)
-    fields = what.selected(SAMPLE, density)
-    segment = Segment(residual=residual, momentum_buffer=None, gradient=gradient, weight=None, **fields)
-    selection, seconds = Selection(what.selection), []
-    for _ in range(3):  # the threshold has settled by then
-        started = time.perf_counter()
-        ((positions, values),) = selection.compress_({"": segment}, masking=False)
-        message = what.codec.encode([(positions, values)], [SAMPLE], [residual])
-        counts = [positions.numel()]
-        decoded = what.codec.decode(message.unsqueeze(0).expand(num_senders, -1).contiguous(), counts, [SAMPLE])
-        float(decoded[1].flatten()[0])  # on CUDA, waits for it
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def seconds_of_narrow_work(value_dtype: str, device: torch.device) -> float:
-    """Return how long it takes to write and read `SAMPLE` elements in few bits, as `where.narrow` does.
-
-    Args:
-        value_dtype: one of `what.narrow_values.NARROW_NAMES`.
-        device: where the gradients are.
-    """
-    value_format, seconds = make_narrow_format(value_dtype), []
-    generator = torch.Generator(device).manual_seed(0)
-    signal, residual = torch.randn(2, 1, SAMPLE, generator=generator, device=device)
-    message = torch.empty((1, value_format.nbytes(SAMPLE)), dtype=torch.uint8, device=device)
-    for _ in range(3):
-        started = time.perf_counter()
-        values = residual + signal
-        value_format.write_(message, SAMPLE, 0, values)
-        residual.copy_(values)
-        for _ in range(2):  # what the others have sent, and the means
-            signal.copy_(value_format.read(message, SAMPLE, 0, SAMPLE))
-        float(signal[0, 0])  # on CUDA, waits for it
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def described(when: EveryStep | None, measured: Measured) -> dict[str, Any]:
+    """Return a schedule, None for dense steps, with what its exchange was predicted to take: in plain values."""
+    if when is None:
+        return {"when": None, "step_s": measured.step_s, "predicted_s": measured.dense_s - measured.step_s}
+    numbers = {name: getattr(when, name) for name in ("rampup_begin_step", "rampup_step", "sparsity")}
+    last = when.density(2**62)
+    predicted_s = next(seconds for density, seconds in measured.sparse_s.items() if math.isclose(density, last))
+    return {"when": numbers, "step_s": measured.step_s, "predicted_s": predicted_s}

@@ -27,8 +27,9 @@ from lightning_lowbw import (
     TopK,
 )
 from lightning_lowbw.engine.auto import DENSITIES, Measured
+from lightning_lowbw.engine.measuring import seconds_of_narrow_work
 from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity, seconds_of_narrow_work
+from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.link import Link
 from tests.ranks import run_ranks

@@ -16,8 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import DGCStrategy, EveryStep, SparsityWarmup
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
+from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity, seconds_of_work
+from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from tests.ranks import run_ranks

@@ -1,0 +1,173 @@
+"""What a method would take here: the link and the work are measured, the exchange is predicted from both."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, sparse_seconds
+from lightning_lowbw.engine.auto_method import NARROW
+from lightning_lowbw.engine.sparse_exchange import asked_for, predict
+from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.what.narrow_values import make_narrow_format
+from lightning_lowbw.what.selection import Selection
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.link import Link
+from lightning_lowbw.where.peers import Peers
+from lightning_lowbw.where.probe import measure_link
+from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
+
+SAMPLE = 1 << 18  # elements on which selecting and encoding is timed
+
+
+def measure(
+    what: TopK,
+    peers: Peers,
+    device: torch.device,
+    sparse: Sequence[int],
+    others: int,
+    *,
+    step_s: float,
+    dense_s: float | None = None,
+) -> Measured:
+    """Return what steps take, on this rank.
+
+    Collective: all ranks.
+
+    Args:
+        what: the payload of sparse steps.
+        peers: who takes part.
+        device: where the gradients are.
+        sparse: the elements of this rank's part of each sparse tensor.
+        others: those of all other tensors.
+        step_s: seconds of an optimizer step without communication.
+        dense_s: those of a dense one; predicted if left out.
+    """
+    with failing_together():
+        work_s = [seconds_of_work(what, density, peers.num_senders, device) for density in DENSITIES]
+    link = measure_link(peers.between.group, device)
+    exchange_s = [exchange_seconds(what, peers, sparse, others, density, link) for density in DENSITIES]
+    average_s = _all_reduce_seconds(sum(sparse) + others, peers.num_senders, link)
+    return Measured(
+        step_s=step_s,
+        dense_s=step_s + average_s if dense_s is None else dense_s,
+        sparse_s=sparse_seconds(exchange_s, [seconds * sum(sparse) / SAMPLE for seconds in work_s]),
+        link=link,
+        average_s=average_s,
+    )
+
+
+def with_narrow(measured: Measured, numel: int, num_senders: int, device: torch.device) -> Measured:
+    """Add what gradients of so many elements take in few bits per value.
+
+    Collective: all ranks.
+    """
+    link, narrow_s = measured.link, {}
+    for name in NARROW:
+        nbytes = narrow_mean_bytes(numel, num_senders, make_narrow_format(name))
+        with failing_together():
+            work_s = seconds_of_narrow_work(name, device) * numel / SAMPLE
+        # A control message, then an all-to-all, whose messages are on their way together, and an all-gather.
+        rounds = all_reduce_rounds(num_senders) + 1 + all_gather_rounds(num_senders)
+        narrow_s[name] = link.time_s(rounds, nbytes) + work_s
+    return replace(measured, narrow_s=narrow_s)
+
+
+def exchange_seconds(what: TopK, peers: Peers, sparse: Sequence[int], others: int, density: float, link: Link) -> float:
+    """Return what the exchange of a sparse step takes on a link; arguments as of `measure`."""
+    seconds = _all_reduce_seconds(others, peers.num_senders, link)
+    if not sparse:
+        return seconds
+    choice, kind = predict(what, sparse, density, peers.num_senders, link), asked_for(what, peers)
+    return seconds + choice.times_s[choice.name if kind == "auto" else kind]
+
+
+def _all_reduce_seconds(numel: int, num_ranks: int, link: Link) -> float:
+    return link.time_s(all_reduce_rounds(num_ranks), all_reduce_bytes(4 * numel, num_ranks))
+
+
+def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> tuple[Measured, Run]:
+    """Return the same on all ranks: what the slowest measures, of the shortest run.
+
+    Collective: all ranks, an all-reduce.
+    """
+    link = measured.link
+    by_name: list[Mapping[Any, float]] = [measured.sparse_s, measured.narrow_s]
+    times = [measured.step_s, measured.dense_s, link.latency_s, measured.average_s]
+    times += [seconds for each in by_name for seconds in each.values()]
+    lengths = [math.inf if length is None else length for length in (run.num_steps, run.steps_per_epoch)]
+    least = torch.tensor(
+        [link.bandwidth_bytes_per_s, *lengths, run.is_pretrained, *(-seconds for seconds in times)],
+        dtype=torch.float64,
+        device=device,
+    )
+    peers.all_reduce_(least, dist.ReduceOp.MIN)
+    bandwidth, num_steps, steps_per_epoch, is_pretrained, *negative = least.tolist()
+    slowest = iter([-seconds for seconds in negative])
+    step_s, dense_s, latency_s, average_s = islice(slowest, 4)
+    sparse_s, narrow_s = ({key: next(slowest) for key in each} for each in by_name)
+    return (
+        Measured(step_s, dense_s, sparse_s, Link(latency_s, bandwidth), narrow_s, average_s),
+        Run(
+            num_done=run.num_done,
+            num_steps=int(num_steps) if math.isfinite(num_steps) else None,
+            steps_per_epoch=int(steps_per_epoch) if math.isfinite(steps_per_epoch) else None,
+            is_pretrained=bool(is_pretrained),
+        ),
+    )
+
+
+def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.device) -> float:
+    """Return how long it takes to select, encode and decode the elements of `SAMPLE`, without communication.
+
+    Args:
+        what: the payload.
+        density: the fraction that is selected.
+        num_senders: messages that are decoded.
+        device: where the gradients are.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    residual, gradient = torch.randn(2, SAMPLE, generator=generator, device=device)
+    fields = what.selected(SAMPLE, density)
+    segment = Segment(residual=residual, momentum_buffer=None, gradient=gradient, weight=None, **fields)
+    selection, seconds = Selection(what.selection), []
+    for _ in range(3):  # the threshold has settled by then
+        started = time.perf_counter()
+        ((positions, values),) = selection.compress_({"": segment}, masking=False)
+        message = what.codec.encode([(positions, values)], [SAMPLE], [residual])
+        counts = [positions.numel()]
+        decoded = what.codec.decode(message.unsqueeze(0).expand(num_senders, -1).contiguous(), counts, [SAMPLE])
+        float(decoded[1].flatten()[0])  # on CUDA, waits for it
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def seconds_of_narrow_work(value_dtype: str, device: torch.device) -> float:
+    """Return how long it takes to write and read `SAMPLE` elements in few bits, as `where.narrow` does.
+
+    Args:
+        value_dtype: one of `what.narrow_values.NARROW_NAMES`.
+        device: where the gradients are.
+    """
+    value_format, seconds = make_narrow_format(value_dtype), []
+    generator = torch.Generator(device).manual_seed(0)
+    signal, residual = torch.randn(2, 1, SAMPLE, generator=generator, device=device)
+    message = torch.empty((1, value_format.nbytes(SAMPLE)), dtype=torch.uint8, device=device)
+    for _ in range(3):
+        started = time.perf_counter()
+        values = residual + signal
+        value_format.write_(message, SAMPLE, 0, values)
+        residual.copy_(values)
+        for _ in range(2):  # what the others have sent, and the means
+            signal.copy_(value_format.read(message, SAMPLE, 0, SAMPLE))
+        float(signal[0, 0])  # on CUDA, waits for it
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
