@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import DGCStrategy, EveryStep, SparsityWarmup
+from lightning_lowbw import ConfigurationError, DGCStrategy, EveryStep, SparsityWarmup
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
 from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity, seconds_of_work
@@ -53,7 +53,7 @@ def fit(
         return own
 
     real = AutoSparsity._measure
-    knobs = {"sparsity": "auto", "min_numel": MIN_NUMEL, "selection": "exact", **knobs}
+    knobs = {"min_numel": MIN_NUMEL, "selection": "exact", **knobs}
     strategy: Any = DDPStrategy() if ddp else DGCStrategy(**knobs)
     model = Tiny(data_by_step=True)
     trainer = make_trainer(
@@ -155,7 +155,7 @@ def fit_with_other_facts_on_a_rank() -> EveryStep:
         monkeypatch.setattr(
             auto_sparsity, "num_steps_of", lambda trainer: STEPS if dist.get_rank() else CHOSEN_AFTER + 5
         )
-        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size())
         trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
     when = strategy.method.when
@@ -174,7 +174,7 @@ def fit_small(**options: Any) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
-        trainer = make_trainer(DGCStrategy(sparsity="auto"), dist.get_world_size(), **options)
+        trainer = make_trainer(DGCStrategy(), dist.get_world_size(), **options)
         trainer.fit(Tiny(), make_data(dist.get_world_size(), 10))
     return said
 
@@ -209,7 +209,7 @@ def measure_with_validation(seconds: float) -> Measured:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(AutoSparsity, "_measure", measure)
-        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), val_check_interval=1, limit_val_batches=1)
         data = make_data(dist.get_world_size(), CHOSEN_AFTER + 2)
         trainer.fit(SlowToValidate(seconds), data, data)
@@ -236,7 +236,7 @@ def fit_as_a_search_for_a_rate_does() -> tuple[bool, int]:
     counts: list[int] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: (counts.append(1), SLOW)[1])
-        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        strategy = DGCStrategy(min_numel=MIN_NUMEL)
         finder = LearningRateFinder(num_training_steps=STEPS, early_stop_threshold=None)
         trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[finder], max_steps=STEPS, max_epochs=-1)
         trainer.fit(WithRate(), make_data(dist.get_world_size(), STEPS))
@@ -255,6 +255,21 @@ def test_what_a_search_for_a_learning_rate_has_chosen_is_taken_back() -> None:
         assert not is_auto
 
 
+def resume_by_default(path: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        fit(SLOW, resume=path)
+    return str(caught.value)
+
+
+def test_a_run_with_numbers_does_not_become_dense_by_a_resume(tmp_path: Path) -> None:
+    """What has not been sent would be lost."""
+    path = str(tmp_path / "{}.ckpt")
+    run_ranks(partial(fit, None, path, (5,), sparsity=[0.9]), 2)
+    for message in run_ranks(resume_by_default, 2, path.format(5)):
+        assert "Go on with the schedule it was trained with" in message
+        assert "'auto'" in message
+
+
 def test_one_rank_measures_nothing() -> None:
     (result,) = run_ranks(partial(fit, SLOW), 1)
     assert result["num_measured"] == 0
@@ -262,7 +277,7 @@ def test_one_rank_measures_nothing() -> None:
 
 
 def fit_twice() -> list[int]:
-    strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+    strategy = DGCStrategy(min_numel=MIN_NUMEL)
     counts: list[int] = []
     trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
     with pytest.MonkeyPatch.context() as monkeypatch:

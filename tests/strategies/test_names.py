@@ -29,6 +29,9 @@ def test_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
+        ("dgc", {"sparsity": "auto", "rampup_begin_step": 0, "budget": 0.05, "pretrained": False}),
+        ("dgc_spawn", {"sparsity": "auto"}),
+        ("dgc_hierarchical", {"sparsity": "auto"}),
         ("local_sgd", {"k_steps": 8, "begin_step": 1}),
         ("post_local_sgd", {"begin_step": "first_lr_decay"}),
         ("diloco_spawn", {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}),
