@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_lowbw import Compression, Topology, cli
+from lightning_lowbw import Compression, EveryStep, Topology, cli
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
 from tests.programs import ROOT, TORCHRUN, run_python, run_script
@@ -110,9 +110,28 @@ def test_each_choice_builds_what_it_names(choice: str, composing: None) -> None:
 
 
 def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:
-    for name in ("post_local_sgd", "sparse_loco", "streaming_diloco"):
+    for name in ("dgc", "post_local_sgd", "sparse_loco", "streaming_diloco"):
         built = instantiate(compose_train(f"strategy={name}").strategy)
         assert built.method == StrategyRegistry.get(name).method
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), EveryStep(sparsity="auto")),
+        (("strategy.budget=0.1", "strategy.pretrained=true"), EveryStep(sparsity="auto", budget=0.1, pretrained=True)),
+        (("strategy.rampup_begin_step=100",), EveryStep(100, 1, [0.999])),
+        (("strategy.sparsity=[0.999]",), EveryStep(0, 1, [0.999])),
+        (
+            ("strategy.sparsity=[0.75,0.99,0.999]", "strategy.rampup_begin_step=100"),
+            EveryStep(100, 1, [0.75, 0.99, 0.999]),
+        ),
+    ],
+)
+def test_the_sparsity_is_chosen_unless_a_schedule_is_given(
+    overrides: tuple[str, ...], expected: EveryStep, composing: None
+) -> None:
+    assert instantiate(compose_train("strategy=dgc", *overrides).strategy).method.when == expected
 
 
 def test_parts_of_a_compression_are_overridden_one_by_one(composing: None) -> None:

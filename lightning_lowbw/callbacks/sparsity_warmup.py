@@ -13,7 +13,7 @@ from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
 from lightning_lowbw.engine.presets import DGC_SPARSITY
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import Strategy
-from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.when.every_step import AUTO, EveryStep
 
 
 class SparsityWarmup(Callback):
@@ -83,7 +83,8 @@ class SparsityWarmup(Callback):
         given = strategy.method.when
         assert isinstance(given, EveryStep)
         schedule = dataclasses.replace(schedule, overlap=given.overlap)
-        if not given.is_auto and given not in (EveryStep(sparsity=DGC_SPARSITY, overlap=given.overlap), schedule):
+        defaults = [EveryStep(sparsity=each, overlap=given.overlap) for each in (AUTO, DGC_SPARSITY)]
+        if given not in (*defaults, schedule):
             rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
         strategy.reconfigure(dataclasses.replace(strategy.method, when=schedule))
         rank_zero_info(

@@ -18,10 +18,15 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
 from lightning_lowbw.lab.counters import read_sent_bytes
+from lightning_lowbw.strategies import DGCStrategy
 from lightning_lowbw.zoo import DigitsClassifier, DigitsData
 
 # What a user writes for each strategy; `callbacks` may be among it.
-TRAINER_ARGUMENTS: dict[str, dict[str, Any]] = {"ddp": {"strategy": "ddp"}, "dgc": {"strategy": "dgc"}}
+# The sparsity is a number, so that each run sends the same: "auto" goes by the times it measures.
+TRAINER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "dgc": {"strategy": DGCStrategy(sparsity=[0.999])},
+}
 MAX_EPOCHS = 15
 SEED = 1
 LOOPBACK = "lo"

@@ -111,10 +111,11 @@ class GradientWorker(Worker):
             check_top_k(what, method.when, list(self._names.values()), peers)
             is_asked_for = what.correction == "error_feedback"
             if not (self.correction.is_complete or is_asked_for) and peers.num_senders > 1 and peers.rank == 0:
+                advice = "" if method.when.is_auto else "; a dense phase (rampup_begin_step > 0) helps"
                 warnings.warn(
                     f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
-                    "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers; a "
-                    "dense phase (rampup_begin_step > 0) helps. torch.optim.SGD, Adam and AdamW have corrections.",
+                    "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers"
+                    f"{advice}. torch.optim.SGD, Adam and AdamW have corrections.",
                     stacklevel=4,  # who has called `Method.attach`
                 )
 

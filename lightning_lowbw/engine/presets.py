@@ -23,9 +23,12 @@ DGC_SPARSITY = (0.999,)
 def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     """Return deep gradient compression: every step, the k largest elements of each tensor.
 
+    `sparsity` is 99.9 % unless given, and not "auto" as that of `DGCStrategy`: this serves plain loops, too, where
+    nobody knows the length of the run. `Strategy(DGC(sparsity="auto"))` has the method of `DGCStrategy()`.
+
     Args:
         topology: as of `Where`.
-        **knobs: fields of `EveryStep` and `TopK`; `sparsity` is 99.9 % unless given.
+        **knobs: fields of `EveryStep` and `TopK`.
 
     Raises:
         ConfigurationError: a knob is unknown or out of range, or the payload's own density is given beside stairs.
@@ -170,7 +173,7 @@ FAMILIES = {
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
 STREAMING: dict[str, Any] = {"num_fragments": 4, "delay_steps": AUTO, "mixing": 0.5}
 PRESETS = {
-    "dgc": Preset("dgc", {}),
+    "dgc": Preset("dgc", {"sparsity": "auto"}),
     "int8": Preset("narrow_gradients", {"value_dtype": "int8"}),
     "int4": Preset("narrow_gradients", {"value_dtype": "int4"}),
     "local_sgd": Preset("local_sgd", {}),

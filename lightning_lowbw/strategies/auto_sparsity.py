@@ -103,6 +103,12 @@ class AutoSparsity:
             )
             is_open = False
         self.is_timing = is_open and any(worker.peers.num_senders > 1 for worker in strategy.workers)
+        num_steps = num_steps_of(trainer) - trainer.global_step
+        if self.is_timing and num_steps < NUM_STEPS:
+            rank_zero_info(
+                f"{type(strategy).__name__}: this run has {num_steps:.0f} more optimizer steps, and the first "
+                f"{NUM_STEPS} send all of every gradient and are measured: nothing will be compressed."
+            )
         self._restart()
         self._first_step = trainer.global_step
 

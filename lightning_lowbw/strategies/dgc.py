@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.engine.presets import DGC, DGC_SPARSITY
 from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.when.every_step import AUTO
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
 
 class DGCStrategy(Strategy):
-    """Send the 0.1 % largest elements of the gradient, and keep the rest for later steps.
+    """Send the largest elements of the gradient, and keep the rest for later steps.
 
     `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping), and weight decay without
     delay; `Adam` and `AdamW` get a correction of their own; other optimizers train by error feedback, with a warning.
@@ -23,8 +24,9 @@ class DGCStrategy(Strategy):
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
             steps, measures them and the link, and chooses: as many elements as cost at most `budget` of a step, and
-            enough for the length of the run, after a warm-up; dense where that costs as little. One line says what and
-            why. A resume keeps it.
+            enough for the length of the run, after a warm-up; dense where that costs as little, and in a run of a few
+            dozen steps. One line says what and why. A resume keeps it. None is "auto"; beside a `rampup_begin_step` or
+            `rampup_step` of your own it is 99.9 %.
         budget: with "auto", the share of a step that its exchange may take.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
@@ -55,6 +57,8 @@ class DGCStrategy(Strategy):
 
     Example:
         >>> from lightning.pytorch import Trainer
+        >>> DGCStrategy()
+        DGCStrategy(every step, as many of the largest elements of each tensor as cost 5 % of a step, as bfloat16; ...)
         >>> strategy = DGCStrategy(rampup_begin_step=500, rampup_step=1500, sparsity=[0.984375, 0.996, 0.999])
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
@@ -64,7 +68,7 @@ class DGCStrategy(Strategy):
         *,
         rampup_begin_step: int = 0,
         rampup_step: int = 1,
-        sparsity: Sequence[float] | str = (0.999,),
+        sparsity: Sequence[float] | str | None = None,
         budget: float = 0.05,
         pretrained: bool = False,
         momentum_masking: bool | None = None,
@@ -79,6 +83,8 @@ class DGCStrategy(Strategy):
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
+        if sparsity is None:
+            sparsity = AUTO if (rampup_begin_step, rampup_step) == (0, 1) else DGC_SPARSITY
         method = DGC(
             rampup_begin_step=rampup_begin_step,
             rampup_step=rampup_step,

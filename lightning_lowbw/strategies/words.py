@@ -47,14 +47,7 @@ def _gradients_in_words(when: EveryStep, what: object) -> str:
         return f"every step, whole gradients as {what.value_dtype}{begin}"
     if not isinstance(what, TopK):
         return "every step, whole gradients"
-    if when.is_auto:
-        auto = f"as many of the largest elements of {_pieces_in_words(what)} as cost {percent(when.budget)} of a step"
-        return f"every step, {auto}, as {what.value_dtype}"
-    densities = [1.0 - sparsity for sparsity in when.stairs] or [what.density]
-    stairs = ", later ".join(percent(density) for density in densities)
-    words = [f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.value_dtype}"]
-    spread = f" over {when.rampup_step} steps" if len(densities) > 1 else ""
-    words.append(f"from step {when.rampup_begin_step}{spread}")
+    words = _measured_in_words(when, what) if when.is_auto else _stairs_in_words(when, what)
     if what.exchange != "auto":
         words.append(f"by {what.exchange}")
     if when.overlap:
@@ -62,6 +55,21 @@ def _gradients_in_words(when: EveryStep, what: object) -> str:
     if what.correction != "auto":
         words.append(f"with {what.correction}")
     return ", ".join(["every step", *words])
+
+
+def _measured_in_words(when: EveryStep, what: TopK) -> list[str]:
+    auto = f"as many of the largest elements of {_pieces_in_words(what)} as cost {percent(when.budget)} of a step"
+    return [auto, f"as {what.value_dtype}", *(["without a warm-up"] if when.pretrained else [])]
+
+
+def _stairs_in_words(when: EveryStep, what: TopK) -> list[str]:
+    densities = [1.0 - sparsity for sparsity in when.stairs] or [what.density]
+    stairs = ", later ".join(percent(density) for density in densities)
+    spread = f" over {when.rampup_step} steps" if len(densities) > 1 else ""
+    return [
+        f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.value_dtype}",
+        f"from step {when.rampup_begin_step}{spread}",
+    ]
 
 
 def _averages_in_words(when: EveryK, payload: str) -> str:

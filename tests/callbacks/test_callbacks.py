@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
@@ -96,13 +98,26 @@ def test_a_run_that_never_compresses_is_warned_about() -> None:
     assert any(expected in message for message in late)
     in_time = run_ranks(warnings_of, 2, {"rampup_begin_step": 7}, None, 2)[0]
     assert not any(expected in message for message in in_time)
+    auto = run_ranks(warnings_of, 2, {}, None, 2)[0]  # says itself what it has chosen
+    assert not any(expected in message for message in auto)
+
+
+def test_the_advice_for_other_optimizers_is_a_dense_phase_where_there_is_none() -> None:
+    rmsprop = partial(torch.optim.RMSprop, lr=1e-3)
+    for schedule, is_advised in (({}, False), ({"sparsity": [0.999]}, True)):
+        messages = run_ranks(warnings_of, 2, schedule, None, 1, rmsprop)[0]
+        (warning,) = (message for message in messages if "error feedback only" in message)
+        assert ("rampup_begin_step > 0" in warning) == is_advised
 
 
 def test_a_warmup_that_replaces_the_strategys_own_is_warned_about() -> None:
     warmup = {"begin_epoch": 1, "epochs": 1}
     replaced = run_ranks(warnings_of, 2, {"rampup_begin_step": 1}, warmup, 3)[0]
     assert any("rampup_begin_step=1" in message and "rampup_begin_step=4" in message for message in replaced)
-    assert not any("overrides" in message for message in run_ranks(warnings_of, 2, {}, warmup, 3)[0])
+    budget = run_ranks(warnings_of, 2, {"budget": 0.1}, warmup, 3)[0]
+    assert any("overrides" in message and "budget=0.1" in message for message in budget)
+    for default in ({}, {"sparsity": [0.999]}):
+        assert not any("overrides" in message for message in run_ranks(warnings_of, 2, default, warmup, 3)[0])
 
 
 def wrong_strategy() -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import DGCStrategy, EveryStep, SparsityWarmup
+from lightning_lowbw import ConfigurationError, DGCStrategy, EveryStep, SparsityWarmup
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
 from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
@@ -54,7 +54,7 @@ def fit(
         return own
 
     real = AutoSparsity._measure
-    knobs = {"sparsity": "auto", "min_numel": MIN_NUMEL, "selection": "exact", **knobs}
+    knobs = {"min_numel": MIN_NUMEL, "selection": "exact", **knobs}
     strategy: Any = DDPStrategy() if ddp else DGCStrategy(**knobs)
     model = Tiny(data_by_step=True)
     trainer = make_trainer(
@@ -156,7 +156,7 @@ def fit_with_other_facts_on_a_rank() -> EveryStep:
         monkeypatch.setattr(
             auto_sparsity, "num_steps_of", lambda trainer: STEPS if dist.get_rank() else CHOSEN_AFTER + 5
         )
-        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size())
         trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
     when = strategy.method.when
@@ -170,12 +170,12 @@ def test_ranks_that_measure_something_else_choose_alike() -> None:
     assert one.is_auto  # for five steps
 
 
-def fit_small(**options: Any) -> list[str]:
-    """Train without tensors that are large enough."""
+def fit_small(min_numel: int = 16384, **options: Any) -> list[str]:
+    """Train without tensors that are large enough, or with some; return what is said."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
-        trainer = make_trainer(DGCStrategy(sparsity="auto"), dist.get_world_size(), **options)
+        trainer = make_trainer(DGCStrategy(min_numel=min_numel), dist.get_world_size(), **options)
         trainer.fit(Tiny(), make_data(dist.get_world_size(), 10))
     return said
 
@@ -183,6 +183,13 @@ def fit_small(**options: Any) -> list[str]:
 def test_a_model_without_large_tensors_is_trained_dense_and_this_is_said() -> None:
     for (said,) in run_ranks(fit_small, 2):
         assert "no tensor that is trained has min_numel elements" in said
+
+
+def test_a_run_that_ends_before_anything_is_chosen_is_told_so() -> None:
+    """Only there: a run that is just long enough chooses, and says what."""
+    for num_steps, is_told in ((CHOSEN_AFTER - 1, True), (CHOSEN_AFTER, False)):
+        (said,) = run_ranks(partial(fit_small, min_numel=MIN_NUMEL, max_steps=num_steps), 2)[0]
+        assert (f"this run has {num_steps} more optimizer steps" in said) == is_told
 
 
 def test_validation_is_not_counted() -> None:
@@ -210,7 +217,7 @@ def measure_with_validation(seconds: float) -> Measured:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(AutoSparsity, "_measure", measure)
-        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), val_check_interval=1, limit_val_batches=1)
         data = make_data(dist.get_world_size(), CHOSEN_AFTER + 2)
         trainer.fit(SlowToValidate(seconds), data, data)
@@ -239,7 +246,7 @@ def fit_after_a_search(finder: Callback) -> tuple[bool, list[int]]:
         monkeypatch.setattr(
             AutoSparsity, "_measure", lambda auto: (steps.append(auto._strategy.workers[0].step), SLOW)[1]
         )
-        strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+        strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[finder], max_steps=STEPS, max_epochs=-1)
         trainer.fit(WithRate(), make_data(dist.get_world_size(), STEPS))
     return strategy.method.when.is_auto, steps  # type: ignore[union-attr]
@@ -259,6 +266,21 @@ def test_a_search_for_a_learning_rate_is_no_run() -> None:
         assert not is_auto
 
 
+def resume_by_default(path: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        fit(SLOW, resume=path)
+    return str(caught.value)
+
+
+def test_a_run_with_numbers_does_not_become_dense_by_a_resume(tmp_path: Path) -> None:
+    """What has not been sent would be lost."""
+    path = str(tmp_path / "{}.ckpt")
+    run_ranks(partial(fit, None, path, (5,), sparsity=[0.9]), 2)
+    for message in run_ranks(resume_by_default, 2, path.format(5)):
+        assert "Go on with the schedule it was trained with" in message
+        assert "'auto'" in message
+
+
 def test_one_rank_measures_nothing() -> None:
     (result,) = run_ranks(partial(fit, SLOW), 1)
     assert result["num_measured"] == 0
@@ -266,7 +288,7 @@ def test_one_rank_measures_nothing() -> None:
 
 
 def fit_twice() -> list[int]:
-    strategy = DGCStrategy(sparsity="auto", min_numel=MIN_NUMEL)
+    strategy = DGCStrategy(min_numel=MIN_NUMEL)
     counts: list[int] = []
     trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -54,7 +54,10 @@ def test_shards_lie_beside_the_file_of_rank_0(tmp_path: Path) -> None:
 
 def go_over(path: str, first: str, second: str) -> str:
     num_ranks = dist.get_world_size()
-    strategies = {"dgc": lambda: DGCStrategy(min_numel=100), "local_sgd": lambda: LocalSGDStrategy(k_steps=3)}
+    strategies = {
+        "dgc": lambda: DGCStrategy(sparsity=[0.999], min_numel=100),
+        "local_sgd": lambda: LocalSGDStrategy(k_steps=3),
+    }
 
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

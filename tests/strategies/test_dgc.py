@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lowbw import ConfigurationError, DGCStrategy
+from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,28 @@ from lightning_lowbw import ConfigurationError, DGCStrategy
         ({"min_numel": 0}, "integer >= 1"),
         ({"exclude": "bias"}, "list of parameter name patterns"),
         ({"momentum_masking": 1}, "True, False or None"),
+        ({"rampup_begin_step": 100, "budget": 0.1}, r"budget=0.1.* are for sparsity='auto'"),
+        ({"rampup_step": 2, "pretrained": True}, r"pretrained=True.* are for sparsity='auto'"),
+        ({"sparsity": [0.999], "budget": 0.1}, r"budget=0.1.* are for sparsity='auto'"),
+        ({"sparsity": "auto", "rampup_begin_step": 100}, "these are chosen, too"),
+        ({"rampup_begin_step": False}, "integer >= 0"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DGCStrategy(**options)
+
+
+def test_the_sparsity_is_chosen_by_default() -> None:
+    assert DGCStrategy().method == Strategy(DGC(sparsity="auto")).method == DGCStrategy(sparsity="auto").method
+    assert DGCStrategy(budget=0.1, pretrained=True).method == DGC(sparsity="auto", budget=0.1, pretrained=True)
+
+
+@pytest.mark.parametrize("schedule", [{"rampup_begin_step": 100}, {"rampup_step": 100}])
+def test_beside_a_ramp_up_of_the_users_own_it_is_99_9_percent(schedule: dict[str, Any]) -> None:
+    assert DGCStrategy(**schedule).method == DGC(**schedule) == DGC(sparsity=[0.999], **schedule)
+
+
+def test_numbers_stay_what_they_are() -> None:
+    assert DGCStrategy(sparsity=[0.999]).method == DGC()
+    assert DGCStrategy(sparsity=[0.75, 0.999]).method == DGC(sparsity=[0.75, 0.999])

@@ -23,6 +23,7 @@ from lightning_lowbw import (
     HierarchicalStrategy,
     LocalSGDStrategy,
     NonFiniteGradientError,
+    SparsityWarmup,
     Strategy,
     Topology,
     TrafficMonitor,
@@ -351,7 +352,9 @@ def train_under_slurm(name: str, port: int) -> tuple[list[tuple[int, ...]], str,
         MASTER_PORT=str(port),
     )
     data = TensorDataset(torch.randn(64, 16), torch.zeros(64, dtype=torch.long))
-    trainer = make_trainer(name, 2, num_nodes=2, max_steps=4, max_epochs=-1)  # type: ignore[arg-type]
+    numbers = [SparsityWarmup(begin_step=0, steps=1, sparsity=[0.999])] if "dgc" in name else []
+    options: dict[str, Any] = {"num_nodes": 2, "max_steps": 4, "max_epochs": -1, "callbacks": numbers}
+    trainer = make_trainer(name, 2, **options)  # type: ignore[arg-type]
     model = Tiny(data_by_step=True)
     trainer.fit(model, DataLoader(data, batch_size=4))
     strategy = trainer.strategy

@@ -8,20 +8,22 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from lightning_lowbw import Compression, Narrow, Strategy
+from lightning_lowbw import Compression, Narrow, SparsityWarmup, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer, weights_of
 
 
-def by_name() -> tuple[str, str]:
-    trainer = make_trainer("dgc", dist.get_world_size())  # type: ignore[arg-type]
+def by_name(sparsity: list[float] | None) -> tuple[str, str]:
+    numbers = [] if sparsity is None else [SparsityWarmup(begin_step=0, steps=1, sparsity=sparsity)]
+    trainer = make_trainer("dgc", dist.get_world_size(), callbacks=numbers)  # type: ignore[arg-type]
     model = Tiny()
     trainer.fit(model, make_data(dist.get_world_size(), 3))
     return type(trainer.strategy).__name__, weights_of(model)
 
 
-def test_by_name() -> None:
-    results = run_ranks(by_name, 2)
+@pytest.mark.parametrize("sparsity", [None, [0.999]])
+def test_by_name(sparsity: list[float] | None) -> None:
+    results = run_ranks(by_name, 2, sparsity)
     assert results[0] == results[1]
     assert results[0][0] == "DGCStrategy"
 
@@ -29,6 +31,9 @@ def test_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
+        ("dgc", {"sparsity": "auto", "rampup_begin_step": 0, "budget": 0.05, "pretrained": False}),
+        ("dgc_spawn", {"sparsity": "auto"}),
+        ("dgc_hierarchical", {"sparsity": "auto"}),
         ("local_sgd", {"k_steps": 8, "begin_step": 1}),
         ("post_local_sgd", {"begin_step": "first_lr_decay"}),
         ("diloco_spawn", {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}),

@@ -22,6 +22,16 @@ from lightning_lowbw import (
     [
         (
             DGCStrategy(),
+            "DGCStrategy(every step, as many of the largest elements of each tensor as cost 5 % of a step, as "
+            "bfloat16; topology='flat')",
+        ),
+        (
+            DGCStrategy(budget=0.1, pretrained=True, exchange="all_gather", overlap=True, correction="error_feedback"),
+            "DGCStrategy(every step, as many of the largest elements of each tensor as cost 10 % of a step, as "
+            "bfloat16, without a warm-up, by all_gather, sent during backward, with error_feedback; topology='flat')",
+        ),
+        (
+            DGCStrategy(sparsity=[0.999]),
             "DGCStrategy(every step, the 0.1 % largest elements of each tensor as bfloat16, from step 0; "
             "topology='flat')",
         ),
