@@ -109,15 +109,6 @@ class GradientWorker(Worker):
             self.large = SparseGradients(self.sparse, self.correction, self.velocities, peers)
         if isinstance(what, TopK):
             check_top_k(what, method.when, list(self._names.values()), peers)
-            is_asked_for = what.correction == "error_feedback"
-            if not (self.correction.is_complete or is_asked_for) and peers.num_senders > 1 and peers.rank == 0:
-                advice = "" if method.when.is_auto else "; a dense phase (rampup_begin_step > 0) helps"
-                warnings.warn(
-                    f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
-                    "reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers"
-                    f"{advice}. torch.optim.SGD, Adam and AdamW have corrections.",
-                    stacklevel=4,  # who has called `Method.attach`
-                )
 
     # What the strategies ask ----------------------------------------------------------------------------------------
 
@@ -179,6 +170,20 @@ class GradientWorker(Worker):
         if self._last_residual_norm is not None:
             shown["residual_norm"] = self._last_residual_norm
         return shown
+
+    def warn_if_incomplete(self) -> None:
+        """Warn, on rank 0, where sparse steps train by error feedback alone, and nobody has asked for that."""
+        what = self.method.what
+        is_asked_for = not isinstance(what, TopK) or what.correction == "error_feedback"
+        if self.correction.is_complete or is_asked_for or self.peers.num_senders == 1 or self.peers.rank > 0:
+            return
+        advice = "" if self.when.rampup_begin_step else "; a dense phase (rampup_begin_step > 0) helps"
+        warnings.warn(
+            f"{type(self.optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
+            f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
+            "torch.optim.SGD, Adam and AdamW have corrections.",
+            stacklevel=3,  # who has called `Method.attach`
+        )
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:

@@ -304,6 +304,7 @@ class Method:
             )
         if method.uses_kernels(worker.device):
             prepare_kernels(worker.device, process_group)
+        worker.warn_if_incomplete()
         worker.wrap_step()
         return worker
 

@@ -243,6 +243,9 @@ class Worker:
     def check_schedule(self) -> None:
         """Raise where the coming step does not go with the state; called when the training starts."""
 
+    def warn_if_incomplete(self) -> None:
+        """Warn where the method does less for this optimizer than for others; called when it is known what it does."""
+
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return what is worth logging after a step; what costs a pass over memory only where `is_due`."""
         raise NotImplementedError

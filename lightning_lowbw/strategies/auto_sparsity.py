@@ -163,6 +163,9 @@ class AutoSparsity:
             self._strategy.regime.begin_training(trainer)
         else:
             self._choose(described(chosen, measured))
+            if chosen is not None:
+                for each in self._strategy.workers:
+                    each.warn_if_incomplete()
 
     def _watch(self, worker: Worker, trainer: pl.Trainer) -> None:
         """Where the exchange takes much longer or less than predicted, measure it again, and choose anew.

@@ -57,6 +57,8 @@ class Synchronous(Regime):
         self.strategy.auto.begin_training(trainer)
         if not method.when.is_auto:
             warn_if_never_sparse(method.when, trainer)
+            for worker in self.strategy.workers:
+                worker.warn_if_incomplete()
         tell_notes(self.strategy.workers)
 
     def _check_overlap(self, trainer: pl.Trainer) -> None:
