@@ -28,6 +28,7 @@ class OracleDGC:
     clip_value: float | None = None
     min_numel: int = 1
     masking: bool = True
+    keep_momentum: bool = False
     u: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     v: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     buffer: dict[int, Tensor] = field(default_factory=dict)
@@ -79,7 +80,8 @@ class OracleDGC:
                     mask = torch.ones_like(weight, dtype=torch.bool)
                 updates[i] += torch.where(mask, v, 0.0)
                 self.v[rank, i] = torch.where(mask, 0.0, v)
-                self.u[rank, i] = torch.where(mask, 0.0, u) if self.masking and is_sparse else u
+                waits_briefly = self.keep_momentum and density > 1 - self.momentum + 1e-6
+                self.u[rank, i] = torch.where(mask, 0.0, u) if self.masking and is_sparse and not waits_briefly else u
         for weight, update in zip(weights, updates, strict=True):
             decay = self.weight_decay / (1 - self.momentum) if weight.numel() >= self.min_numel else 0.0
             weight -= self.lr * (update / self.num_ranks + decay * weight)

@@ -106,7 +106,8 @@ def _narrow(value_dtype: str, measured: Measured, run: Run) -> Candidate:
 def _dgc(when: EveryStep, words: str, measured: Measured, run: Run) -> Candidate:
     sparsity = ", ".join(f"{each:.4g}" for each in when.stairs)
     code = f"DGCStrategy(rampup_begin_step={when.rampup_begin_step}, rampup_step={when.rampup_step}, "
-    return Candidate("dgc", seconds_left(when, measured, run), when, words, f"{code}sparsity=[{sparsity}])")
+    code += f"sparsity=[{sparsity}], keep_momentum=True)"
+    return Candidate("dgc", seconds_left(when, measured, run), when, words, code)
 
 
 def _local(measured: Measured, run: Run) -> Candidate:

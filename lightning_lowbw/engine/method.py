@@ -144,6 +144,7 @@ class Method:
                 ("dense_dtype", ("float32",)),
                 ("correction", ("auto",)),
                 ("momentum_masking", (None,)),
+                ("keep_momentum", (False,)),
             ):
                 value = getattr(self.what, name)
                 if value not in allowed:

@@ -65,6 +65,8 @@ class SparseGradients:
         """
         if not slots:
             return
+        payload = self._exchange.payload
+        self._correction.density = density if payload.keep_momentum else 0.0
         gradients = {slot.name: self._exchange.part(slot.gradient) for slot in slots}
         unlooked = [slot for slot in slots if slot.parameter not in self.faults]
         flags = torch.zeros(len(unlooked), dtype=torch.bool, device=slots[0].gradient.device).unbind()
@@ -74,9 +76,9 @@ class SparseGradients:
             corrected = segment_fields(slot, self._correction, self._velocities, self._peers)
             fields[slot.name] = {**corrected, "fault": faults.get(slot.name)}
         table = self._exchange.segments(gradients, density, fields)
-        asked_for = self._exchange.payload.momentum_masking
-        masking = self._correction.masks if asked_for is None else asked_for
-        self._selected |= self._exchange.compress(table, masking=masking)
+        masking = self._correction.masks if payload.momentum_masking is None else payload.momentum_masking
+        is_brief = any(self._correction.is_brief(float(segment.momentum)) for segment in table.values())
+        self._selected |= self._exchange.compress(table, masking=masking and not is_brief)
         self._compressed |= {slot.name for slot in slots}
         for slot in slots:
             if slot.name not in table:  # this rank's part has no elements

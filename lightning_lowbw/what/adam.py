@@ -27,7 +27,8 @@ class AdamCorrection(ErrorFeedback):
 
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
-    b1 is at most `LARGEST_BETA1` here: what is sent late is a mean over steps already, as momentum is.
+    b1 is at most `LARGEST_BETA1` here, unless the wait `is_brief`: what is sent late is a mean over steps already, as
+    momentum is.
 
     G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
     which is so for all but a few elements and steps, that is the mean square of one divided by N.
@@ -72,7 +73,8 @@ class AdamCorrection(ErrorFeedback):
                 )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
-        beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
+        beta1 = float(group["betas"][0])
+        beta1 = beta1 if self.is_brief(beta1) else min(beta1, self.LARGEST_BETA1)
         decay = 0.0 if self._is_decoupled(group) else float(group["weight_decay"])
         return Constants(
             momentum=beta1,

@@ -93,6 +93,9 @@ class TopK:
             for any optimizer.
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
             in the paper, not for Adam.
+        keep_momentum: whether momentum is left whole in steps that send a larger fraction than 1 - momentum. There an
+            element waits for fewer steps than momentum lasts, and to clear its velocity would take most of the momentum
+            away: velocities are not cleared then, and Adam's beta1 is not lowered.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -115,6 +118,7 @@ class TopK:
     dense_dtype: str = "float32"
     correction: str = "auto"
     momentum_masking: bool | None = None
+    keep_momentum: bool = False
 
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
@@ -137,7 +141,7 @@ class TopK:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        flags: dict[str, tuple[bool | None, ...]] = {"clip_to_median": (True, False)}
+        flags: dict[str, tuple[bool | None, ...]] = dict.fromkeys(("clip_to_median", "keep_momentum"), (True, False))
         flags["momentum_masking"] = (True, False, None)
         for name, choices in flags.items():
             if not any(getattr(self, name) is each for each in choices):

@@ -264,8 +264,9 @@ def test_the_constructors_have_the_defaults_of_the_method() -> None:
     """Written twice for the sake of a flat constructor: with the same values."""
     auto = DGC(sparsity="auto")
     of_dgc = {**defaults_of(auto.when, auto.what), "topology": "flat"}
-    assert knobs_of(DGCStrategy)["sparsity"] is None  # which depends on the others; here it is "auto"
-    assert {**knobs_of(DGCStrategy), "sparsity": "auto"}.items() <= of_dgc.items()
+    of_auto = {"sparsity": "auto", "keep_momentum": True}  # these depend on the others
+    assert [knobs_of(DGCStrategy)[name] for name in of_auto] == [None, None]
+    assert {**knobs_of(DGCStrategy), **of_auto}.items() <= of_dgc.items()
     assert set(of_dgc) - set(knobs_of(DGCStrategy)) == {"density", "chunk", "decay", "mean_over", "clip_to_median"}
     assert DGCStrategy().method == Strategy(auto).method == preset("dgc")
     outside = {"value_dtype", "compression", "topology", "uneven", "audit"}  # not of the schedule
@@ -283,6 +284,7 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "rampup_step": 7,
         "sparsity": (0.5, 0.75),
         "momentum_masking": False,
+        "keep_momentum": True,
         "min_numel": 11,
         "exclude": ("*.bias",),
         "selection": "exact",

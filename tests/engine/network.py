@@ -36,7 +36,7 @@ def make_gradients(model: nn.Module, rank: int, step: int) -> list[Tensor]:
 
 
 def train_on_ranks(
-    nodes: Nodes, optimizer: SGD, clip: Clip, masking: bool, dtype: str = "float32"
+    nodes: Nodes, optimizer: SGD, clip: Clip, knobs: dict[str, bool], dtype: str = "float32"
 ) -> tuple[nn.Module, GradientWorker]:
     """Train in a plain loop; nodes of one rank are one level."""
     model = make_model()
@@ -47,8 +47,8 @@ def train_on_ranks(
         sparsity=STAIRS,
         min_numel=MIN_NUMEL,
         selection="exact",
-        momentum_masking=masking,
         value_dtype=dtype,
+        **knobs,
     )
     worker = method.attach(sgd, model.named_parameters(), topology=nodes)
     assert isinstance(worker, GradientWorker)
@@ -73,7 +73,7 @@ def train_on_ranks(
 
 
 def train_by_the_paper(
-    nodes: Nodes, optimizer: SGD, clip: Clip, masking: bool
+    nodes: Nodes, optimizer: SGD, clip: Clip, knobs: dict[str, bool]
 ) -> tuple[list[Tensor], list[list[OracleDGC]]]:
     """Train one rank of the paper per node and part, which has that part of the node's mean gradient.
 
@@ -81,10 +81,11 @@ def train_by_the_paper(
         The weights; and the oracles, by local rank and tensor.
     """
     model, num_nodes, num_local = make_model(), len(nodes), len(nodes[0])
+    knobs = {key.replace("momentum_masking", "masking"): value for key, value in knobs.items()}
     weights = [parameter.detach() for parameter in model.parameters()]
     oracles = [
         [
-            OracleDGC(num_nodes, masking=masking, min_numel=1 if is_large(weight) else weight.numel() + 1, **optimizer)  # type: ignore[arg-type]
+            OracleDGC(num_nodes, min_numel=1 if is_large(weight) else weight.numel() + 1, **knobs, **optimizer)  # type: ignore[arg-type]
             for weight in weights
         ]
         for _ in range(num_local)

@@ -48,7 +48,8 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         EveryStep(5000, 30000, (1 - 0.128, 1 - 0.032, 1 - 0.008)),
         FACTS + "dgc, 4.46 h to the end (0.8 % of each gradient is sent, after 10000 steps each at 12.8 %, 3.2 %, from "
         "step 5000 on; more would take over 5 % of a step); ddp would take 25.8 h, float16 18.3 h, int8 14.4 h. To "
-        "write it down: DGCStrategy(rampup_begin_step=5000, rampup_step=30000, sparsity=[0.872, 0.968, 0.992])",
+        "write it down: DGCStrategy(rampup_begin_step=5000, rampup_step=30000, sparsity=[0.872, 0.968, 0.992], "
+        "keep_momentum=True)",
     ),
     "short run": (
         SLOW,
@@ -65,7 +66,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         EveryStep(1007, 1, (1 - 0.032,)),
         FACTS + "dgc, 2.05 min to the end (3.2 % of each gradient is sent, from step 1007 on; an element is to be sent "
         "30 times on average, and 1000 steps are left); ddp would take 15.5 min, float16 11 min, int8 8.67 min. To "
-        "write it down: DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968])",
+        "write it down: DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968], keep_momentum=True)",
     ),
     "an optimizer that is not measured": (
         SLOW,

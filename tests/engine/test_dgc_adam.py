@@ -85,6 +85,7 @@ def by_the_equations(
             is_decoupled=kind == "AdamW",
             min_numel=1 if weight.numel() >= MIN_NUMEL else weight.numel() + 1,
             masking=changes.get("momentum_masking", False),
+            keep_momentum=changes.get("keep_momentum", False),
             **options,
         )
         for name, weight in weights.items()
@@ -111,6 +112,8 @@ CASES: list[Case] = [
     ("AdamW", {"eps": 1e-3}, {"rampup_begin_step": 0}),
     ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"momentum_masking": True}),
     ("AdamW", {"betas": (0.0, 0.95)}, {}),
+    ("AdamW", {}, {"keep_momentum": True}),
+    ("AdamW", {"betas": (0.95, 0.99)}, {"keep_momentum": True, "momentum_masking": True}),
     ("Adam", {"weight_decay": 0.05}, {}),
     ("Adam", {"amsgrad": True, "eps": 1e-3}, {}),
     ("AdamW", {"foreach": True}, {}),

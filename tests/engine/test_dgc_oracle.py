@@ -16,24 +16,26 @@ from tests.engine.network import SGD, Clip, is_large, make_model, train_by_the_p
 from tests.engine.problem import NODES, Nodes
 from tests.ranks import run_ranks
 
-Case = tuple[SGD, Clip, bool]
+Case = tuple[SGD, Clip, dict[str, bool]]
 MOMENTUM: SGD = {"lr": 0.1, "momentum": 0.9}
 NESTEROV: SGD = {**MOMENTUM, "nesterov": True}
 CASES: list[Case] = [
-    ({"lr": 0.1}, {}, True),
-    (MOMENTUM, {}, True),
-    (MOMENTUM, {}, False),
-    (NESTEROV, {}, True),
-    ({**MOMENTUM, "weight_decay": 0.05}, {}, True),
-    ({**NESTEROV, "weight_decay": 0.05}, {"norm": 0.1}, True),
-    ({**MOMENTUM, "weight_decay": 0.05}, {"value": 0.02}, True),
+    ({"lr": 0.1}, {}, {}),
+    (MOMENTUM, {}, {}),
+    (MOMENTUM, {}, {"momentum_masking": False}),
+    (NESTEROV, {}, {}),
+    ({**MOMENTUM, "weight_decay": 0.05}, {}, {}),
+    ({**NESTEROV, "weight_decay": 0.05}, {"norm": 0.1}, {}),
+    ({**MOMENTUM, "weight_decay": 0.05}, {"value": 0.02}, {}),
+    (MOMENTUM, {}, {"keep_momentum": True}),
+    ({**NESTEROV, "momentum": 0.95}, {}, {"keep_momentum": True}),
 ]
 
 
 def train(nodes: Nodes, cases: list[Case], dtype: str) -> list[dict[str, Any]]:
     results = []
-    for optimizer, clip, masking in cases:
-        model, worker = train_on_ranks(nodes, optimizer, clip, masking, dtype)
+    for optimizer, clip, knobs in cases:
+        model, worker = train_on_ranks(nodes, optimizer, clip, knobs, dtype)
         state = {worker.name_of(parameter): entry for parameter, entry in worker.optimizer.state.items()}
         results.append(
             {
@@ -64,8 +66,8 @@ def train(nodes: Nodes, cases: list[Case], dtype: str) -> list[dict[str, Any]]:
 def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
     by_rank = run_ranks(train, sum(map(len, nodes)), nodes, cases, "float32")
     parameters = {name: parameter.detach() for name, parameter in make_model().named_parameters()}
-    for (optimizer, clip, masking), *results in zip(cases, *by_rank, strict=True):
-        expected, oracles = train_by_the_paper(nodes, optimizer, clip, masking)
+    for (optimizer, clip, knobs), *results in zip(cases, *by_rank, strict=True):
+        expected, oracles = train_by_the_paper(nodes, optimizer, clip, knobs)
         assert len({result["digest"] for result in results}) == 1  # replicas are equal to the bit
         for weight, reference, start in zip(results[0]["weights"], expected, parameters.values(), strict=True):
             torch.testing.assert_close(weight, reference, rtol=1e-5, atol=2e-6)

@@ -82,6 +82,7 @@ def test_describe_names_everything() -> None:
             "dense_dtype": "float32",
             "correction": "auto",
             "momentum_masking": None,
+            "keep_momentum": False,
         },
         "where": {"topology": NODES, "algorithm": "sharded", "inter_dtype": "float32"},
     }
@@ -122,6 +123,7 @@ def test_replacing_knobs() -> None:
         ({"what": TopK(exchange="dense"), "when": EveryK()}, r"exchange='dense' every k steps: .*when=EveryStep\(\)"),
         ({"what": TopK(dense_dtype="int8"), "when": EveryK()}, r"dense_dtype='int8' every k steps"),
         ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
+        ({"what": TopK(keep_momentum=True), "when": EveryK()}, r"keep_momentum=True every k steps"),
         ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
         ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, narrow, top_k"),
         ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),

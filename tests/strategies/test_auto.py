@@ -44,7 +44,10 @@ CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy
         dataclasses.replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.8)),
         lambda: Strategy(NarrowGradients("int8", rampup_begin_step=NUM_STEPS)),
     ),
-    "dgc": (SLOW, lambda: DGCStrategy(rampup_begin_step=NUM_STEPS, rampup_step=1, sparsity=[1 - 0.512])),
+    "dgc": (
+        SLOW,
+        lambda: DGCStrategy(rampup_begin_step=NUM_STEPS, rampup_step=1, sparsity=[1 - 0.512], keep_momentum=True),
+    ),
     "local_sgd": (
         dataclasses.replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.8)),
         lambda: LocalSGDStrategy(8, NUM_STEPS, delay_steps=4),
