@@ -14,6 +14,7 @@ leave a dozen dense steps on a slow link, and what is sparse so early costs more
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -103,7 +104,8 @@ latency 0.1 ms: 0.2 % of each gradient is sent, from step 6 on; more would take 
 
 def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
     """Return what `plan` does; the words without the numbers behind them."""
-    density, why = _density(measured, run, budget)
+    length = f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
+    density, why = _density(measured, run.num_left, length, budget)
     if density is None:
         return None, f"all of every gradient is sent, as by DDP; {why}"
     stairs, num_dense, per_stair = _warm_up(measured, run, density)
@@ -126,7 +128,9 @@ def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> t
         budget: as of `plan`.
         begin_step: the first sparse step.
     """
-    density, why = _density(measured, run, budget)
+    # The elements have been sent since then, too: that fewer steps are left is no reason to send more.
+    num_sparse = dataclasses.replace(run, num_done=begin_step).num_left
+    density, why = _density(measured, num_sparse, f"{num_sparse} steps are sparse", budget)
     density = DENSITIES[-1] if density is None else density
     words = f"{100 * density:.4g} % of each gradient is sent from step {run.num_done} on; {why}"
     return EveryStep(begin_step, 1, (1.0 - density,)), f"{measured}: {words}"
@@ -144,15 +148,14 @@ def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
     return seconds
 
 
-def _density(measured: Measured, run: Run, budget: float) -> tuple[float | None, str]:
-    """Return the fraction that is sent after the warm-up, None for all; and the reason."""
+def _density(measured: Measured, num_steps: int, length: str, budget: float) -> tuple[float | None, str]:
+    """Return the fraction that is sent after the warm-up in so many steps, None for all; and the reason."""
     step_s, exposed_s = measured.step_s, measured.dense_s - measured.step_s
     share = f"{100 * budget:.4g} % of a step"
     if exposed_s <= budget * step_s:
         return None, f"that takes less than {share} already"
-    length = f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
     often = f"an element is to be sent {LEAST_TIMES_SENT} times on average, and {length}"
-    enough = [density for density in DENSITIES if density * run.num_left >= LEAST_TIMES_SENT]
+    enough = [density for density in DENSITIES if density * num_steps >= LEAST_TIMES_SENT]
     if not enough:
         return None, often
     fitting = [density for density in enough if measured.sparse_s[density] <= budget * step_s]

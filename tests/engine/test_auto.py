@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from lightning_lowbw import ConfigurationError, EveryStep, Method, TopK
-from lightning_lowbw.engine.auto import DENSE_SHARE, DENSITIES, LEAST_TIMES_SENT, Measured, Run, plan, sparse_seconds
+from lightning_lowbw.engine.auto import (
+    DENSE_SHARE,
+    DENSITIES,
+    LEAST_TIMES_SENT,
+    Measured,
+    Run,
+    plan,
+    plan_anew,
+    sparse_seconds,
+)
 from lightning_lowbw.where.link import Link
 
 # A model of 25M parameters on two nodes at 1 Gb/s: seconds of a step alone, with all gradients, and of what is sent.
@@ -78,6 +87,24 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
 def test_situations(situation: str) -> None:
     measured, run, expected, sentence = SITUATIONS[situation]
     assert plan(measured, run, 0.05) == (expected, sentence)
+
+
+def test_anew_it_sends_more_because_of_the_link_only() -> None:
+    """Not because few steps are left: the elements have been sent before."""
+    when, _ = plan(SLOW, replace(LONG, is_pretrained=True), 0.05)
+    assert when is not None
+    late = replace(LONG, num_done=99_000)
+    again, reason = plan_anew(SLOW, late, 0.05, when.rampup_begin_step)
+    assert again.stairs == when.stairs
+    assert reason == FACTS + "0.8 % of each gradient is sent from step 99000 on; more would take over 5 % of a step"
+    slower = replace(SLOW, sparse_s={density: 10 * seconds for density, seconds in SLOW.sparse_s.items()})
+    less, reason = plan_anew(slower, late, 0.05, when.rampup_begin_step)
+    assert less.density(late.num_done) == pytest.approx(0.001)
+    assert reason.endswith("an element is to be sent 30 times on average, and 100000 steps are sparse")
+    faster = replace(SLOW, dense_s=0.112)
+    most, reason = plan_anew(faster, late, 0.05, when.rampup_begin_step)
+    assert most.density(late.num_done) == pytest.approx(DENSITIES[-1])  # dense it cannot become
+    assert reason.endswith("that takes less than 5 % of a step already")
 
 
 def test_a_larger_budget_sends_more() -> None:
