@@ -7,7 +7,8 @@ how often an element is sent in the run, density times steps: 10 times cost 0.4 
     the largest whose exchange fits into a share of the step (the budget), and
     none at which an element is sent less than `LEAST_TIMES_SENT` times in the rest of the run;
 
-where these two disagree, the denser. Where no sparse step is faster than a dense one, all steps are dense, as in DDP.
+where these two disagree, the denser. Where no sparse step is much faster than a dense one, all steps are dense, as in
+DDP.
 Before it comes a warm-up, dense and then in stairs. Its length is a share of the run's steps. A share of its time would
 leave a dozen dense steps on a slow link, and what is sparse so early costs more accuracy than any density afterwards.
 """
@@ -23,6 +24,8 @@ from lightning_lowbw.where.link import Link
 
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512)
 LEAST_TIMES_SENT = 30
+# Of what a dense step waits for; a sparse one that saves less is not worth it, and the prediction is not as sharp.
+LEAST_SAVED = 0.2
 ASSUMED_STEPS = 10_000  # where the length of the run is not known
 STAIR = 2  # from one stair to the next, in the densities above: a factor of 4
 MOST_STAIR = 0.3  # the paper's first is 0.25
@@ -158,11 +161,17 @@ def _density(measured: Measured, num_steps: int, length: str, budget: float) -> 
     enough = [density for density in DENSITIES if density * num_steps >= LEAST_TIMES_SENT]
     if not enough:
         return None, often
-    fitting = [density for density in enough if measured.sparse_s[density] <= budget * step_s]
+    most_s = _most_seconds(measured)
+    fitting = [density for density in enough if measured.sparse_s[density] <= min(budget * step_s, most_s)]
     density = max(fitting) if fitting else min(enough, key=measured.sparse_s.__getitem__)
-    if measured.sparse_s[density] >= exposed_s:
-        return None, f"{100 * density:.4g} % would take no less, and {often}"
+    if measured.sparse_s[density] > most_s:
+        return None, f"{100 * density:.4g} % would take hardly less, and {often}"
     return density, f"more would take over {share}" if fitting else often
+
+
+def _most_seconds(measured: Measured) -> float:
+    """Return what the exchange of a sparse step may add where a dense one could be sent instead."""
+    return (1.0 - LEAST_SAVED) * (measured.dense_s - measured.step_s)
 
 
 def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float], int, int]:
@@ -172,8 +181,8 @@ def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float],
     epoch = run.steps_per_epoch or run.num_left
     num_dense = max(0, min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch) - run.num_done)
     above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR]
-    exposed_s = measured.dense_s - measured.step_s
-    before = [stair for stair in reversed(above) if stair <= MOST_STAIR and measured.sparse_s[stair] < exposed_s]
+    most_s = _most_seconds(measured)
+    before = [stair for stair in reversed(above) if stair <= MOST_STAIR and measured.sparse_s[stair] <= most_s]
     num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
     per_stair = round(num_steps / len(before)) if before else 0
     return ([*before, density], num_dense, per_stair) if per_stair else ([density], num_dense, 0)
