@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.worker import INTERFACE_COUNTER
+from benchmarks.worker import INTERFACE
 from lightning_lowbw import DGCStrategy
+from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 RESULTS = Path(__file__).with_name("results")
@@ -69,12 +70,12 @@ class Curve(pl.Callback):
         self.sent_bytes: list[int] = []
 
     def on_train_start(self, *_: Any) -> None:
-        self.started_s, self.sent_before = time.perf_counter(), int(INTERFACE_COUNTER.read_text())
+        self.started_s, self.sent_before = time.perf_counter(), read_sent_bytes(INTERFACE)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self.started_s)
         self.losses.append(float(outputs["loss"]))
-        self.sent_bytes.append(int(INTERFACE_COUNTER.read_text()) - self.sent_before)
+        self.sent_bytes.append(read_sent_bytes(INTERFACE) - self.sent_before)
 
 
 def train(
@@ -120,7 +121,7 @@ def train(
         model.load_state_dict(torch.load(weights))
     trainer.fit(model, data)
     torch.distributed.barrier()  # what the other ranks still send
-    sent_bytes = int(INTERFACE_COUNTER.read_text()) - curve.sent_before
+    sent_bytes = read_sent_bytes(INTERFACE) - curve.sent_before
     if weights is not None and not weights.exists() and trainer.is_global_zero:
         torch.save(model.state_dict(), weights)
     workers = getattr(trainer.strategy, "workers", [])

@@ -80,7 +80,7 @@ class OracleDGC:
                     mask = torch.ones_like(weight, dtype=torch.bool)
                 updates[i] += torch.where(mask, v, 0.0)
                 self.v[rank, i] = torch.where(mask, 0.0, v)
-                waits_briefly = self.keep_momentum and density > 1 - self.momentum + 1e-6
+                waits_briefly = self.keep_momentum and 2 * density > 1 - self.momentum + 1e-6
                 self.u[rank, i] = torch.where(mask, 0.0, u) if self.masking and is_sparse and not waits_briefly else u
         for weight, update in zip(weights, updates, strict=True):
             decay = self.weight_decay / (1 - self.momentum) if weight.numel() >= self.min_numel else 0.0

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.link import Link
@@ -165,7 +166,7 @@ def _density(measured: Measured, num_steps: int, length: str, budget: float) -> 
     fitting = [density for density in enough if measured.sparse_s[density] <= min(budget * step_s, most_s)]
     density = max(fitting) if fitting else min(enough, key=measured.sparse_s.__getitem__)
     if measured.sparse_s[density] > most_s:
-        return None, f"{100 * density:.4g} % would take hardly less, and {often}"
+        return None, f"{often}: that would be {100 * density:.4g} %, and hardly faster"
     return density, f"more would take over {share}" if fitting else often
 
 
@@ -203,5 +204,9 @@ def sparse_seconds(exchange_s: Sequence[float], work_s: Sequence[float]) -> dict
         exchange_s: on the link, for each of `DENSITIES`.
         work_s: to select, encode and decode. At the least density the pass over the gradient is all, and it takes no
             longer than the optimizer's step, which it replaces (benchmarks/results/ops_cpu.md): what is more, counts.
+
+    To send more takes no less: where it seems to, something else has run on the machine.
     """
-    return {d: e + max(0.0, w - work_s[0]) for d, e, w in zip(DENSITIES, exchange_s, work_s, strict=True)}
+    work_s = [max(0.0, seconds - work_s[0]) for seconds in work_s]
+    seconds = [exchange + work for exchange, work in zip(exchange_s, work_s, strict=True)]
+    return dict(zip(DENSITIES, accumulate(seconds, max), strict=True))

@@ -22,6 +22,7 @@ from lightning_lowbw.engine.auto import Measured, Run, in_time, schedule, second
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import LocalSGD, NarrowGradients
 from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.topology_choice import TopologyChoice
 
 NARROW = ("float16", "int8")
 # benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.
@@ -48,7 +49,13 @@ class Candidate:
 
 
 def pick(
-    measured: Measured, run: Run, budget: float, *, allow_local: bool = False, left_out: Sequence[str] = ()
+    measured: Measured,
+    run: Run,
+    budget: float,
+    *,
+    allow_local: bool = False,
+    left_out: Sequence[str] = (),
+    topology: TopologyChoice = "flat",
 ) -> tuple[Method | EveryStep | None, str]:
     """Return the method, of DGC its schedule alone, or None for DDP; and one sentence that says why.
 
@@ -58,6 +65,7 @@ def pick(
         budget: the share by which the time of the method may exceed the least, and which the exchange of DGC may take
             of a step; in (0, 1].
         allow_local: whether local SGD may be taken.
+        topology: for the sentence.
         left_out: why other methods may not, each as "dgc: the reason" or "local_sgd: the reason".
 
     Example:
@@ -79,17 +87,25 @@ on average, and 44 steps are left. To write it down: strategy="int8"
         else:
             candidates.append(_dgc(when, words, measured, run))
     if allow_local and "local_sgd" not in refused:
-        candidates.append(_local(measured, run))
+        candidate = _local(measured, run)
+        if candidate is None:
+            refused["local_sgd"] = f"{run.num_left} steps are left, and its averages come after {LOCAL_STEPS}"
+        else:
+            candidates.append(candidate)
     least = min(candidate.seconds for candidate in candidates)
     chosen = next(candidate for candidate in candidates if candidate.seconds <= (1.0 + budget) * least)
     others = [f"{each.name} {in_time(each.seconds)}" for each in candidates if each is not chosen]
     sentence = f"{measured}: {chosen.name}, {in_time(chosen.seconds)} to the end"
     sentence += "" if run.num_steps is not None else f" of {run.num_done + run.num_left} steps, which are assumed"
     sentence += f" ({chosen.words})" if chosen.words else ""
+    sentence += f", which is within {100 * budget:.4g} % of the least" if chosen.seconds > least else ""
     sentence += f"; {others[0].replace(' ', ' would take ', 1)}" if others else ""
     sentence += "".join(f", {each}" for each in others[1:])
     sentence += "".join(f"; not {name}, for {reason}" for name, reason in refused.items())
-    return chosen.found, f"{sentence}. To write it down: {chosen.code}"
+    code = chosen.code if topology == "flat" else f"{chosen.code} with topology={topology!r}"
+    if chosen.found is None and topology != "flat":
+        code = f"lowbw.HierarchicalStrategy(topology={topology!r})"
+    return chosen.found, f"{sentence}. To write it down: {code}"
 
 
 def _ddp(measured: Measured, run: Run) -> Candidate:
@@ -99,22 +115,24 @@ def _ddp(measured: Measured, run: Run) -> Candidate:
 def _narrow(value_dtype: str, measured: Measured, run: Run) -> Candidate:
     seconds = run.num_left * (measured.step_s + measured.narrow_s[value_dtype])
     method = NarrowGradients(value_dtype, rampup_begin_step=run.num_done)
-    code = 'strategy="int8"' if value_dtype == "int8" else f'Strategy(NarrowGradients("{value_dtype}"))'
+    code = 'strategy="int8"' if value_dtype == "int8" else f'lowbw.Strategy(lowbw.NarrowGradients("{value_dtype}"))'
     return Candidate(value_dtype, seconds, method, "", code)
 
 
 def _dgc(when: EveryStep, words: str, measured: Measured, run: Run) -> Candidate:
     sparsity = ", ".join(f"{each:.4g}" for each in when.stairs)
-    code = f"DGCStrategy(rampup_begin_step={when.rampup_begin_step}, rampup_step={when.rampup_step}, "
+    code = f"lowbw.DGCStrategy(rampup_begin_step={when.rampup_begin_step}, rampup_step={when.rampup_step}, "
     code += f"sparsity=[{sparsity}], keep_momentum=True)"
     return Candidate("dgc", seconds_left(when, measured, run), when, words, code)
 
 
-def _local(measured: Measured, run: Run) -> Candidate:
+def _local(measured: Measured, run: Run) -> Candidate | None:
     k, step_s, average_s = LOCAL_STEPS, measured.step_s, measured.average_s
     delay = min(k - 1, math.ceil(average_s / step_s))
+    if run.num_left < k + delay:
+        return None
     seconds = run.num_left * (step_s + max(0.0, average_s - delay * step_s) / k)
     method = LocalSGD(k, run.num_done, delay_steps=delay)
-    words = f"weights are averaged after every {k} steps, during {delay} of them"
-    code = f"LocalSGDStrategy(k_steps={k}, begin_step={run.num_done}, delay_steps={delay})"
+    words = f"weights are averaged after every {k} steps, each average hidden behind {delay}"
+    code = f"lowbw.LocalSGDStrategy(k_steps={k}, begin_step={run.num_done}, delay_steps={delay})"
     return Candidate("local_sgd", seconds, method, words, code)

@@ -94,7 +94,9 @@ class GradientWorker(Worker):
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_senders
         )
-        self.correction.check()
+        self.correction.keeps_momentum = isinstance(what, TopK) and what.keep_momentum
+        if not method.when.is_auto:  # else nothing is corrected yet, and perhaps never
+            self.correction.check()
         if not isinstance(what, Whole):
             peers.check_parts()
         self.sparse = SparseExchange(what, peers) if isinstance(what, TopK) else None
@@ -209,8 +211,9 @@ class GradientWorker(Worker):
         if self.has_residuals and self.peers.num_senders > 1 and self.reduces_in_backward:
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
-                f"on with the schedule it was trained with; now it is {self.method.when}. (A SparsityWarmup in epochs "
-                "moves when the number of batches changes: give it in steps.)"
+                f"on with the schedule it was trained with; now it is {self.method.when}. (sparsity='auto' begins "
+                "dense: give the numbers of that run, such as DGCStrategy(sparsity=[0.999]), once the default. A "
+                "SparsityWarmup in epochs moves when the number of batches changes: give it in steps.)"
             )
 
     # One step -------------------------------------------------------------------------------------------------------
@@ -402,7 +405,8 @@ class GradientWorker(Worker):
     def _list_slots(self, skipped: Collection[Parameter]) -> None:
         """List the parameters of this step; the same on all ranks, whatever gradients they happen to have."""
         what, is_sparse = self.method.what, self.is_sparse
-        self.correction.check()
+        if not self.when.is_auto:
+            self.correction.check()
         check_replaced(what, self._made_for)
         self.check_schedule()
         if self.sparse is not None:

@@ -66,7 +66,7 @@ class SparseGradients:
         if not slots:
             return
         payload = self._exchange.payload
-        self._correction.density = density if payload.keep_momentum else 0.0
+        self._correction.density = density if self._correction.keeps_momentum else 0.0
         gradients = {slot.name: self._exchange.part(slot.gradient) for slot in slots}
         unlooked = [slot for slot in slots if slot.parameter not in self.faults]
         flags = torch.zeros(len(unlooked), dtype=torch.bool, device=slots[0].gradient.device).unbind()
@@ -77,7 +77,7 @@ class SparseGradients:
             fields[slot.name] = {**corrected, "fault": faults.get(slot.name)}
         table = self._exchange.segments(gradients, density, fields)
         masking = self._correction.masks if payload.momentum_masking is None else payload.momentum_masking
-        is_brief = any(self._correction.is_brief(float(segment.momentum)) for segment in table.values())
+        is_brief = any(self._correction.is_brief(float(each.momentum), times=2.0) for each in table.values())
         self._selected |= self._exchange.compress(table, masking=masking and not is_brief)
         self._compressed |= {slot.name for slot in slots}
         for slot in slots:

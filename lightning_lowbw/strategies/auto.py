@@ -10,6 +10,7 @@ from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
 from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
 
@@ -57,5 +58,6 @@ class AutoStrategy(Strategy):
 
     @override
     def _in_words(self) -> str:
-        is_chosen = self.auto.state_dict() is not None
-        return super()._in_words() if is_chosen else f"what takes least time, chosen after {NUM_STEPS} steps"
+        when = self.method.when
+        is_open = isinstance(when, EveryStep) and when.is_auto and self.auto.state_dict() is None
+        return f"what takes least time, chosen after {NUM_STEPS} steps" if is_open else super()._in_words()

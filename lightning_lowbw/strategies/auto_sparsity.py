@@ -22,9 +22,12 @@ from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
 from lightning_lowbw.engine.measuring import agreed, measure, with_narrow
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes
+from lightning_lowbw.strategies.uneven import lengths_of_data
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
@@ -75,6 +78,11 @@ class AutoSparsity:
         """Return what has been chosen, for the checkpoint; None where nothing has been."""
         return self._chosen
 
+    @property
+    def has_chosen_dense(self) -> bool:
+        """Whether all steps stay dense."""
+        return self._chosen is not None and self._chosen.get("when", self._chosen.get("method")) is None
+
     def load_state_dict(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
         """Take over what a checkpoint says: a run that goes on does not choose anew.
 
@@ -103,18 +111,22 @@ class AutoSparsity:
             )
             is_open = False
         self.is_timing = is_open and any(worker.peers.num_senders > 1 for worker in strategy.workers)
+        if self.is_timing and not self._picks:
+            with failing_together():
+                self._check_corrections()
         num_steps = num_steps_of(trainer) - trainer.global_step
-        if self.is_timing and num_steps < NUM_STEPS:
+        if self.is_timing and num_steps < NUM_STEPS and trainer.lightning_module.automatic_optimization:
             rank_zero_info(
                 f"{type(strategy).__name__}: this run has {num_steps:.0f} more optimizer steps, and the first "
                 f"{NUM_STEPS} send all of every gradient and are measured: nothing will be compressed."
             )
         self._restart()
         self._first_step = trainer.global_step
+        self._first_batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _restart(self) -> None:
         self._worker: Worker | None = None  # whose steps are timed: that of the first optimizer that steps
-        self._num_steps = self._first_step = 0
+        self._num_steps = self._first_step = self._first_batch = 0
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
 
@@ -152,8 +164,14 @@ class AutoSparsity:
         measured, run = agreed(self._measure(), self._run(worker, trainer), worker.peers, self._strategy.root_device)
         chosen: Method | EveryStep | None
         if self._picks:
-            left_out = self._left_out()
-            chosen, reason = pick(measured, run, when.budget, allow_local=self._allow_local, left_out=left_out)
+            chosen, reason = pick(
+                measured,
+                run,
+                when.budget,
+                allow_local=self._allow_local,
+                left_out=self._left_out(trainer),
+                topology=self._strategy.method.where.topology,
+            )
             rank_zero_info(f"{name}: {reason}.")
         else:
             chosen, reason = plan(measured, run, when.budget)
@@ -164,13 +182,14 @@ class AutoSparsity:
         else:
             self._choose(described(chosen, measured))
             if chosen is not None:
+                tell_notes(self._strategy.workers)
                 for each in self._strategy.workers:
                     each.warn_if_incomplete()
 
     def _watch(self, worker: Worker, trainer: pl.Trainer) -> None:
         """Where the exchange takes much longer or less than predicted, measure it again, and choose anew.
 
-        At most once per epoch, and not while there are stairs.
+        Changes at most once per epoch, and not while there are stairs.
 
         Collective: all ranks, after every so many steps.
         """
@@ -179,6 +198,9 @@ class AutoSparsity:
         strategy, when = self._strategy, self._strategy.method.when
         assert isinstance(worker, GradientWorker)
         assert isinstance(when, EveryStep)
+        if strategy.method not in (self._adopted, self._given):  # somebody else has set another one
+            self._link_watch = None
+            return
         density = when.density(2**62)
         if worker.last_density != density or trainer.current_epoch == self._epoch_of_watch:
             self._link_watch.restart()
@@ -186,7 +208,6 @@ class AutoSparsity:
         seconds = self._link_watch.observe(worker.peers, strategy.root_device)
         if seconds is None:
             return
-        self._epoch_of_watch = trainer.current_epoch
         measured = self._measure_exchange(self._chosen["step_s"])
         measured, run = agreed(measured, self._run(worker, trainer), worker.peers, strategy.root_device)
         if run.num_left < WATCHED_STEPS:
@@ -196,25 +217,36 @@ class AutoSparsity:
             chosen, reason = plan_anew(measured, run, self._schedule.budget, when.rampup_begin_step)
         else:
             chosen, reason = plan(measured, run, self._schedule.budget)
-        if chosen is not None and chosen.density(2**62) != density:
-            rank_zero_info(
-                f'{type(strategy).__name__}, sparsity="auto": the exchange takes {in_time(seconds)} of a step, and was '
-                f"predicted to take {in_time(self._link_watch.predicted_s)}; {reason}."
-            )
+        if chosen is None or chosen.density(2**62) == density:  # the wait has another reason, such as a slower rank
+            self._link_watch = LinkWatch(seconds, self._schedule.budget * self._chosen["step_s"])
+            return
+        self._epoch_of_watch = trainer.current_epoch
+        rank_zero_info(
+            f'{type(strategy).__name__}, sparsity="auto": the exchange takes {in_time(seconds)} of a step, and was '
+            f"predicted to take {in_time(self._link_watch.predicted_s)}; {reason}."
+        )
         self._choose(described(chosen, measured))
         for each in strategy.workers:
             if isinstance(each, GradientWorker) and each.sparse is not None and each.sparse.link is not None:
                 each.sparse.link = measured.link
 
-    def _left_out(self) -> list[str]:
-        """Return the methods that are not measured for what is trained, or cannot train it; with the reasons."""
-        strategy, left_out = self._strategy, []
+    def _left_out(self, trainer: pl.Trainer) -> list[str]:
+        """Return the methods that are not measured for what is trained, or cannot train it; with the reasons.
+
+        Collective: all ranks, where local SGD is allowed.
+        """
+        strategy, left_out = self._strategy, list[str]()
         workers = [worker for worker in strategy.workers if isinstance(worker, GradientWorker)]
         unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
         if unknown:
             left_out.append(f"dgc: its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}")
         elif not self._numels()[0]:
             left_out.append("dgc: no tensor that is trained has min_numel elements")
+        else:
+            try:
+                self._check_corrections()
+            except ConfigurationError as error:
+                left_out.append(f"dgc: {str(error).split('. ')[0]}")
         if not self._allow_local:
             return left_out
         others = {type(each.optimizer).__name__ for each in workers} - {"SGD"}
@@ -224,7 +256,14 @@ class AutoSparsity:
             left_out.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
         elif strategy._ddp_kwargs.get("broadcast_buffers"):
             left_out.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
+        elif len({*(lengths := lengths_of_data(trainer))}) > 1 or math.inf in lengths:
+            left_out.append("local_sgd: the ranks have different or unknown numbers of batches")
         return left_out
+
+    def _check_corrections(self) -> None:
+        for worker in self._strategy.workers:
+            if isinstance(worker, GradientWorker):
+                worker.correction.check()
 
     @property
     def _schedule(self) -> EveryStep:
@@ -234,7 +273,7 @@ class AutoSparsity:
         return self._given.when
 
     def _run(self, worker: Worker, trainer: pl.Trainer) -> Run:
-        total = num_steps_of(trainer)
+        total = self._num_steps_of(trainer)
         num_done = trainer.global_step + 1  # it does not count this one yet
         share = self._num_steps / max(1, num_done - self._first_step)  # of the Trainer's steps, that of this optimizer
         left = (total - num_done) * min(1.0, share)
@@ -244,6 +283,16 @@ class AutoSparsity:
             steps_per_epoch=steps_per_epoch_of(trainer),
             is_pretrained=self._is_pretrained or self._schedule.pretrained,
         )
+
+    def _num_steps_of(self, trainer: pl.Trainer) -> float:
+        """Return the steps of the run, of all optimizers, as `trainer.global_step` counts them."""
+        total, most = num_steps_of(trainer), trainer.max_steps
+        if trainer.lightning_module.automatic_optimization or total == most:
+            return total
+        # Lightning counts batches, with any number of steps in each.
+        num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1 - self._first_batch
+        total *= (trainer.global_step + 1 - self._first_step) / max(1, num_batches)
+        return min(total, most) if most >= 0 else total
 
     def _numels(self) -> tuple[list[int], int]:
         """Return the elements of this rank's part of each sparse tensor, and of all others together."""

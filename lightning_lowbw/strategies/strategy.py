@@ -114,7 +114,7 @@ class Strategy(DDPStrategy):
         return f"{type(self).__name__}({self._in_words()}; {shown})"
 
     def _in_words(self) -> str:
-        return in_words(self.method)
+        return in_words(Method() if self.auto.has_chosen_dense else self.method)
 
     @property
     def workers(self) -> list[Worker]:
@@ -226,7 +226,7 @@ class Strategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        facts.agree_on_configuration(type(self).__name__, self.method.facts(), self._ddp_kwargs)
+        facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, self._ddp_kwargs)
         facts.agree_on_model(self.model)
         group = self._ddp_kwargs.get("process_group")
         self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)

@@ -59,7 +59,7 @@ class Synchronous(Regime):
             warn_if_never_sparse(method.when, trainer)
             for worker in self.strategy.workers:
                 worker.warn_if_incomplete()
-        tell_notes(self.strategy.workers)
+            tell_notes(self.strategy.workers)
 
     def _check_overlap(self, trainer: pl.Trainer) -> None:
         """Refuse what needs whole gradients, or does not say during backward which step they are for."""

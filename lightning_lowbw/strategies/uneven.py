@@ -62,8 +62,7 @@ class Uneven:
         Raises:
             ConfigurationError: on all ranks; they have not, and something does not allow it.
         """
-        lengths: list[float] = [0.0] * self._strategy.world_size
-        dist.all_gather_object(lengths, float(trainer.num_training_batches))
+        lengths = lengths_of_data(trainer)
         self.is_uneven = len(set(lengths)) > 1 or math.inf in lengths
         for worker in workers:
             worker.weighs_samples = self.is_uneven
@@ -190,6 +189,16 @@ class Uneven:
                 "Validation and checkpoints in the middle of an epoch need all ranks, and some have fewer batches "
                 "than others: do both at the end of the epoch."
             )
+
+
+def lengths_of_data(trainer: pl.Trainer) -> list[float]:
+    """Return the number of batches of each rank's epoch; infinity where it is not known.
+
+    Collective: all ranks, blocking.
+    """
+    lengths: list[float] = [0.0] * trainer.world_size
+    dist.all_gather_object(lengths, float(trainer.num_training_batches))
+    return lengths
 
 
 def _num_samples(batch: Any) -> int:

@@ -54,9 +54,10 @@ class AdamCorrection(ErrorFeedback):
         lowered = sorted({b for group in self.optimizer.param_groups if (b := float(group["betas"][0])) > largest})
         if not lowered:
             return ""
+        steps = f"steps that send at most {100 * (1 - lowered[0]):.4g} %" if self.keeps_momentum else "the sparse phase"
         return (
             f"{type(self.optimizer).__name__}: beta1={', '.join(map(str, lowered))} is lowered to {largest} for sparse "
-            "tensors in the sparse phase: what is sent late is a mean over steps already."
+            f"tensors in {steps}: what is sent late is a mean over steps already."
         )
 
     @property

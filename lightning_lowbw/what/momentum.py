@@ -42,6 +42,7 @@ class ErrorFeedback:
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
+        keeps_momentum: whether `TopK.keep_momentum` is asked for.
         density: the fraction that the step in progress sends, where `TopK.keep_momentum` asks for it; else 0.
     """
 
@@ -52,11 +53,11 @@ class ErrorFeedback:
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         self.optimizer, self.num_participants = optimizer, num_participants
-        self.density = 0.0
+        self.keeps_momentum, self.density = False, 0.0
 
-    def is_brief(self, momentum: float) -> bool:
-        """Whether elements wait for fewer steps, 1 / density, than momentum lasts, 1 / (1 - m)."""
-        return self.density > 1.0 - momentum + 1e-6  # 1 - 0.9 is not 0.1
+    def is_brief(self, momentum: float, times: float = 1.0) -> bool:
+        """Whether elements wait for fewer steps, 1 / density, than so many times what momentum lasts, 1 / (1 - m)."""
+        return times * self.density > 1.0 - momentum + 1e-6  # 1 - 0.9 is not 0.1
 
     @property
     def local_keys(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         EveryStep(5000, 30000, (1 - 0.128, 1 - 0.032, 1 - 0.008)),
         FACTS + "dgc, 4.46 h to the end (0.8 % of each gradient is sent, after 10000 steps each at 12.8 %, 3.2 %, from "
         "step 5000 on; more would take over 5 % of a step); ddp would take 25.8 h, float16 18.3 h, int8 14.4 h. To "
-        "write it down: DGCStrategy(rampup_begin_step=5000, rampup_step=30000, sparsity=[0.872, 0.968, 0.992], "
+        "write it down: lowbw.DGCStrategy(rampup_begin_step=5000, rampup_step=30000, sparsity=[0.872, 0.968, 0.992], "
         "keep_momentum=True)",
     ),
     "short run": (
@@ -66,7 +66,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         EveryStep(1007, 1, (1 - 0.032,)),
         FACTS + "dgc, 2.05 min to the end (3.2 % of each gradient is sent, from step 1007 on; an element is to be sent "
         "30 times on average, and 1000 steps are left); ddp would take 15.5 min, float16 11 min, int8 8.67 min. To "
-        "write it down: DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968], keep_momentum=True)",
+        "write it down: lowbw.DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968], keep_momentum=True)",
     ),
     "an optimizer that is not measured": (
         SLOW,
@@ -82,9 +82,9 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         {"allow_local": True},
         LocalSGD(8, 7, delay_steps=7),
         "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1,000 Mb/s, latency "
-        "50 ms: local_sgd, 3.16 h to the end (weights are averaged after every 8 steps, during 7 of them); ddp would "
-        "take 25.8 h, float16 22.5 h, int8 19.7 h, dgc 9.47 h. To write it down: LocalSGDStrategy(k_steps=8, "
-        "begin_step=7, delay_steps=7)",
+        "50 ms: local_sgd, 3.16 h to the end (weights are averaged after every 8 steps, each average hidden behind 7); "
+        "ddp would take 25.8 h, float16 22.5 h, int8 19.7 h, dgc 9.47 h. To write it down: "
+        "lowbw.LocalSGDStrategy(k_steps=8, begin_step=7, delay_steps=7)",
     ),
     "a length that is not known": (
         replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.5)),
@@ -103,6 +103,19 @@ def test_situations(situation: str) -> None:
     assert found == expected
     assert reason == sentence or not sentence
     assert ("of 10000 steps, which are assumed" in reason) == (run.num_steps is None)
+
+
+def test_the_code_says_the_topology() -> None:
+    assert pick(SLOW, SHORT, 0.05, topology=2)[1].endswith('To write it down: strategy="int8" with topology=2')
+    _, reason = pick(FAST, LONG, 0.05, topology="auto")
+    assert reason.endswith("To write it down: lowbw.HierarchicalStrategy(topology='auto')")
+
+
+def test_no_local_steps_where_none_would_be_averaged() -> None:
+    for num_left, is_taken in ((14, False), (15, True)):
+        found, reason = pick(FAR, Run(num_done=7, num_steps=7 + num_left), 0.05, allow_local=True)
+        assert (isinstance(found, Method) and found.averages_weights) == is_taken
+        assert (f"not local_sgd, for {num_left} steps are left, and its averages come after 8" in reason) != is_taken
 
 
 def test_local_steps_only_where_they_are_allowed() -> None:

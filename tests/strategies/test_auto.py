@@ -193,6 +193,79 @@ def test_it_does_not_take_what_is_not_measured() -> None:
     assert "not local_sgd, for its accuracy is measured with SGD, not with RMSprop" in said
 
 
+def dampened(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=0.1)
+
+
+class WithDampening(Wide):
+    def __init__(self) -> None:
+        super().__init__(dampened)
+
+
+def test_an_optimizer_that_dgc_refuses_is_trained() -> None:
+    results = run_ranks(partial(fit, "dgc", model=WithDampening), 2)
+    assert isinstance(results[0]["method"].what, Narrow)
+    assert "not dgc, for SGD with dampening=0.1 has no momentum correction" in results[0]["said"][0]
+
+
+def fit_on_uneven_data() -> list[str]:
+    said: list[str] = []
+    strategy = AutoStrategy(allow_local=True, pretrained=True)
+    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=20, max_epochs=-1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: CASES["local_sgd"][0])
+        monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
+        trainer.fit(Wide(), make_data(dist.get_world_size(), 30 + dist.get_rank()))
+    return said
+
+
+def test_local_steps_are_not_taken_on_uneven_data() -> None:
+    (said,) = run_ranks(fit_on_uneven_data, 2)[0]
+    assert "int8, " in said
+    assert "not local_sgd, for the ranks have different or unknown numbers of batches" in said
+
+
+class Two(Wide):
+    """Two optimizers, both of which step in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        half = list(self.wide.parameters())
+        rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
+        return [sgd(half), sgd(rest)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fit_two(**limits: int) -> tuple[int, int | None]:
+    runs: list[Any] = []
+    real = auto_sparsity.agreed
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: CASES["ddp"][0])
+        monkeypatch.setattr(auto_sparsity, "agreed", lambda *args: (runs.append(args[1]), real(*args))[1])
+        trainer = make_trainer(AutoStrategy(), dist.get_world_size(), **limits)
+        trainer.fit(Two(), make_data(dist.get_world_size(), 60))
+    (run,) = runs
+    return run.num_done, run.num_steps
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_steps": 120, "max_epochs": -1}])
+def test_the_length_of_a_run_with_two_optimizers(limits: dict[str, int]) -> None:
+    """Each takes 60 steps, where Lightning says 60 or 120 in all."""
+    num_done, num_steps = run_ranks(partial(fit_two, **limits), 2)[0]
+    assert num_done == NUM_STEPS
+    assert num_steps is not None
+    assert abs(num_steps - 60) <= 5
+
+
 def test_small_tensors_are_no_reason_to_send_all_bits() -> None:
     results = run_ranks(partial(fit, "dgc", model=Tiny), 2)
     assert isinstance(results[0]["method"].what, Narrow)
@@ -247,5 +320,7 @@ def test_it_says_what_it_will_do() -> None:
     assert repr(AutoStrategy()) == "AutoStrategy(what takes least time, chosen after 7 steps; topology='flat')"
     shown = run_ranks(partial(fit, "int8"), 2)[0]["shown"]
     assert shown == "AutoStrategy(every step, whole gradients as int8, from step 7; topology='flat')"
+    dense = run_ranks(partial(fit, "ddp"), 2)[0]["shown"]
+    assert dense == "AutoStrategy(every step, whole gradients; topology='flat')"
     with pytest.raises(ConfigurationError, match="allow_local=1"):
         AutoStrategy(allow_local=1)  # type: ignore[arg-type]
