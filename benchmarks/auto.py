@@ -380,7 +380,7 @@ def start_on_loopback(command: Sequence[str]) -> None:
     finally:
         for rank in ranks:
             if rank.poll() is None:
-                rank.terminate()
+                rank.kill()  # a Trainer only notes that it is asked to end
             rank.wait()
 
 
@@ -537,7 +537,7 @@ class Difference:
 
     Attributes:
         mean: positive is worse.
-        error: the standard deviation of the differences, divided by the root of their number.
+        error: the standard deviation of the differences, divided by the root of their number; NaN for one seed.
     """
 
     mean: float
@@ -545,10 +545,14 @@ class Difference:
 
     @property
     def in_errors(self) -> float:
-        return self.mean / self.error if self.error else math.copysign(math.inf, self.mean) if self.mean else 0.0
+        """The mean in standard errors; 0 where no run differs."""
+        return self.mean / self.error if self.error else 0.0
 
     @property
     def verdict(self) -> str:
+        """Whether this is within one standard error."""
+        if math.isnan(self.error):
+            return "one seed"
         return "within" if abs(self.in_errors) <= 1 else "worse" if self.mean > 0 else "better"
 
 
@@ -579,7 +583,7 @@ class Cell:
 
 def error_of(values: Sequence[float]) -> float:
     """Return the standard error of the mean."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]:
@@ -633,32 +637,33 @@ def accuracy_to_markdown(cells: list[Cell]) -> str:
                 texts.append(with_error(statistics.mean(values), error_of(values), form))
             difference = cell.difference(key)
             texts.append(with_error(scale * difference.mean, scale * difference.error, "+" + form))
-            texts.append("0" if cell.schedule is None else f"{difference.in_errors:+.1f}")
+            texts.append("-" if math.isnan(difference.error) else f"{difference.in_errors:+.1f}")
             verdicts.append("the same" if cell.schedule is None else difference.verdict)
         lines.append("| " + " | ".join([*texts, ", ".join(verdicts)]) + " |")
     return "\n".join(lines)
 
 
 def with_error(mean: float, error: float, form: str) -> str:
-    """Return "mean ± error"."""
-    return f"{mean:{form}} ± {error:{form.lstrip('+')}}"
+    """Return "mean ± error", or the mean of one seed."""
+    return f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form.lstrip('+')}}")
 
 
 def summary_of(cells: list[Cell]) -> str:
-    """Return how many cells reach the goal, and by how much the others miss it."""
-    parts = []
-    for key, name in (("val_loss", "validation loss"), ("test_accuracy", "test accuracy")):
-        by_verdict: dict[str, list[str]] = {"within": [], "better": [], "worse": []}
-        for cell in cells:
-            where = f"{cell.task} {cell.steps:,} ({', '.join(cell.links)})"
-            difference = cell.difference(key)
-            by_verdict[difference.verdict].append(f"{where} {difference.in_errors:+.1f}")
-        worse = f" Worse: {'; '.join(by_verdict['worse'])}." if by_verdict["worse"] else ""
+    """Return in how many rows auto reaches the goal, and by how much it misses it in the others."""
+    sparse = [cell for cell in cells if cell.schedule is not None and len(cell.seeds) > 1]
+    parts = [f"In {sum(cell.schedule is None for cell in cells)} rows auto stays dense, in {len(sparse)} it does not."]
+    for key, name in (("val_loss", "Validation loss"), ("test_accuracy", "Test accuracy")):
+        found: dict[str, list[str]] = {"within": [], "better": [], "worse": []}
+        for cell in sparse:
+            difference, where = cell.difference(key), f"{cell.task} {cell.steps:,} ({', '.join(cell.links)})"
+            found[difference.verdict].append(f"{where} by {abs(difference.in_errors):.1f}")
+        worse = f": {'; '.join(found['worse'])}" if found["worse"] else ""
+        within, better = len(found["within"]), len(found["better"])
         parts.append(
-            f"{name.capitalize()}: auto is within one standard error in {len(by_verdict['within'])} of {len(cells)} "
-            f"rows, better in {len(by_verdict['better'])}, worse in {len(by_verdict['worse'])}.{worse}"
+            f"{name} of these {len(sparse)}: within one standard error of ddp's in {within}, better in {better}, worse "
+            f"in {len(found['worse'])}{worse}."
         )
-    return "\n\n".join(parts)
+    return " ".join(parts)
 
 
 def wall_clock_to_markdown(records: list[Row]) -> str:
@@ -726,7 +731,10 @@ def draw(cells: list[Cell], records: list[Row], path: Path) -> None:
             )
         axis.axvline(0.0, color="k", lw=0.8)
         axis.set_yticks(range(len(cells)), labels if axis is axes[0] else [""] * len(cells), fontsize=8)
-        axis.set_xscale("symlog", linthresh=0.01 if scale == 1.0 else 0.5)
+        least = 0.01 if scale == 1.0 else 1.0  # linear below
+        axis.set_xscale("symlog", linthresh=least)
+        axis.set_xticks([sign * least * 10**power for power in (0, 1, 2) for sign in (-1, 1)] + [0])
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.invert_yaxis()
         axis.grid(alpha=0.3)
         axis.set_title(f"{title}\n(mean and standard error over seeds; right is worse)", fontsize=9)
@@ -790,8 +798,8 @@ def report_accuracy(results: dict[str, Any], cells: list[Cell]) -> list[str]:
         "standard error (SE) over seeds. A difference is the mean over seeds of that between runs of one seed, ± its "
         "SE, positive where auto is worse; it is within one standard error where its mean is not larger than its SE. "
         f"What auto chooses is by a nominal link (latency {1e3 * LATENCY_S:g} ms) and the computation of a step, "
-        f"measured once (ms: {step_ms}); links for which it chooses the same share their runs. Where it stays dense the "
-        f"runs are ddp's: the weights were equal to the bit in {num_equal} of {num_checked} runs that checked it.",
+        f"measured once (ms: {step_ms}); links for which it chooses the same share their runs. Where it stays dense "
+        f"the runs are ddp's: the weights were equal to the bit in {num_equal} of {num_checked} runs that checked it.",
         accuracy_to_markdown(cells),
         summary_of(cells),
         "Two methods that are equal differ by more than one standard error over 5 seeds in 37 % of such rows "
