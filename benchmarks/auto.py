@@ -36,7 +36,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,15 @@ def schedule_of(strategy: Any) -> Row | None:
     return as_plain(None if when.is_auto else when)
 
 
+@cache
+def payload_of(method: str) -> Row:
+    """Return what a method sends, but for defaults: a row with another payload is no row of this method."""
+    what = DGCStrategy(**VARIANTS[method]).method.what if method in VARIANTS else TopK()
+    assert isinstance(what, TopK)
+    default = asdict(TopK())
+    return {name: value for name, value in asdict(what).items() if value != default[name]}
+
+
 def as_plain(when: EveryStep | None) -> Row | None:
     """Return a schedule as plain values."""
     return None if when is None else {name: json.loads(json.dumps(getattr(when, name))) for name in FIXED}
@@ -271,7 +280,7 @@ def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> R
         mock.patch.object(AdamCorrection, "LARGEST_BETA1", largest_beta1),
     ):
         trainer.fit(model, data)
-    row = {"schedule": schedule_of(trainer.strategy), "sentence": "".join(said)}
+    row = {"schedule": schedule_of(trainer.strategy), "payload": payload_of(job["method"]), "sentence": "".join(said)}
     if stop_after is not None:
         return row
     seconds = time.perf_counter() - started_s
@@ -345,7 +354,7 @@ def wanted_runs(chosen: list[Row], methods: Sequence[str], is_first: bool) -> li
     for method in methods:
         for each in chosen:
             schedule = fixed.get(method, each["schedule"])
-            key = {"method": method, "schedule": schedule}
+            key = {"method": method, "schedule": schedule, "payload": payload_of(method)}
             is_wanted = method in fixed or schedule is not None or (is_first and method == "auto")
             if is_wanted and all(run["key"] != key for run in runs):
                 runs.append({"key": key, "link": each["link"]})
@@ -602,9 +611,11 @@ def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]
                     schedules.append(each["schedule"])
             for schedule in schedules:
                 links = tuple(each["link"] for each in choices if each["schedule"] == schedule)
-                rows = {m: {row["seed"]: row for row in same if row["method"] == m} for m in ("ddp", "dgc 99.9 %")}
-                auto = "ddp" if schedule is None else "auto"
-                rows["auto"] = {row["seed"]: row for row in same if is_same(row, method=auto, schedule=schedule)}
+                rows = {}
+                for method, sent in (("ddp", None), ("dgc 99.9 %", FIXED), ("auto", schedule)):
+                    name = "ddp" if sent is None else method  # to the bit
+                    key = {"method": name, "schedule": sent, "payload": payload_of(name)}
+                    rows[method] = {row["seed"]: row for row in same if is_same(row, **key)}
                 cell = Cell(task, num_steps, links, schedule, rows)
                 if cell.seeds:
                     cells.append(cell)
@@ -641,6 +652,29 @@ def accuracy_to_markdown(cells: list[Cell]) -> str:
             verdicts.append("the same" if cell.schedule is None else difference.verdict)
         lines.append("| " + " | ".join([*texts, ", ".join(verdicts)]) + " |")
     return "\n".join(lines)
+
+
+def variants_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
+    """Return the table of what else has been tried with auto's schedules; empty where nothing has."""
+    lines = [
+        "| task | steps | auto sends | variant | seeds | validation loss of ddp | above it | as auto does it | "
+        "test accuracy of ddp, % | points below it | as auto does it |",
+        "| --- |" + " --- |" * 10,
+    ]
+    for cell in cells:
+        for variant in [name for name in VARIANTS if name not in METHODS]:
+            key = {"task": cell.task, "steps": cell.steps, "schedule": cell.schedule, "method": variant}
+            rows = {row["seed"]: row for row in results["rows"] if is_same(row, **key, payload=payload_of(variant))}
+            both = replace(cell, rows={**cell.rows, variant: rows})
+            if not both.seeds:
+                continue
+            texts = [cell.task, f"{cell.steps:,}", in_words(cell.schedule), variant, str(len(both.seeds))]
+            for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
+                texts.append(f"{scale * statistics.mean(both.values('ddp', name)):{form}}")
+                for each in (both.difference(name, variant), both.difference(name)):
+                    texts.append(with_error(scale * each.mean, scale * each.error, "+" + form))
+            lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def with_error(mean: float, error: float, form: str) -> str:
@@ -769,6 +803,8 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
     """Return what goes into the card."""
     cells = cells_of(results, constants)
     parts = report_accuracy(results, cells) if cells else []
+    if variants := variants_to_markdown(results, cells):
+        parts += ["The same schedules, with a momentum that is left as it is:", variants]
     if results["wall_clock"]:
         records = sorted_records(results)
         parts += [
