@@ -1,4 +1,7 @@
-"""The models that are timed: sizes of real ones, random data, so that nothing but the step is measured."""
+"""The models that are timed: sizes of real ones, random data, so that nothing but the step is measured.
+
+And two that are trained on the zoo's data for what they reach: a small ResNet, and GPT-2 as `transformers` builds it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_lowbw.zoo.text import ByteLanguageModel
+from lightning_lowbw.zoo.optimizers import configure_optimizer
+from lightning_lowbw.zoo.text import NUM_BYTES, ByteLanguageModel
 
 
 class Residual(nn.Module):
@@ -49,6 +56,73 @@ def resnet18() -> nn.Module:
 def transformer_10m() -> nn.Module:
     """A byte-level decoder of 10.1 million parameters."""
     return ByteLanguageModel(d_model=384, num_layers=6, num_heads=6)
+
+
+def small_resnet() -> nn.Module:
+    """A ResNet for the digits' images of 8 x 8: 0.3 million parameters, 0.27 in tensors of 16384 elements or more."""
+    layers: list[nn.Module] = [nn.Conv2d(1, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    layers += [Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+class GPT2(nn.Module):
+    """GPT-2 of `transformers`, from a config, over bytes: 1.2 million parameters; from bytes to logits.
+
+    Raises:
+        ModuleNotFoundError: there is no `transformers`, of which nothing else here has need.
+    """
+
+    def __init__(self, context: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_embd": 128, "n_layer": 6, "n_head": 4, "n_positions": context, "vocab_size": NUM_BYTES}
+        no_tokens = {"bos_token_id": None, "eos_token_id": None}
+        self.network = GPT2LMHeadModel(GPT2Config(**sizes, **no_tokens, use_cache=False))
+
+    def forward(self, text: Tensor) -> Tensor:
+        logits: Tensor = self.network(input_ids=text).logits
+        return logits
+
+
+class Scored(pl.LightningModule):
+    """A network that is trained by cross-entropy, with the metrics of the zoo's modules.
+
+    Args:
+        network: from inputs to logits.
+        num_classes: of the targets.
+        **knobs: `optimizer`, `lr`, `momentum`, `weight_decay`, `nesterov` and `schedule`, as of the zoo's modules.
+    """
+
+    def __init__(self, network: nn.Module, num_classes: int, **knobs: object) -> None:
+        super().__init__()
+        self.save_hyperparameters({"momentum": 0.9, "nesterov": False, "schedule": "one_cycle", **knobs})
+        self.network = network
+        self.val_loss = MeanMetric()
+        self.val_acc, self.test_acc = (MulticlassAccuracy(num_classes, average="micro") for _ in range(2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self._loss_and_prediction(batch)[0]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss, prediction = self._loss_and_prediction(batch)
+        self.val_loss.update(loss, weight=len(prediction))
+        self.val_acc.update(prediction, batch[1])
+        self.log("val_loss", self.val_loss)
+        self.log("val_acc", self.val_acc)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        _, prediction = self._loss_and_prediction(batch)
+        self.test_acc.update(prediction, batch[1])
+        self.log("test_acc", self.test_acc)
+
+    def _loss_and_prediction(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        logits = self.network(inputs)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits.argmax(-1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return configure_optimizer(self)
 
 
 @dataclass(frozen=True)
