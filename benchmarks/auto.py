@@ -53,10 +53,11 @@ from torch.utils.data import DataLoader
 from benchmarks.models import GPT2, WORKLOADS, Scored, Timed, loader, small_resnet
 from lightning_lowbw import DGCStrategy, EveryStep
 from lightning_lowbw.engine import auto as rule
+from lightning_lowbw.engine import measuring
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
+from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity, seconds_of_work
-from lightning_lowbw.what.adam import AdamCorrection
+from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
@@ -73,8 +74,7 @@ METHODS = ("ddp", "dgc 99.9 %", "auto")
 VARIANTS: dict[str, dict[str, Any]] = {  # arguments of DGCStrategy
     "dgc 99.9 %": {"sparsity": FIXED["sparsity"]},
     "auto": {"sparsity": "auto"},
-    "auto, no masking": {"sparsity": "auto", "momentum_masking": False},  # of SGD; Adam's is never masked
-    "auto, own beta1": {"sparsity": "auto"},  # Adam's, not lowered
+    "auto, momentum cut": {"sparsity": "auto", "keep_momentum": False},  # as in steps that send less
 }
 NUM_WORK_SAMPLES = 8  # of which the fastest counts, as of steps
 SMOOTHING = 20  # steps of the training loss at the end
@@ -233,8 +233,8 @@ def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[l
 
     with (
         mock.patch.object(AutoSparsity, "_measure", measure),
-        mock.patch.object(auto_sparsity, "measure_link", return_value=link),
-        mock.patch.object(auto_sparsity, "seconds_of_work", lambda _, density, *__: work_s[density]),
+        mock.patch.object(measuring, "measure_link", return_value=link),
+        mock.patch.object(measuring, "seconds_of_work", lambda _, density, *__: work_s[density]),
         mock.patch.object(auto_sparsity, "rank_zero_info", said.append),
     ):
         yield said
@@ -274,11 +274,7 @@ def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> R
     strategy = DGCStrategy(**VARIANTS[job["method"]]) if job["method"] in VARIANTS else job["method"]
     trainer = make_trainer(strategy, job["steps"], curve, data, NUM_RANKS)
     started_s = time.perf_counter()
-    largest_beta1 = 1.0 if job["method"] == "auto, own beta1" else AdamCorrection.LARGEST_BETA1
-    with (
-        nominal_values(nominal, job["task"], LINKS[job["link"]]) as said,
-        mock.patch.object(AdamCorrection, "LARGEST_BETA1", largest_beta1),
-    ):
+    with nominal_values(nominal, job["task"], LINKS[job["link"]]) as said:
         trainer.fit(model, data)
     row = {"schedule": schedule_of(trainer.strategy), "payload": payload_of(job["method"]), "sentence": "".join(said)}
     if stop_after is not None:
@@ -804,7 +800,10 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
     cells = cells_of(results, constants)
     parts = report_accuracy(results, cells) if cells else []
     if variants := variants_to_markdown(results, cells):
-        parts += ["The same schedules, with a momentum that is left as it is:", variants]
+        parts += [
+            "The same schedules with `keep_momentum=False`, velocities cleared and beta1 lowered at every density:",
+            variants,
+        ]
     if results["wall_clock"]:
         records = sorted_records(results)
         parts += [
@@ -877,8 +876,8 @@ def main() -> None:
         results = json.loads(path.read_text())
     if options.part != "report":
         results["environment"] = {name: each for name, each in describe_environment().items() if name != "link"}
-        measuring = {"accuracy": measure_accuracy, "wall-clock": measure_wall_clock}[options.part]
-        measuring(options, results, path)
+        measure_part = {"accuracy": measure_accuracy, "wall-clock": measure_wall_clock}[options.part]
+        measure_part(options, results, path)
         results = json.loads(path.read_text())
     constants = constants_of(options)
     text = report(results, constants)
