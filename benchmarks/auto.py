@@ -251,6 +251,8 @@ def payload_of(method: str) -> Row:
     """Return what a method sends, but for defaults: a row with another payload is no row of this method."""
     what = DGCStrategy(**VARIANTS[method]).method.what if method in VARIANTS else TopK()
     assert isinstance(what, TopK)
+    if VARIANTS.get(method, {}).get("sparsity") == "auto" and what.keep_momentum is None:
+        what = replace(what, keep_momentum=True)  # as auto does with what it chooses
     default = asdict(TopK())
     return {name: value for name, value in asdict(what).items() if value != default[name]}
 

@@ -31,7 +31,7 @@ def check_replaced(what: Payload, made_for: Payload) -> None:
     """Check that a payload that replaces another means the same by what is kept."""
     if type(what) is not type(made_for):
         raise ConfigurationError(f"{what} in place of {made_for}: another payload needs a worker of its own.")
-    for name in ("correction", "dense_dtype", "keep_momentum") if isinstance(what, TopK) else ():
+    for name in ("correction", "dense_dtype") if isinstance(what, TopK) else ():
         given, own = getattr(what, name), getattr(made_for, name)
         if given != own:
             raise ConfigurationError(

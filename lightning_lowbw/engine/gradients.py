@@ -94,7 +94,6 @@ class GradientWorker(Worker):
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_senders
         )
-        self.correction.keeps_momentum = isinstance(what, TopK) and what.keep_momentum
         if not method.when.is_auto:  # else nothing is corrected yet, and perhaps never
             self.correction.check()
         if not isinstance(what, Whole):
@@ -172,6 +171,12 @@ class GradientWorker(Worker):
         if self._last_residual_norm is not None:
             shown["residual_norm"] = self._last_residual_norm
         return shown
+
+    @property
+    def note(self) -> str:
+        """What the user is to be told about the optimizer when steps become sparse; empty for nothing."""
+        what = self.method.what
+        return self.correction.note_of(isinstance(what, TopK) and bool(what.keep_momentum))
 
     def warn_if_incomplete(self) -> None:
         """Warn, on rank 0, where sparse steps train by error feedback alone, and nobody has asked for that."""

@@ -144,7 +144,7 @@ class Method:
                 ("dense_dtype", ("float32",)),
                 ("correction", ("auto",)),
                 ("momentum_masking", (None,)),
-                ("keep_momentum", (False,)),
+                ("keep_momentum", (None,)),
             ):
                 value = getattr(self.what, name)
                 if value not in allowed:

@@ -12,7 +12,6 @@ from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK, as_compression
 from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, Rule
 from lightning_lowbw.when.every_k import AUTO, EveryK
-from lightning_lowbw.when.every_step import AUTO as AUTO_SPARSITY
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.node_peers import Algorithm
 from lightning_lowbw.where.topology_choice import TopologyChoice
@@ -29,7 +28,7 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
 
     Args:
         topology: as of `Where`.
-        **knobs: fields of `EveryStep` and `TopK`. `keep_momentum` is True with "auto", which may send much.
+        **knobs: fields of `EveryStep` and `TopK`.
 
     Raises:
         ConfigurationError: a knob is unknown or out of range, or the payload's own density is given beside stairs.
@@ -44,8 +43,6 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
         raise ConfigurationError(
             f"sparsity={knobs['sparsity']!r} and density={knobs['density']!r}: both say how much is sent; give one."
         )
-    if knobs.get("keep_momentum") is None:
-        knobs = {**knobs, "keep_momentum": knobs.get("sparsity") == AUTO_SPARSITY}
     when, what = sorted_into("DGC", knobs, EveryStep, TopK)
     return Method(when=EveryStep(**when), what=TopK(**what), where=Where(topology=topology, algorithm="sharded"))
 

@@ -66,7 +66,7 @@ class SparseGradients:
         if not slots:
             return
         payload = self._exchange.payload
-        self._correction.density = density if self._correction.keeps_momentum else 0.0
+        self._correction.density = density if payload.keep_momentum else 0.0
         gradients = {slot.name: self._exchange.part(slot.gradient) for slot in slots}
         unlooked = [slot for slot in slots if slot.parameter not in self.faults]
         flags = torch.zeros(len(unlooked), dtype=torch.bool, device=slots[0].gradient.device).unbind()

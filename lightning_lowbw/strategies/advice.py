@@ -53,8 +53,8 @@ def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer) -> None:
 def tell_notes(workers: Iterable[Worker]) -> None:
     """Say where the arithmetic of an optimizer is another one in sparse steps."""
     for worker in workers:
-        if isinstance(worker, GradientWorker) and worker.correction.note:
-            rank_zero_info(worker.correction.note)
+        if isinstance(worker, GradientWorker) and worker.note:
+            rank_zero_info(worker.note)
 
 
 def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:

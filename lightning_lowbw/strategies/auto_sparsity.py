@@ -55,7 +55,7 @@ class AutoSparsity:
     def __init__(self, strategy: Strategy, *, picks: bool = False, allow_local: bool = False) -> None:
         self._strategy, self._picks, self._allow_local = strategy, picks, allow_local
         self._given: Method | None = None  # with "auto" in it
-        self._chosen: dict[str, Any] | None = None  # what has taken its place; {} where all stays dense
+        self._chosen: dict[str, Any] | None = None  # what has taken its place; see `described`
         self._adopted: Method | None = None  # that, as a method
         self._callbacks: list[Callback] = []  # the Trainer's, in this fit
         self._link_watch: LinkWatch | None = None
@@ -346,7 +346,10 @@ class AutoSparsity:
             self._link_watch = LinkWatch(chosen["predicted_s"], self._schedule.budget * chosen["step_s"])
         if chosen["when"] is not None:
             when = EveryStep(**chosen["when"], overlap=self._schedule.overlap)
-            self._replace(dataclasses.replace(self._given, when=when))
+            what = self._given.what
+            if isinstance(what, TopK) and what.keep_momentum is None:
+                what = dataclasses.replace(what, keep_momentum=True)
+            self._replace(dataclasses.replace(self._given, when=when, what=what))
 
     def _replace(self, method: Method) -> None:
         strategy = self._strategy

@@ -32,7 +32,7 @@ class DGCStrategy(Strategy):
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
         keep_momentum: whether velocities are not cleared in steps that send more than (1 - momentum) / 2, nor beta1
-            lowered above 1 - beta1 (5 % and 10 %, with 0.9); None: with "auto".
+            lowered above 1 - beta1 (5 % and 10 %, with 0.9); None: with numbers that "auto" has chosen.
         min_numel: tensors with fewer elements are sent dense.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.

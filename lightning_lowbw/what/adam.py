@@ -48,13 +48,12 @@ class AdamCorrection(ErrorFeedback):
         self._counted: dict[Parameter, tuple[Tensor, int, int]] = {}
         self._coming: dict[Parameter, int] = {}  # the number of the step in progress
 
-    @property
-    def note(self) -> str:
+    def note_of(self, keeps_momentum: bool) -> str:
         largest = self.LARGEST_BETA1
         lowered = sorted({b for group in self.optimizer.param_groups if (b := float(group["betas"][0])) > largest})
         if not lowered:
             return ""
-        steps = f"steps that send at most {100 * (1 - lowered[0]):.4g} %" if self.keeps_momentum else "the sparse phase"
+        steps = f"steps that send at most {100 * (1 - lowered[0]):.4g} %" if keeps_momentum else "the sparse phase"
         return (
             f"{type(self.optimizer).__name__}: beta1={', '.join(map(str, lowered))} is lowered to {largest} for sparse "
             f"tensors in {steps}: what is sent late is a mean over steps already."

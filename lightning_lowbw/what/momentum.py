@@ -42,7 +42,6 @@ class ErrorFeedback:
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
-        keeps_momentum: whether `TopK.keep_momentum` is asked for.
         density: the fraction that the step in progress sends, where `TopK.keep_momentum` asks for it; else 0.
     """
 
@@ -53,7 +52,7 @@ class ErrorFeedback:
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         self.optimizer, self.num_participants = optimizer, num_participants
-        self.keeps_momentum, self.density = False, 0.0
+        self.density = 0.0
 
     def is_brief(self, momentum: float, times: float = 1.0) -> bool:
         """Whether elements wait for fewer steps, 1 / density, than so many times what momentum lasts, 1 / (1 - m)."""
@@ -64,9 +63,12 @@ class ErrorFeedback:
         """Names of other states of the optimizer that differ between ranks."""
         return ()
 
-    @property
-    def note(self) -> str:
-        """What the user is to be told when the training starts; empty for nothing."""
+    def note_of(self, keeps_momentum: bool) -> str:
+        """Return what the user is to be told when steps become sparse; empty for nothing.
+
+        Args:
+            keeps_momentum: `TopK.keep_momentum`.
+        """
         return ""
 
     def check(self) -> None:

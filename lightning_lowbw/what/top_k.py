@@ -95,7 +95,8 @@ class TopK:
             in the paper, not for Adam.
         keep_momentum: whether momentum is left whole in steps that send much. Velocities are not cleared at densities
             above (1 - momentum) / 2, where an element is sent again before its momentum has faded, and would lose most
-            of it. Adam's beta1 is not lowered above 1 - beta1. With 0.9: 5 % and 10 %.
+            of it. Adam's beta1 is not lowered above 1 - beta1. With 0.9: 5 % and 10 %. None: where "auto" has chosen
+            the density.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -118,7 +119,7 @@ class TopK:
     dense_dtype: str = "float32"
     correction: str = "auto"
     momentum_masking: bool | None = None
-    keep_momentum: bool = False
+    keep_momentum: bool | None = None
 
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
@@ -141,8 +142,8 @@ class TopK:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        flags: dict[str, tuple[bool | None, ...]] = dict.fromkeys(("clip_to_median", "keep_momentum"), (True, False))
-        flags["momentum_masking"] = (True, False, None)
+        flags: dict[str, tuple[bool | None, ...]] = {"clip_to_median": (True, False)}
+        flags |= dict.fromkeys(("momentum_masking", "keep_momentum"), (True, False, None))
         for name, choices in flags.items():
             if not any(getattr(self, name) is each for each in choices):
                 raise ConfigurationError(

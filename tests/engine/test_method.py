@@ -82,7 +82,7 @@ def test_describe_names_everything() -> None:
             "dense_dtype": "float32",
             "correction": "auto",
             "momentum_masking": None,
-            "keep_momentum": False,
+            "keep_momentum": None,
         },
         "where": {"topology": NODES, "algorithm": "sharded", "inter_dtype": "float32"},
     }
