@@ -15,9 +15,8 @@ leave a dozen dense steps on a slow link, and what is sparse so early costs more
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from lightning_lowbw.when.every_step import EveryStep
@@ -133,7 +132,7 @@ def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> t
         begin_step: the first sparse step.
     """
     # The elements have been sent since then, too: that fewer steps are left is no reason to send more.
-    num_sparse = dataclasses.replace(run, num_done=begin_step).num_left
+    num_sparse = replace(run, num_done=begin_step).num_left
     density, why = _density(measured, num_sparse, f"{num_sparse} steps are sparse", budget)
     density = DENSITIES[-1] if density is None else density
     words = f"{100 * density:.4g} % of each gradient is sent from step {run.num_done} on; {why}"

@@ -77,8 +77,9 @@ class SparseGradients:
             fields[slot.name] = {**corrected, "fault": faults.get(slot.name)}
         table = self._exchange.segments(gradients, density, fields)
         masking = self._correction.masks if payload.momentum_masking is None else payload.momentum_masking
-        is_brief = any(self._correction.is_brief(float(each.momentum), times=2.0) for each in table.values())
-        self._selected |= self._exchange.compress(table, masking=masking and not is_brief)
+        if masking and payload.keep_momentum:
+            masking = not any(self._correction.is_brief(each.momentum, times=2.0) for each in table.values())
+        self._selected |= self._exchange.compress(table, masking=masking)
         self._compressed |= {slot.name for slot in slots}
         for slot in slots:
             if slot.name not in table:  # this rank's part has no elements

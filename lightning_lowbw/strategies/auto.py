@@ -1,4 +1,4 @@
-"""`Trainer(strategy="lowbw")`: the method that takes least time, chosen after a few steps."""
+"""`Trainer(strategy="lowbw")`: the method is chosen after a few steps, by the time that each would take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 
 
 class AutoStrategy(Strategy):
-    """Take a few dense steps, measure them and the link, and go on with what takes least time to the end of the run.
+    """Take a few dense steps, measure them and the link, and go on with one that ends the run soonest, or nearly.
 
     The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for what its accuracy is
     measured; see `lightning_lowbw.engine.auto_method`. One line says what, why, and how to write it down. All ranks
