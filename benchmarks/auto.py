@@ -54,11 +54,12 @@ from benchmarks.models import GPT2, WORKLOADS, Scored, Timed, loader, small_resn
 from lightning_lowbw import DGCStrategy, EveryStep
 from lightning_lowbw.engine import auto as rule
 from lightning_lowbw.engine import measuring
-from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
+from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, why_dense
 from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
 from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
@@ -204,7 +205,7 @@ def measure_nominal(nominal: dict[str, Any], tasks: Sequence[str]) -> None:
         `nominal`.
     """
     torch.set_num_threads(1)
-    if "work_s" not in nominal:
+    if len(nominal.get("work_s", ())) != len(DENSITIES):
         what = DGCStrategy(sparsity="auto").method.what
         assert isinstance(what, TopK)
         cpu = torch.device("cpu")
@@ -222,19 +223,18 @@ def measure_nominal(nominal: dict[str, Any], tasks: Sequence[str]) -> None:
 def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[list[str]]:
     """Let auto measure nominal values: the clock, the link and the work are given, all else is the package's own."""
     said: list[str] = []
-    real, work_s = AutoSparsity._measure, dict(zip(DENSITIES, nominal["work_s"], strict=True))
+    work_s = dict(zip(DENSITIES, nominal["work_s"], strict=True))
 
-    def measure(auto: AutoSparsity) -> Measured:
+    def timed(auto: AutoSparsity) -> tuple[float, float]:
         sparse, others = auto._numels()
-        step_s, nbytes = nominal["step_s"][task], 4 * (sum(sparse) + others)
-        dense_s = step_s + link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(nbytes, NUM_RANKS))
-        auto._times = [(dense_s, step_s)] * (NUM_UNTIMED + NUM_TIMED)
-        return real(auto)
+        step_s, nbytes = nominal["step_s"][task], 4 * (sum(sparse) + sum(others))
+        return step_s, step_s + link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(nbytes, NUM_RANKS))
 
     with (
-        mock.patch.object(AutoSparsity, "_measure", measure),
+        mock.patch.object(AutoSparsity, "_timed", timed),
         mock.patch.object(measuring, "measure_link", return_value=link),
         mock.patch.object(measuring, "seconds_of_work", lambda _, density, *__: work_s[density]),
+        mock.patch.object(measuring, "seconds_of_small_tensors", return_value=nominal["small_s"][task]),
         mock.patch.object(auto_sparsity, "rank_zero_info", said.append),
     ):
         yield said
@@ -309,6 +309,10 @@ def train_all(job: Row, path: Path) -> None:
         setattr(rule, name, value)
     results = json.loads(path.read_text())
     nominal, constants = results["nominal"], job["constants"]
+    dist.init_process_group("gloo")
+    for task in job["tasks"]:
+        if task not in nominal.setdefault("small_s", {}):
+            nominal["small_s"][task] = seconds_of_tensors(task)
     for num_steps in job["steps"]:
         for task in job["tasks"]:
             cell = {"task": task, "steps": num_steps}
@@ -332,6 +336,19 @@ def train_all(job: Row, path: Path) -> None:
     if os.environ["RANK"] == "0":
         write(results, path)
     dist.barrier()
+
+
+def seconds_of_tensors(task: str) -> float:
+    """Return what the exchange of a sparse step takes for the tensors of a task, however little is sent."""
+    what = TopK()
+    are_sparse = [what.takes(name, each.numel()) for name, each in TASKS[task].make_model().named_parameters()]
+    samples = []
+    for _ in range(NUM_WORK_SAMPLES):
+        counts = sum(are_sparse), len(are_sparse) - sum(are_sparse)
+        samples.append(measuring.seconds_of_small_tensors(what, FlatPeers(), torch.device("cpu"), *counts))
+    least = torch.tensor(min(samples), dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MAX)
+    return float(least)
 
 
 def choose_for(cell: Row, links: Sequence[str], nominal: dict[str, Any]) -> list[Row]:
@@ -445,7 +462,11 @@ def choose_for_real(task: str) -> Row:
         return plan(measured, run, budget)
 
     strategy = DGCStrategy(sparsity="auto", **COMMON)
-    with mock.patch.object(auto_sparsity, "plan", planning):
+    # For runs of all lengths it has to measure, whether or not one of this length does.
+    with (
+        mock.patch.object(auto_sparsity, "plan", planning),
+        mock.patch.object(auto_sparsity, "why_dense", return_value=None),
+    ):
         make_trainer(strategy, max(STEPS), curve, data, NUM_RANKS).fit(TIMED_TASKS[task].make_model(), data)
     dense_s = curve.step_s[NUM_UNTIMED - 1 : -1]
     decide_s = max(0.0, curve.step_s[-1] - statistics.median(dense_s))
@@ -457,13 +478,14 @@ def as_numbers(measured: Measured) -> Row:
     return {**asdict(measured), "sparse_s": list(measured.sparse_s.values())}
 
 
-def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str]:
-    """Return what auto chooses for a run of so many steps from what it has measured."""
+def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str, bool]:
+    """Return what auto chooses for a run of so many steps from what it has measured; why; and whether it measures."""
     kept = record["measured"]
     sparse_s = dict(zip(DENSITIES, kept["sparse_s"], strict=True))
     measured = Measured(kept["step_s"], kept["dense_s"], sparse_s, Link(**kept["link"]))
     run = Run(num_done=CHOSEN_AFTER, num_steps=num_steps, steps_per_epoch=record["steps_per_epoch"])
-    return plan(measured, run, EveryStep().budget)
+    reason = why_dense(measured.step_s, measured.dense_s, run, EveryStep().budget)
+    return (*plan(measured, run, EveryStep().budget), True) if reason is None else (None, reason, False)
 
 
 def densities_of(when: EveryStep | None, num_steps: int) -> dict[float, int]:
@@ -529,10 +551,11 @@ def seconds_of_run(record: Row, method: str, num_steps: int) -> float | None:
     if method != "auto":
         return num_steps * sparse_s[0.001]
     step_s = {**sparse_s, 1.0: statistics.median(record["dense_s"])}
-    counts = densities_of(planned(record, num_steps)[0], num_steps)
+    when, _, measures = planned(record, num_steps)
+    counts = densities_of(when, num_steps)
     if counts.keys() - step_s.keys():
         return None
-    return record["decide_s"] + sum(count * step_s[density] for density, count in counts.items())
+    return measures * record["decide_s"] + sum(count * step_s[density] for density, count in counts.items())
 
 
 # Report -------------------------------------------------------------------------------------------------------------
@@ -810,7 +833,7 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
         records = sorted_records(results)
         parts += [
             "Wall-clock in the lab, 2 nodes, a core each. Seconds of a run are computed: steps at each density times "
-            "the median seconds of such a step, below, and once what measuring and deciding takes.",
+            "the median seconds of such a step, below, and once what measuring and deciding takes, where it measures.",
             wall_clock_to_markdown(records),
             phases_to_markdown(records),
         ]

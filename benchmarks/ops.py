@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.slow_link import RESULTS, describe_environment
-from lightning_lowbw.ops import compiled, cpu
+from lightning_lowbw.ops import compiled, compiler, cpu
 from lightning_lowbw.ops.averages import scatter_mean_
 from lightning_lowbw.ops.reference import SecondMoment, Segment, correct_, take_
 from lightning_lowbw.what import selection
@@ -195,7 +195,7 @@ def steps_on_cpu(optimizer: str, repetitions: int) -> list[Row]:
     if optimizer != "AdamW":
         variants["separate passes, sort"] = stepping(select_by_sorting, cpu)
         variants["separate passes, threshold"] = stepping(select_separately, cpu)
-    if compiled.is_available():
+    if compiler.is_available():
         variants["compiled (numba)"] = stepping(select_in_one_pass, compiled)
         variants["compiled (numba), no threshold yet"] = stepping(select_without_a_threshold, compiled)
     return measure(variants, optimizer, repetitions, lambda: draw(gradients))

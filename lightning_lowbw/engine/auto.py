@@ -8,7 +8,7 @@ how often an element is sent in the run, density times steps: 10 times cost 0.4 
     none at which an element is sent less than `LEAST_TIMES_SENT` times in the rest of the run;
 
 where these two disagree, the denser. Where no sparse step is much faster than a dense one, all steps are dense, as in
-DDP.
+DDP. So they are, without a look at the link, where what could be saved is less than what the look takes.
 Before it comes a warm-up, dense and then in stairs. Its length is a share of the run's steps. A share of its time would
 leave a dozen dense steps on a slow link, and what is sparse so early costs more accuracy than any density afterwards.
 """
@@ -22,10 +22,11 @@ from itertools import accumulate
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.link import Link
 
-DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512)
+DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
 # Of what a dense step waits for; a sparse one that saves less is not worth it, and the prediction is not as sharp.
 LEAST_SAVED = 0.2
+MEASURING_S = 1.0  # for the link and the work
 ASSUMED_STEPS = 10_000  # where the length of the run is not known
 STAIR = 2  # from one stair to the next, in the densities above: a factor of 4
 MOST_STAIR = 0.3  # the paper's first is 0.25
@@ -56,9 +57,8 @@ class Measured:
     def __str__(self) -> str:
         """Return what the choice is made by, but for what is predicted."""
         return (
-            f"a step takes {in_time(self.step_s)} without communication and {in_time(self.dense_s)} with all "
-            f"gradients, the link carries {self.link.bandwidth_bytes_per_s * 8e-6:,.0f} Mb/s, latency "
-            f"{in_time(self.link.latency_s)}"
+            f"{_timed(self.step_s, self.dense_s)}, the link carries {self.link.bandwidth_bytes_per_s * 8e-6:,.0f} "
+            f"Mb/s, latency {in_time(self.link.latency_s)}"
         )
 
 
@@ -84,6 +84,31 @@ class Run:
         return max(1, (ASSUMED_STEPS if self.num_steps is None else self.num_steps) - self.num_done)
 
 
+def why_dense(step_s: float, dense_s: float, run: Run, budget: float) -> str | None:
+    """Return why all steps are to be dense whatever the link is, which is then not measured; None where it matters.
+
+    Args:
+        step_s: seconds of an optimizer step without communication.
+        dense_s: of a dense one.
+        run: what is known of the run.
+        budget: as of `plan`.
+
+    Example:
+        >>> why_dense(0.01, 0.03, Run(num_done=7, num_steps=100), budget=0.05)
+        'a step takes 10 ms without communication and 30 ms with all gradients: all of every gradient is sent, as by \
+DDP; 93 steps are left, in which 1.86 s go by waiting for gradients, too little to measure the link, which takes 1 s'
+    """
+    waited_s = run.num_left * (dense_s - step_s)
+    if dense_s - step_s <= budget * step_s:
+        why = _fits(budget)
+    elif LEAST_SAVED * waited_s < MEASURING_S:
+        why = f"{_length(run)}, in which {in_time(waited_s)} go by waiting for gradients, too little to measure the "
+        why += f"link, which takes {in_time(MEASURING_S)}"
+    else:
+        return None
+    return f"{_timed(step_s, dense_s)}: {_all(why)}"
+
+
 def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
     """Return the schedule, or None where all steps are to be dense; and one sentence that says why.
 
@@ -107,10 +132,9 @@ latency 0.1 ms: 0.2 % of each gradient is sent, from step 6 on; more would take 
 
 def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
     """Return what `plan` does; the words without the numbers behind them."""
-    length = f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
-    density, why = _density(measured, run.num_left, length, budget)
+    density, why = _density(measured, run.num_left, _length(run), budget)
     if density is None:
-        return None, f"all of every gradient is sent, as by DDP; {why}"
+        return None, _all(why)
     stairs, num_dense, per_stair = _warm_up(measured, run, density)
     when = EveryStep(run.num_done + num_dense, max(1, per_stair) * len(stairs), tuple(1.0 - each for each in stairs))
     sent = f"{100 * density:.4g} % of each gradient is sent"
@@ -154,9 +178,8 @@ def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
 def _density(measured: Measured, num_steps: int, length: str, budget: float) -> tuple[float | None, str]:
     """Return the fraction that is sent after the warm-up in so many steps, None for all; and the reason."""
     step_s, exposed_s = measured.step_s, measured.dense_s - measured.step_s
-    share = f"{100 * budget:.4g} % of a step"
     if exposed_s <= budget * step_s:
-        return None, f"that takes less than {share} already"
+        return None, _fits(budget)
     often = f"an element is to be sent {LEAST_TIMES_SENT} times on average, and {length}"
     enough = [density for density in DENSITIES if density * num_steps >= LEAST_TIMES_SENT]
     if not enough:
@@ -166,7 +189,27 @@ def _density(measured: Measured, num_steps: int, length: str, budget: float) -> 
     density = max(fitting) if fitting else min(enough, key=measured.sparse_s.__getitem__)
     if measured.sparse_s[density] > most_s:
         return None, f"{often}: that would be {100 * density:.4g} %, and hardly faster"
-    return density, f"more would take over {share}" if fitting else often
+    return density, f"more would take over {_share(budget)}" if fitting else often
+
+
+def _length(run: Run) -> str:
+    return f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
+
+
+def _timed(step_s: float, dense_s: float) -> str:
+    return f"a step takes {in_time(step_s)} without communication and {in_time(dense_s)} with all gradients"
+
+
+def _all(why: str) -> str:
+    return f"all of every gradient is sent, as by DDP; {why}"
+
+
+def _share(budget: float) -> str:
+    return f"{100 * budget:.4g} % of a step"
+
+
+def _fits(budget: float) -> str:
+    return f"that takes less than {_share(budget)} already"
 
 
 def _most_seconds(measured: Measured) -> float:

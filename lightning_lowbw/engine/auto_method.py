@@ -38,7 +38,7 @@ class Candidate:
         seconds: to the end of the run.
         found: the method; its schedule alone for DGC, whose payload is the user's; None for DDP.
         words: what it does.
-        code: how to write it down.
+        code: how to write it down; of DDP see `code_of_ddp`.
     """
 
     name: str
@@ -70,7 +70,7 @@ def pick(
 
     Example:
         >>> from lightning_lowbw.where.link import Link
-        >>> slow = Measured(0.1, 0.9, {0.512: 0.5, 0.256: 0.3}, Link(1e-4, 125e6), {"float16": 0.3, "int8": 0.2})
+        >>> slow = Measured(0.1, 0.9, {0.256: 0.3}, Link(1e-4, 125e6), {"float16": 0.3, "int8": 0.2})
         >>> method, reason = pick(slow, Run(num_done=6, num_steps=50), budget=0.05)
         >>> method.what
         Narrow(value_dtype='int8')
@@ -103,13 +103,16 @@ on average, and 44 steps are left. To write it down: strategy="int8"
     sentence += "".join(f", {each}" for each in others[1:])
     sentence += "".join(f"; not {name}, for {reason}" for name, reason in refused.items())
     code = chosen.code if topology == "flat" else f"{chosen.code} with topology={topology!r}"
-    if chosen.found is None and topology != "flat":
-        code = f"lowbw.HierarchicalStrategy(topology={topology!r})"
-    return chosen.found, f"{sentence}. To write it down: {code}"
+    return chosen.found, f"{sentence}. To write it down: {code if chosen.found else code_of_ddp(topology)}"
+
+
+def code_of_ddp(topology: TopologyChoice) -> str:
+    """Return how to write down that all steps are dense."""
+    return 'strategy="ddp"' if topology == "flat" else f"lowbw.HierarchicalStrategy(topology={topology!r})"
 
 
 def _ddp(measured: Measured, run: Run) -> Candidate:
-    return Candidate("ddp", run.num_left * measured.dense_s, None, "", 'strategy="ddp"')
+    return Candidate("ddp", run.num_left * measured.dense_s, None, "", "")
 
 
 def _narrow(value_dtype: str, measured: Measured, run: Run) -> Candidate:

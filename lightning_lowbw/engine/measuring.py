@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import SGD
 
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, sparse_seconds
 from lightning_lowbw.engine.auto_method import NARROW
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.sparse_exchange import asked_for, predict
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import Peers
@@ -26,6 +32,7 @@ from lightning_lowbw.where.probe import measure_link
 from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
 
 SAMPLE = 1 << 18  # elements on which selecting and encoding is timed
+SMALL_NUMEL, NUM_SMALL_STEPS = 64, 6  # of a step of which only the number of tensors counts
 
 
 def measure(
@@ -33,7 +40,7 @@ def measure(
     peers: Peers,
     device: torch.device,
     sparse: Sequence[int],
-    others: int,
+    others: Sequence[int],
     *,
     step_s: float,
     dense_s: float | None = None,
@@ -47,15 +54,16 @@ def measure(
         peers: who takes part.
         device: where the gradients are.
         sparse: the elements of this rank's part of each sparse tensor.
-        others: those of all other tensors.
+        others: those of each other tensor.
         step_s: seconds of an optimizer step without communication.
         dense_s: those of a dense one; predicted if left out.
     """
     with failing_together():
         work_s = [seconds_of_work(what, density, peers.num_senders, device) for density in DENSITIES]
     link = measure_link(peers.between.group, device)
-    exchange_s = [exchange_seconds(what, peers, sparse, others, density, link) for density in DENSITIES]
-    average_s = _all_reduce_seconds(sum(sparse) + others, peers.num_senders, link)
+    fixed_s = seconds_of_small_tensors(what, peers, device, len(sparse), len(others)) if sparse else 0.0
+    exchange_s = [fixed_s + exchange_seconds(what, peers, sparse, sum(others), density, link) for density in DENSITIES]
+    average_s = _all_reduce_seconds(sum(sparse) + sum(others), peers.num_senders, link)
     return Measured(
         step_s=step_s,
         dense_s=step_s + average_s if dense_s is None else dense_s,
@@ -123,6 +131,37 @@ def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> 
             is_pretrained=bool(is_pretrained),
         ),
     )
+
+
+def seconds_of_small_tensors(what: TopK, peers: Peers, device: torch.device, num_sparse: int, num_others: int) -> float:
+    """Return what the exchange of a sparse step takes however little is sent: its messages, and work for each tensor.
+
+    Collective: all ranks; a few sparse steps of tensors of a few elements. Enters no ledger.
+
+    Args:
+        what: the payload.
+        peers: who takes part.
+        device: where the gradients are.
+        num_sparse: how many tensors are sent sparse.
+        num_others: how many are not.
+    """
+    numels = {f"sparse {number}": SMALL_NUMEL for number in range(num_sparse)}
+    numels |= {f"other {number}": 1 for number in range(num_others)}
+    named = [(name, Parameter(torch.zeros(numel, device=device))) for name, numel in numels.items()]
+    optimizer = SGD([parameter for _, parameter in named], lr=0.0, momentum=0.9)
+    small = replace(what, min_numel=SMALL_NUMEL, exclude=(), chunk=None)
+    seconds = []
+    with peers.ledger.paused():
+        worker = GradientWorker(Method(when=EveryStep(0, 1, (0.5,)), what=small), optimizer, named, peers)
+        for _ in range(NUM_SMALL_STEPS):
+            for _, parameter in named:
+                parameter.grad = torch.ones_like(parameter)
+            started = time.perf_counter()
+            worker.exchange(applies=True)
+            float(named[0][1].flatten()[0])  # on CUDA, waits for it
+            seconds.append(time.perf_counter() - started)
+            worker.after_step()
+    return statistics.median(seconds[1:])
 
 
 def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.device) -> float:

@@ -1,61 +1,28 @@
-"""Twins of `reference` compiled by numba: one pass over memory, the same bits.
-
-numba is optional (``pip install lightning-lowbw[cpu]``) and imported at first use. It compiles for about half a second
-and keeps the result: beside this file or, where that is read-only, in the user's cache.
-"""
+"""Twins of `reference` compiled by numba: one pass over memory, the same bits. See `compiler` for numba itself."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import nan
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.cpu import reach, sample_accumulated
+from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k
+from lightning_lowbw.ops.compiler import CHUNK, INFINITE, MAGNITUDE, compile_kernel, import_numba, register
+from lightning_lowbw.ops.cpu import sample_accumulated
 from lightning_lowbw.ops.reference import Segment
 
-__all__ = ["accumulate_", "disable", "is_available", "is_installed", "reach", "sample_accumulated"]
+__all__ = ["MIN_PER_CANDIDATE", "accumulate_", "narrow", "reach", "sample_accumulated", "take_out_", "top_k"]
 
 BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
-CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
-MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
-INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
-MOST = 16  # one in so many elements may be a candidate before `reach` looks for them in a pass of its own
+MOST = 16  # one in so many elements may be a candidate, or a quarter of what is of use, before `reach` looks for them
+MIN_PER_CANDIDATE = 32  # as in `reference`; here nothing is sorted
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
-
-
-_faults: list[str] = []  # why they are not to be used in this process
-
-
-def is_installed() -> bool:
-    """Whether numba is installed, be it broken, and not disabled."""
-    return not _faults and importlib.util.find_spec("numba") is not None
-
-
-def is_available() -> bool:
-    """Whether numba can be imported, and is not disabled; imports it."""
-    return not _faults and _is_importable()
-
-
-def disable(reason: str) -> None:
-    """Use plain torch instead, in this process, from now on; see `dispatch.disable`."""
-    _faults.append(reason)
-
-
-@cache
-def _is_importable() -> bool:
-    try:
-        _numba()
-    except ImportError:  # not installed, or not for this numpy
-        return False
-    return True
 
 
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
@@ -76,7 +43,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
     def run(start: int, stop: int) -> Tensor | None:
-        positions = torch.empty(min(most, (stop - start) // MOST + CHUNK), dtype=torch.int64)
+        room = min(most, max(most // 4, (stop - start) // MOST) + CHUNK, stop - start)
+        positions = torch.empty(room, dtype=torch.int64)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, *decay, segment.sign, adam)
         count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
@@ -98,23 +66,14 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
 
 @cache
-def _numba() -> Any:
-    import numba
-    from numba.extending import register_jitable
-
-    # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
-    register_jitable(fastmath={"contract"})(_multiply_add)
-    for function in (_finite, _decay, _decay_ahead, _take_square, _correct, _largest, _collect):
-        register_jitable(function)
-    return numba
-
-
-@cache
 def _kernel(
     has_buffer: bool, has_weight: bool, has_square: bool, has_largest: bool, nesterov: bool, looks: bool
 ) -> Callable[..., int]:
     """Compile `_accumulate` for float32; what is not there has the type of None, and its branches are left out."""
-    numba = _numba()
+    # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
+    register(_multiply_add, fastmath={"contract"})
+    register(_finite, _decay, _decay_ahead, _take_square, _correct, _largest, _collect)
+    numba = import_numba()
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
     signature = numba.int64(
         vector,
@@ -135,15 +94,6 @@ def _kernel(
         numba.boolean[::1] if looks else nothing,
     )
     return compile_kernel(_accumulate, signature)
-
-
-def compile_kernel(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """Compile a function for one signature, and keep the result for the next process where there is a place."""
-    options = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
-    try:
-        return _numba().njit(signature, cache=True, **options)(function)
-    except (RuntimeError, OSError):  # no place to keep it, or no space there
-        return _numba().njit(signature, **options)(function)
 
 
 # What numba compiles: the equations of `reference.accumulate_`, where all tensors but v and the gradient may be None.

@@ -1,4 +1,4 @@
-"""Twins of `blocks` compiled by numba: the same bits, no temporaries. See `compiled` for numba itself."""
+"""Twins of `blocks` compiled by numba: the same bits, no temporaries. See `compiler` for numba itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops.blocks import BLOCK, HALF, TINY, largest_integer, largest_scale_bits
-from lightning_lowbw.ops.compiled import INFINITE, MAGNITUDE, compile_kernel
+from lightning_lowbw.ops.compiler import INFINITE, MAGNITUDE, compile_kernel
 
 __all__ = ["decode", "encode_"]
 

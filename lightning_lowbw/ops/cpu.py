@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import reference
-from lightning_lowbw.ops.reference import Segment, sample_accumulated
+from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE, narrow, top_k
+from lightning_lowbw.ops.reference import Segment, sample_accumulated, take_out_
 
-__all__ = ["accumulate_", "reach", "sample_accumulated"]
+__all__ = ["MIN_PER_CANDIDATE", "accumulate_", "narrow", "reach", "sample_accumulated", "take_out_", "top_k"]
 
 CHUNK = 1 << 18  # elements; what belongs to a chunk stays in the cache, and is large beside the cost of a call
 ROW = 64  # elements; at two candidates in a thousand one row in eight has any
 
 
 def reach(values: Tensor, threshold: float) -> Tensor:
-    """Return the positions of the elements whose magnitude reaches a threshold; see `reference.reach`."""
+    """Return the positions of the elements whose magnitude reaches a threshold; see `candidates.reach`."""
     positions = _reach_after(lambda chunk: None, values, threshold, sys.maxsize)
     assert positions is not None
     return positions

@@ -9,7 +9,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import averages, blocks, compiled, compiled_blocks, cpu, gpu, reference
+from lightning_lowbw.ops import (
+    averages,
+    blocks,
+    compiled,
+    compiled_blocks,
+    compiled_positions,
+    compiler,
+    cpu,
+    gpu,
+    reference,
+)
 from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Field, upload
@@ -18,18 +28,23 @@ LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compi
 
 
 def kernels_for(*tensors: Tensor) -> ModuleType:
-    """Return the module to take `reach`, `accumulate_` and `sample_accumulated` from, for these arguments."""
+    """Return the module with what selects, from `accumulate_` to `take_out_`, for these arguments."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return reference
     is_plain = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
-    return compiled if is_plain and compiled.is_available() else cpu
+    return compiled if is_plain and compiler.is_available() else cpu
+
+
+def packs_compiled(tensor: Tensor) -> bool:
+    """Return whether `compiled_positions` is to be used for positions, or their words."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and compiler.is_available()
 
 
 def blocks_for(packed: Tensor, values: Tensor | None = None) -> ModuleType:
     """Return the module to take `encode_` and `decode` from, for these bytes and values."""
     is_plain = packed.device.type == "cpu" and packed.is_contiguous()
     is_plain = is_plain and (values is None or (values.dtype == torch.float32 and values.is_contiguous()))
-    return compiled_blocks if is_plain and compiled.is_available() else blocks
+    return compiled_blocks if is_plain and compiler.is_available() else blocks
 
 
 def prepare(device: torch.device) -> str | None:
@@ -46,7 +61,7 @@ def prepare(device: torch.device) -> str | None:
     """
     if gpu.is_available(device):
         name, run = "Triton", _run_triton
-    elif device.type == "cpu" and compiled.is_installed():
+    elif device.type == "cpu" and compiler.is_installed():
         name, run = "numba", _run_numba
     else:
         return None
@@ -65,7 +80,7 @@ def disable(device: torch.device, reason: str) -> None:
         device: as given to `prepare`.
         reason: what `prepare` said, here or on another rank.
     """
-    (compiled if device.type == "cpu" else gpu).disable(reason)
+    (compiler if device.type == "cpu" else gpu).disable(reason)
 
 
 def _run_numba(device: torch.device) -> None:
@@ -75,6 +90,8 @@ def _run_numba(device: torch.device) -> None:
     assert found is not None
     assert expected is not None
     _compare([found, segment.residual], [expected, twin.residual])
+    _compare(*(_run_selection(module, twin) for module in (reference, compiled)))
+    _run_positions(found, twin.residual.numel())
     for bits in (8, 4):
         _compare(
             *(
@@ -82,6 +99,26 @@ def _run_numba(device: torch.device) -> None:
                 for module in (blocks, compiled_blocks)
             )
         )
+
+
+def _run_selection(module: ModuleType, segment: Segment) -> list[Tensor]:
+    """Return all that a twin of `reference` selects and takes out."""
+    residual, velocity = segment.residual.clone(), segment.residual.clone()
+    candidates = module.reach(residual, 1.0)
+    positions, least = module.narrow(residual, candidates, 2)
+    taken = module.take_out_(residual, velocity, positions, masking=True)
+    return [candidates, positions, module.top_k(residual, 3), taken, residual, velocity, torch.tensor(least)]
+
+
+def _run_positions(positions: Tensor, numel: int) -> None:
+    """Raise if positions do not come out of a message."""
+    width = 2
+    unary = positions.numel() + ((numel - 1) >> width)
+    field = Field(positions.numel(), 0, width, 0, unary, unary)
+    fields = upload([field], torch.int64, positions.device).view(1, -1)
+    words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
+    compiled_positions.pack_(positions, fields, words)
+    _compare([compiled_positions.unpack(words, fields, unary, positions.numel())[0]], [positions])
 
 
 def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:

@@ -16,6 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE as MIN_PER_CANDIDATE
+from lightning_lowbw.ops.candidates import narrow as narrow
+from lightning_lowbw.ops.candidates import reach as reach
+from lightning_lowbw.ops.candidates import top_k as top_k
+
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment:
@@ -240,16 +245,6 @@ def correct_(
         residual.add_(momentum_buffer)
 
 
-def reach(values: Tensor, threshold: float) -> Tensor:
-    """Return the positions of the elements whose magnitude reaches a threshold: int64, ascending.
-
-    Args:
-        values: flat.
-        threshold: above 0.
-    """
-    return (values.abs() >= threshold).nonzero().squeeze(1)
-
-
 def is_finite(tensor: Tensor) -> Tensor:
     """Return whether all elements are finite: bool, a scalar on the tensor's device; True where there are none.
 
@@ -366,6 +361,23 @@ def remove_sent_(
             velocity[indices] = velocity[indices].masked_fill_(sent != 0, 0)
         else:
             momentum_buffer[torch.unravel_index(indices[sent != 0], momentum_buffer.shape)] = 0
+
+
+def take_out_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *, masking: bool) -> Tensor:
+    """Take elements out of a residual, and clear the velocity there; return them. See `remove_sent_`.
+
+    In place:
+        `residual` and, when `masking`, `momentum_buffer`; both flat.
+
+    Args:
+        residual: float32.
+        momentum_buffer: the same shape; None without momentum.
+        positions: distinct; int64, shape (k,).
+        masking: whether the velocity is cleared.
+    """
+    values = residual[positions]
+    remove_sent_(residual, momentum_buffer, positions, values, masking=masking)
+    return values
 
 
 def take_(

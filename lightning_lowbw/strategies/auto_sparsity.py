@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_lowbw.engine.auto import Measured, Run, in_time, plan, plan_anew
-from lightning_lowbw.engine.auto_method import pick
+from lightning_lowbw.engine.auto import Measured, Run, in_time, plan, plan_anew, why_dense
+from lightning_lowbw.engine.auto_method import code_of_ddp, pick
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
 from lightning_lowbw.engine.measuring import agreed, measure, with_narrow
@@ -28,6 +28,7 @@ from lightning_lowbw.strategies.uneven import lengths_of_data
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
@@ -160,31 +161,44 @@ class AutoSparsity:
             self._decide(worker, trainer)
 
     def _decide(self, worker: Worker, trainer: pl.Trainer) -> None:
-        name, when = type(self._strategy).__name__, self._schedule
-        measured, run = agreed(self._measure(), self._run(worker, trainer), worker.peers, self._strategy.root_device)
-        chosen: Method | EveryStep | None
-        if self._picks:
-            chosen, reason = pick(
-                measured,
-                run,
-                when.budget,
-                allow_local=self._allow_local,
-                left_out=self._left_out(trainer),
-                topology=self._strategy.method.where.topology,
-            )
-            rank_zero_info(f"{name}: {reason}.")
-        else:
-            chosen, reason = plan(measured, run, when.budget)
-            rank_zero_info(f'{name}, sparsity="auto": {reason}.')
+        strategy = self._strategy
+        timed = Measured(*self._timed(), sparse_s={}, link=Link(0.0, math.inf))
+        measured, run = agreed(timed, self._run(worker, trainer), worker.peers, strategy.root_device)
+        chosen: Method | EveryStep | None = None
+        reason = why_dense(measured.step_s, measured.dense_s, run, self._schedule.budget)
+        if reason is not None and self._picks:
+            reason += f". To write it down: {code_of_ddp(strategy.method.where.topology)}"
+        if reason is None:
+            own = self._measure(measured.step_s, measured.dense_s)
+            measured, run = agreed(own, run, worker.peers, strategy.root_device)
+            chosen, reason = self._chosen_by(measured, run, trainer)
+        name = type(strategy).__name__
+        rank_zero_info(f"{name}: {reason}." if self._picks else f'{name}, sparsity="auto": {reason}.')
         if isinstance(chosen, Method):
             self._choose({"method": chosen.describe()})
-            self._strategy.regime.begin_training(trainer)
+            strategy.regime.begin_training(trainer)
         else:
             self._choose(described(chosen, measured))
             if chosen is not None:
-                tell_notes(self._strategy.workers)
-                for each in self._strategy.workers:
+                tell_notes(strategy.workers)
+                for each in strategy.workers:
                     each.warn_if_incomplete()
+
+    def _chosen_by(self, measured: Measured, run: Run, trainer: pl.Trainer) -> tuple[Method | EveryStep | None, str]:
+        """Return the method, of DGC its schedule alone, or None for dense steps; and why.
+
+        Collective: all ranks, where local SGD is allowed.
+        """
+        if not self._picks:
+            return plan(measured, run, self._schedule.budget)
+        return pick(
+            measured,
+            run,
+            self._schedule.budget,
+            allow_local=self._allow_local,
+            left_out=self._left_out(trainer),
+            topology=self._strategy.method.where.topology,
+        )
 
     def _watch(self, worker: Worker, trainer: pl.Trainer) -> None:
         """Where the exchange takes much longer or less than predicted, measure it again, and choose anew.
@@ -294,11 +308,11 @@ class AutoSparsity:
         total *= (trainer.global_step + 1 - self._first_step) / max(1, num_batches)
         return min(total, most) if most >= 0 else total
 
-    def _numels(self) -> tuple[list[int], int]:
-        """Return the elements of this rank's part of each sparse tensor, and of all others together."""
+    def _numels(self) -> tuple[list[int], list[int]]:
+        """Return the elements of this rank's part of each sparse tensor, and of each other one."""
         what = self._strategy.method.what
         assert isinstance(what, TopK)
-        sparse, others = [], 0
+        sparse, others = list[int](), list[int]()
         for worker in self._strategy.workers:
             for name, parameter in worker.by_name().items():
                 if not parameter.requires_grad:
@@ -307,20 +321,24 @@ class AutoSparsity:
                     part = worker.peers.part(parameter.numel())
                     sparse.append(part.stop - part.start)
                 else:
-                    others += parameter.numel()
+                    others.append(parameter.numel())
         return sparse, others
 
-    def _measure(self) -> Measured:
+    def _timed(self) -> tuple[float, float]:
+        """Return the seconds of a step without communication, and of a dense one, on this rank."""
+        dense_s, step_s = (statistics.median(times) for times in zip(*self._times[NUM_UNTIMED:], strict=True))
+        return max(step_s, 1e-6), dense_s
+
+    def _measure(self, step_s: float, dense_s: float) -> Measured:
         """Return what has been timed, and what is measured now, on this rank.
 
         Collective: all ranks.
         """
-        dense_s, step_s = (statistics.median(times) for times in zip(*self._times[NUM_UNTIMED:], strict=True))
-        measured = self._measure_exchange(max(step_s, 1e-6), dense_s)
+        measured = self._measure_exchange(step_s, dense_s)
         if not self._picks:
             return measured
         sparse, others = self._numels()
-        return with_narrow(measured, sum(sparse) + others, self._peers.num_senders, self._strategy.root_device)
+        return with_narrow(measured, sum(sparse) + sum(others), self._peers.num_senders, self._strategy.root_device)
 
     def _measure_exchange(self, step_s: float, dense_s: float | None = None) -> Measured:
         what = self._strategy.method.what

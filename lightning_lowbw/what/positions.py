@@ -21,6 +21,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops import compiled_positions
+from lightning_lowbw.ops.dispatch import packs_compiled
 from lightning_lowbw.ops.table import Field, upload
 
 MAX_NUMEL = 2**31 - 1  # the largest tensor: a field of 30 low bits, shifted by 31, still fits an int64
@@ -52,6 +54,10 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
     """
     # Fields of several elements share a word. No bit is set twice, so adding is or-ing. The two words past the end
     # take the empty fields and upper halves that begin there.
+    if packs_compiled(positions):
+        packed = torch.zeros(num_words(counts, numels) + 1, dtype=torch.int32)
+        compiled_positions.pack_(positions, fields_of(tuple(counts), tuple(numels), positions.device), packed)
+        return packed[:-1]
     words = torch.zeros(num_words(counts, numels) + 2, dtype=torch.int64, device=positions.device)
     for part, width, unary, low in _fields(counts, numels, positions.device):
         chunk = positions[part]
@@ -70,11 +76,15 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     Raises:
         ValueError: these words hold another number of positions.
     """
-    num_unary = sum(_sizes(counts, numels)[0])
+    num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
+    if packs_compiled(words):
+        fields = fields_of(tuple(counts), tuple(numels), words.device)
+        positions, found = compiled_positions.unpack(words, fields, num_unary, expected)
+        _check_count(found, expected)
+        return positions
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
     ones = (words.view(torch.uint8)[: -(-num_unary // 8)].unsqueeze(1) & bits).view(-1)[:num_unary].nonzero().squeeze(1)
-    if ones.numel() != sum(counts):
-        raise ValueError(f"A message with {ones.numel()} positions; {sum(counts)} were expected.")
+    _check_count(ones.numel(), expected)
     wide = torch.cat([words, words.new_zeros(2)]).to(torch.int64).bitwise_and_(WORD_MASK)
     for part, width, unary, low in _fields(counts, numels, words.device):
         word = low >> WORD_SHIFT
@@ -82,6 +92,11 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
         chunk.bitwise_right_shift_(low & WORD_SLOT).bitwise_and_((1 << width) - 1)
         ones[part] = (ones[part] - unary).bitwise_left_shift_(width).bitwise_or_(chunk)
     return ones
+
+
+def _check_count(found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"A message with {found} positions; {expected} were expected.")
 
 
 def _low_width(count: int, numel: int) -> int:

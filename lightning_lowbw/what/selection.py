@@ -2,21 +2,22 @@
 
 `Selection` does it for all tensors of an optimizer together. `exact` sorts; `sampled` finds the same set with a
 threshold from a sample, in one cheap pass. Both return exactly as many positions as they are asked for, in ascending
-order, so that all ranks send messages of one size and the payload does not depend on the way it was found (but for
-ties).
+order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload does not depend
+on the way it was found. Only in chunks ties are broken as `Tensor.topk` does it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.dispatch import kernels_for
-from lightning_lowbw.ops.reference import Segment, remove_sent_
+from lightning_lowbw.ops.reference import Segment
 
 SELECTIONS = ("sampled", "exact")
 
@@ -30,8 +31,8 @@ def num_selected(numel: int, density: float) -> int:
 
 
 def exact_top_k(values: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest |values|: int64, shape (k,), ascending. Sorts: 20 ns per element."""
-    return values.abs().topk(k, sorted=False).indices.sort().values
+    """Return the positions of the k largest |values|, see `ops.candidates.top_k`: int64, shape (k,), ascending."""
+    return kernels_for(values).top_k(values, k)
 
 
 def exact_top_k_of(segment: Segment) -> Tensor:
@@ -116,8 +117,8 @@ class Selection:
                 for other in segment.elsewhere:
                     other.take_()
                 positions = self._accumulate_(name, segment)
-                values = segment.residual[positions]
-                remove_sent_(segment.residual, segment.momentum_buffer, positions, values, masking=masking)
+                take_out_ = kernels_for(*segment.tensors).take_out_
+                values = take_out_(segment.residual, segment.momentum_buffer, positions, masking=masking)
                 parts[name] = positions, values
         return [parts[name] for name in segments]
 
@@ -164,15 +165,15 @@ class SampledSelector:
 
     def __call__(self, values: Tensor, k: int) -> Tensor:
         """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
-        if self._sorts(values.numel(), k):
+        kernels = kernels_for(values)
+        if self._sorts(values.numel(), k, kernels):
             return exact_top_k(values, k)
-        reach = kernels_for(values).reach
         for estimate in (False, True):
             if estimate:
                 self.threshold = self._estimate(values[:: self._stride(values.numel())].abs(), values.numel(), k)
             if self.threshold <= 0.0:  # no estimate yet, or a dead tensor: everything would be a candidate
                 continue
-            positions = self._narrow(values, reach(values, self.threshold), k)
+            positions = self._narrow(values, kernels.reach(values, self.threshold), k)
             if positions is not None:
                 return positions
         self.threshold = 0.0
@@ -189,7 +190,7 @@ class SampledSelector:
         """
         residual, k, numel = segment.residual, segment.k, segment.residual.numel()
         kernels = kernels_for(*segment.tensors)
-        if self._sorts(numel, k):
+        if self._sorts(numel, k, kernels):
             kernels.accumulate_(segment, 0.0)
             return exact_top_k(residual, k)
         if self.threshold <= 0.0:
@@ -201,8 +202,8 @@ class SampledSelector:
             positions = self(residual, k)
         return positions
 
-    def _sorts(self, numel: int, k: int) -> bool:
-        return numel <= self.SMALL or self.SURPLUS * k >= numel / 4
+    def _sorts(self, numel: int, k: int, kernels: ModuleType) -> bool:
+        return numel <= self.SMALL or self.SURPLUS * k >= numel / kernels.MIN_PER_CANDIDATE
 
     def _stride(self, numel: int) -> int:
         """Return the distance of the elements in a sample; odd, so that it does not fall into step with rows whose
@@ -224,13 +225,10 @@ class SampledSelector:
         if candidates is None or not k <= candidates.numel() <= self._most(k):
             return None
         count = candidates.numel()
-        largest = values[candidates].abs().topk(k, sorted=False)
-        least = float(largest.values.min())
+        positions, least = kernels_for(values).narrow(values, candidates, k)
         if count > k and least > self.threshold:
             # The power law through two points, (threshold, count) and (least, k). How steep it is has to be measured:
             # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
             exponent = math.log(least / self.threshold) / math.log(count / k)
             self.threshold *= (count / (self.SURPLUS * k)) ** exponent
-        is_largest = torch.zeros(count, dtype=torch.bool, device=values.device)
-        is_largest[largest.indices] = True
-        return candidates[is_largest]
+        return positions

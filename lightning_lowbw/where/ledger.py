@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -65,6 +65,16 @@ class TrafficLedger:
             started = time.perf_counter()
             yield
             self.exposed_s += time.perf_counter() - started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is exchanged meanwhile: it belongs to no step."""
+        totals = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        pending, self._pending = self._pending, deque(maxlen=MAX_PENDING)
+        try:
+            yield
+        finally:
+            vars(self).update(totals, _pending=pending)
 
     def settle(self) -> None:
         """Add the CUDA waits that have ended by now to `exposed_s`."""

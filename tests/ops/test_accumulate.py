@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import compiled, cpu, reference
+from lightning_lowbw.ops import compiled, compiler, cpu, reference
 from lightning_lowbw.ops.dispatch import kernels_for
 from lightning_lowbw.ops.reference import SecondMoment, Segment, accumulate_, correct_, reach, sample_accumulated
 from tests.ops.bits import equal_bits
 
-needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
+needs_numba = pytest.mark.skipif(not compiler.is_available(), reason="needs numba")
 TWINS = [cpu, pytest.param(compiled, marks=needs_numba)]
 SIZES = [0, 1, 7]
-SIZES += [size + more for size in (compiled.CHUNK, compiled.BLOCK, cpu.CHUNK) for more in (-1, 0, 1)]
-SIZES += [5 * compiled.BLOCK + 3 * compiled.CHUNK + 3, 2 * cpu.CHUNK + 12345]
+SIZES += [size + more for size in (compiler.CHUNK, compiled.BLOCK, cpu.CHUNK) for more in (-1, 0, 1)]
+SIZES += [5 * compiled.BLOCK + 3 * compiler.CHUNK + 3, 2 * cpu.CHUNK + 12345]
 PLAIN: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "sign": 1.0}
 
 
@@ -120,7 +120,7 @@ def test_sizes(twin: ModuleType, numel: int, has_buffer: bool, has_weight: bool,
 
 
 @pytest.mark.parametrize("twin", [reference, *TWINS])
-@pytest.mark.parametrize("numel", [1, 7, compiled.CHUNK + 1, compiled.BLOCK, compiled.BLOCK + 1, cpu.CHUNK + 1])
+@pytest.mark.parametrize("numel", [1, 7, compiler.CHUNK + 1, compiled.BLOCK, compiled.BLOCK + 1, cpu.CHUNK + 1])
 @pytest.mark.parametrize("value", [None, float("nan"), -float("inf")])
 @pytest.mark.parametrize("has_weight", [False, True])
 def test_what_is_not_finite_counts_as_zero_and_is_told(
@@ -257,8 +257,8 @@ def test_narrow_dtypes(narrow: torch.dtype, nesterov: bool) -> None:
 @pytest.mark.parametrize("twin", TWINS)
 def test_at_the_borders(twin: ModuleType) -> None:
     """The first and last element of each chunk, values equal to the threshold, and what cannot be compared."""
-    numel = 2 * cpu.CHUNK + compiled.CHUNK + 3
-    borders = [0, compiled.CHUNK - 1, compiled.CHUNK, cpu.CHUNK - 1, cpu.CHUNK, 2 * cpu.CHUNK, numel - 3, numel - 1]
+    numel = 2 * cpu.CHUNK + compiler.CHUNK + 3
+    borders = [0, compiler.CHUNK - 1, compiler.CHUNK, cpu.CHUNK - 1, cpu.CHUNK, 2 * cpu.CHUNK, numel - 3, numel - 1]
     gradient = torch.zeros(numel)
     gradient[borders] = torch.tensor([2.0, -2.0, 3.0, -3.0] * 2)
     gradient[[5, 6, 7]] = torch.tensor([float("nan"), float("inf"), float("-inf")])
@@ -321,8 +321,8 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch: pyte
 
 def test_numba_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)  # as an import that fails
-    for cached in (compiled._numba, compiled._is_importable):
-        monkeypatch.setattr(compiled, cached.__name__, cached.__wrapped__)
+    for cached in (compiler.import_numba, compiler._is_importable):
+        monkeypatch.setattr(compiler, cached.__name__, cached.__wrapped__)
     assert kernels_for(torch.zeros(8)) is cpu
 
 

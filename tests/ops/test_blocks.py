@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import blocks, compiled, compiled_blocks
+from lightning_lowbw.ops import blocks, compiled_blocks, compiler
 from lightning_lowbw.ops.blocks import BLOCK
 from lightning_lowbw.ops.dispatch import blocks_for
 from tests.ops.bits import equal_bits
 
-needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
+needs_numba = pytest.mark.skipif(not compiler.is_available(), reason="needs numba")
 SHAPES = [(0, 5), (1, 0), (1, 1), (2, 7), (1, BLOCK - 1), (3, BLOCK), (2, BLOCK + 1), (1, 20 * BLOCK + 77)]
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -71,7 +71,7 @@ def test_what_is_not_finite_stays_in_its_block(bits: int, value: float) -> None:
 
 
 def test_which_one_runs() -> None:
-    fastest = compiled_blocks if compiled.is_available() else blocks
+    fastest = compiled_blocks if compiler.is_available() else blocks
     packed, values = torch.zeros((2, 8), dtype=torch.uint8), torch.zeros(2, 8)
     assert blocks_for(packed) is blocks_for(packed, values) is fastest
     assert blocks_for(packed[:, 1:5], values) is blocks  # of several messages

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowbw.ops import compiled, cpu, dispatch, gpu, reference
+from lightning_lowbw.ops import compiled, compiler, cpu, dispatch, gpu, reference
 from lightning_lowbw.ops.dispatch import kernels_for
 
 CPU = torch.device("cpu")
-needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
+needs_numba = pytest.mark.skipif(not compiler.is_available(), reason="needs numba")
 
 
 @pytest.fixture(autouse=True)
 def _no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_faults", [])
+    monkeypatch.setattr(compiler, "_faults", [])
     monkeypatch.setattr(gpu, "_faults", [])
 
 
 def test_which_one_runs() -> None:
     v, narrow = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
-    fastest = compiled if compiled.is_available() else cpu
+    fastest = compiled if compiler.is_available() else cpu
     assert kernels_for(v) is kernels_for(v, v) is fastest
     assert kernels_for(v, narrow) is cpu
     assert kernels_for(v, v[::2]) is cpu
@@ -66,8 +66,8 @@ def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
     broken.__spec__ = sys.modules["numba"].__spec__
     monkeypatch.setitem(sys.modules, "numba", broken)
     monkeypatch.delitem(sys.modules, "numba.extending", raising=False)
-    for cached in (compiled._numba, compiled._kernel):
-        monkeypatch.setattr(compiled, cached.__name__, cached.__wrapped__)
+    for module, cached in ((compiler, compiler.import_numba), (compiled, compiled._kernel)):
+        monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
     assert "ImportError" in str(dispatch.prepare(CPU)) or "ModuleNotFoundError" in str(dispatch.prepare(CPU))
     monkeypatch.setitem(sys.modules, "numba", None)  # as an import that fails
     assert dispatch.prepare(CPU) is None
@@ -76,4 +76,4 @@ def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
 def test_disabling_one_device_leaves_the_other() -> None:
     dispatch.disable(torch.device("cuda"), "no compiler")
     assert gpu._faults == ["no compiler"]
-    assert compiled._faults == []
+    assert compiler._faults == []

@@ -15,17 +15,19 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import ConfigurationError, DGCStrategy, EveryStep, SparsityWarmup
+from lightning_lowbw.engine import auto
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
 from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
+from tests.measured import give_measured
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, weights_of
 
 CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
-STEPS = 80
+STEPS = 130
 LINK = Link(1e-4, 1e7)
 SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.2), LINK)  # no density fits, the least that is enough is taken
 FAST = Measured(0.1, 0.101, dict.fromkeys(DENSITIES, 0.2), LINK)
@@ -43,17 +45,7 @@ def fit(
     """Train; what is measured is given, but for None."""
     torch.manual_seed(7)
     num_ranks, said = dist.get_world_size(), list[str]()
-    num_measured, runs = 0, list[Run]()
-
-    def measure(auto: AutoSparsity) -> Measured:
-        nonlocal num_measured
-        num_measured += 1
-        own = real(auto) if measured is None else measured
-        assert own.step_s > 0
-        assert set(own.sparse_s) == set(DENSITIES)
-        return own
-
-    real = AutoSparsity._measure
+    runs = list[Run]()
     knobs = {"min_numel": MIN_NUMEL, "selection": "exact", **knobs}
     strategy: Any = DDPStrategy() if ddp else DGCStrategy(**knobs)
     model = Tiny(data_by_step=True)
@@ -61,7 +53,7 @@ def fit(
         strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[Watcher(path, save_at), *callbacks]
     )
     with pytest.MonkeyPatch.context() as monkeypatch:  # the ranks live on
-        monkeypatch.setattr(AutoSparsity, "_measure", measure)
+        given = [] if measured is None else give_measured(monkeypatch, measured)
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
         monkeypatch.setattr(
             auto_sparsity, "plan", lambda given, run, budget: (runs.append(run), plan(given, run, budget))[1]
@@ -74,7 +66,7 @@ def fit(
         "weights": weights_of(model),
         "when": strategy.method.when,
         "said": said,
-        "num_measured": num_measured,
+        "num_measured": len(given),
         "runs": runs,
         "density": worker.last_density,
         "has_residuals": worker.has_residuals,
@@ -88,18 +80,18 @@ def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(tmp_path: Path) -> No
     first = whole[0]
     assert [result["num_measured"] for result in whole] == [1, 1]
     assert len({result["weights"] for result in whole}) == 1
-    assert first["when"].stairs == pytest.approx([1 - 0.512])  # 30 of the steps that are left
+    assert first["when"].stairs == pytest.approx([1 - 0.256])  # 30 of the steps that are left
     assert first["when"].rampup_begin_step >= CHOSEN_AFTER
-    assert first["density"] == pytest.approx(0.512)
+    assert first["density"] == pytest.approx(0.256)
     assert len(first["said"]) == 1
     assert 'DGCStrategy, sparsity="auto": a step takes 100 ms without communication' in first["said"][0]
-    assert "0.512" not in first["said"][0]
-    assert "51.2 % of each gradient is sent" in first["said"][0]
+    assert "0.256" not in first["said"][0]
+    assert "25.6 % of each gradient is sent" in first["said"][0]
     later = run_ranks(partial(fit, FAST, resume=path.format(after)), 2)
     assert [result["num_measured"] for result in later] == [0, 0]
     assert later[0]["when"] == first["when"]
     assert [result["weights"] for result in later] == [result["weights"] for result in whole]
-    anew = run_ranks(partial(fit, FAST, resume=path.format(before)), 2)
+    anew = run_ranks(partial(fit, SLOW, resume=path.format(before)), 2)
     assert [result["num_measured"] for result in anew] == [1, 1]
 
 
@@ -123,7 +115,7 @@ def test_a_dense_choice_is_kept_by_a_resume(tmp_path: Path) -> None:
 
 def test_fine_tuning_has_no_warm_up(tmp_path: Path) -> None:
     by_keyword = run_ranks(partial(fit, SLOW, pretrained=True), 2)[0]["when"]
-    assert (by_keyword.rampup_begin_step, by_keyword.stairs) == (CHOSEN_AFTER, pytest.approx([1 - 0.512]))
+    assert (by_keyword.rampup_begin_step, by_keyword.stairs) == (CHOSEN_AFTER, pytest.approx([1 - 0.256]))
     path = str(tmp_path / "ddp{}.ckpt")
     run_ranks(partial(fit, None, path, (5,), ddp=True), 2)
     by_checkpoint = run_ranks(partial(fit, SLOW, resume=path.format(5)), 2)[0]["when"]
@@ -137,22 +129,45 @@ def test_a_callback_that_gives_numbers_is_obeyed() -> None:
     assert result["when"].stairs == (0.9,)
 
 
+def fit_and_measure(**knobs: Any) -> dict[str, Any]:
+    """Measure even where all that could be saved is less than what that takes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(auto, "MEASURING_S", 0.0)
+        return fit(None, budget=1e-9, **knobs)
+
+
 def test_it_measures() -> None:
     """On loopback; whatever it chooses, all ranks do, and it says something."""
-    results = run_ranks(partial(fit, None), 2)
+    results = run_ranks(fit_and_measure, 2)
     assert len({(result["weights"], result["when"]) for result in results}) == 1
     assert "carries" in results[0]["said"][0]
 
 
 def test_on_two_levels_the_link_is_that_between_nodes() -> None:
-    results = run_ranks(partial(fit, None, topology=2), 4)
+    results = run_ranks(partial(fit_and_measure, topology=2), 4)
     assert len({(result["weights"], result["when"]) for result in results}) == 1
+    assert "carries" in results[0]["said"][0]
+
+
+def test_a_run_too_short_to_save_what_measuring_takes_is_ddp() -> None:
+    """123 steps. A fifth of what is waited in them is sure to be saved."""
+    short = dataclasses.replace(SLOW, dense_s=SLOW.step_s + 0.03)
+    found, ddp = run_ranks(partial(fit, short), 2)[0], run_ranks(partial(fit, None, ddp=True), 2)[0]
+    assert found["num_measured"] == 0
+    assert found["weights"] == ddp["weights"]
+    assert found["said"] == [
+        'DGCStrategy, sparsity="auto": a step takes 100 ms without communication and 130 ms with all gradients: all of '
+        "every gradient is sent, as by DDP; 123 steps are left, in which 3.69 s go by waiting for gradients, too "
+        "little to measure the link, which takes 1 s."
+    ]
+    longer = dataclasses.replace(SLOW, dense_s=SLOW.step_s + 0.05)
+    assert run_ranks(partial(fit, longer), 2)[0]["num_measured"] == 1
 
 
 def fit_with_other_facts_on_a_rank() -> EveryStep:
     own = dataclasses.replace(SLOW, step_s=0.1 + 0.1 * dist.get_rank())
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: own)
+        give_measured(monkeypatch, own)
         monkeypatch.setattr(
             auto_sparsity, "num_steps_of", lambda trainer: STEPS if dist.get_rank() else CHOSEN_AFTER + 5
         )
@@ -194,8 +209,7 @@ def test_a_run_that_ends_before_anything_is_chosen_is_told_so() -> None:
 
 def test_validation_is_not_counted() -> None:
     """It comes after every step, and takes longer than all steps together."""
-    (measured, _) = run_ranks(partial(measure_with_validation, 0.2), 2)
-    assert measured.dense_s < 0.2
+    assert max(run_ranks(partial(seconds_of_a_step, 0.2), 2)) < 0.2
 
 
 class SlowToValidate(Tiny):
@@ -207,21 +221,17 @@ class SlowToValidate(Tiny):
         time.sleep(self.seconds)
 
 
-def measure_with_validation(seconds: float) -> Measured:
-    found: list[Measured] = []
-    real = AutoSparsity._measure
-
-    def measure(auto: AutoSparsity) -> Measured:
-        found.append(real(auto))
-        return found[0]
-
+def seconds_of_a_step(validation_s: float) -> float:
+    """Return what a dense step takes by the strategy's clock."""
+    found: list[tuple[float, float]] = []
+    real = AutoSparsity._timed
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_measure", measure)
+        monkeypatch.setattr(AutoSparsity, "_timed", lambda auto: found.append(real(auto)) or found[0])
         strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), val_check_interval=1, limit_val_batches=1)
         data = make_data(dist.get_world_size(), CHOSEN_AFTER + 2)
-        trainer.fit(SlowToValidate(seconds), data, data)
-    return found[0]
+        trainer.fit(SlowToValidate(validation_s), data, data)
+    return found[0][1]
 
 
 def test_an_early_checkpoint_of_its_own_is_not_fine_tuning(tmp_path: Path) -> None:
@@ -241,11 +251,8 @@ def test_overlap_is_that_of_the_fit_which_goes_on(tmp_path: Path) -> None:
 
 def fit_after_a_search(finder: Callback) -> tuple[bool, list[int]]:
     """Return whether it is still open, and at which steps it has chosen."""
-    steps: list[int] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            AutoSparsity, "_measure", lambda auto: (steps.append(auto._strategy.workers[0].step), SLOW)[1]
-        )
+        steps = give_measured(monkeypatch, SLOW)
         strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[finder], max_steps=STEPS, max_epochs=-1)
         trainer.fit(WithRate(), make_data(dist.get_world_size(), STEPS))
@@ -287,20 +294,19 @@ def test_one_rank_measures_nothing() -> None:
     assert result["when"].is_auto
 
 
-def fit_twice() -> list[int]:
+def fit_twice() -> int:
     strategy = DGCStrategy(min_numel=MIN_NUMEL)
-    counts: list[int] = []
     trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_measure", lambda auto: (counts.append(1), SLOW)[1])
+        steps = give_measured(monkeypatch, SLOW)
         for number in (1, 2):
             trainer.fit_loop.epoch_loop.max_steps = number * STEPS
             trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
-    return counts
+    return len(steps)
 
 
 def test_the_next_fit_chooses_anew() -> None:
-    assert run_ranks(fit_twice, 2) == [[1, 1], [1, 1]]
+    assert run_ranks(fit_twice, 2) == [2, 2]
 
 
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import compiled, cpu, reference
+from lightning_lowbw.ops import compiled, compiler, cpu, reference
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what import selection
 from lightning_lowbw.what.selection import SELECTIONS, SampledSelector, Selection, exact_top_k, exact_top_k_of
@@ -257,7 +257,7 @@ def test_the_specification_sorts() -> None:
 KERNELS = [
     reference,
     cpu,
-    pytest.param(compiled, marks=pytest.mark.skipif(not compiled.is_available(), reason="needs numba")),
+    pytest.param(compiled, marks=pytest.mark.skipif(not compiler.is_available(), reason="needs numba")),
 ]
 CONSTANTS: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 1e-2, "sign": 1.0}
 
