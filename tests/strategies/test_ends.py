@@ -249,6 +249,20 @@ def test_the_names_train_on_streams(name: str) -> None:
     assert run_ranks(fit_named, 2, name) == [4, 4]
 
 
+def fit_and_resume(method: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    whole = fit_stream(method, "finish", Decaying, [5, 7], callbacks=[save], enable_checkpointing=True)
+    model, trainer = Decaying(), make_trainer(make(method, uneven="finish"), 2, max_epochs=2)
+    trainer.fit(model, stream([5, 7][dist.get_rank()]), uneven_loader(1), ckpt_path=f"{folder}/epoch=0.ckpt")
+    return whole, {"steps": trainer.global_step, "end": weights(model)}
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "sparse_loco"])
+def test_a_resume_after_an_uneven_epoch_is_exact(method: str, tmp_path: Any) -> None:
+    for whole, resumed in run_ranks(fit_and_resume, 2, method, str(tmp_path)):
+        assert resumed == {name: whole[name] for name in resumed}
+
+
 # Two levels --------------------------------------------------------------------------------------------------------
 
 
