@@ -180,7 +180,16 @@ class Ends:
                 f"No batch in this epoch on ranks {empty}, and others have some. Each rank must have at least one: "
                 "divide the data otherwise."
             )
-        if len({(place.what, place.steps) for place in places if place.what not in (ENDED, EMPTY)}) > 1:
+        going = [place for place in places if place.what not in (ENDED, EMPTY)]
+        if BATCH in whats:  # the last step of an epoch may come early while others accumulate: it waits for theirs
+            going = [place for place in going if not (place.what >= AVERAGE and place.is_last)]
+        averaging = {(place.what - AVERAGE, place.steps) for place in going if place.what >= AVERAGE}
+        ended_later = any(
+            place.what == ENDED and place.steps[number] > steps[number]
+            for place in places
+            for number, steps in averaging
+        )
+        if ended_later or len({(place.what, place.steps) for place in going}) > 1:
             raise DisagreementError(
                 "The ranks are at different places: "
                 f"{', '.join(f'rank {rank} {place.in_words()}' for rank, place in enumerate(places))}. Each rank must "
@@ -230,7 +239,12 @@ class Ends:
         return any(trainer.global_step % steps + most >= steps for steps in intervals)
 
     def _meet_for_average(self, worker: ReplicaWorker) -> None:
-        places = self._meet(AVERAGE + self._workers.index(worker))
+        what = AVERAGE + self._workers.index(worker)
+        places = self._meet(what)
+        while any(
+            place.what == BATCH for place in places
+        ):  # which is the last one of the others, too, as they know now
+            places = self._meet(what)
         self._weigh(worker, places)
         if not self._can_finish and any(place.is_last for place in places):
             _progress(self._strategy.trainer).is_last_batch = True

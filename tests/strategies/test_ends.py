@@ -203,6 +203,13 @@ def test_validation_in_the_middle_of_an_epoch_ends_it_where_a_rank_is_out_of_dat
     assert len(results[0]["shown"]) == 2 * (1 + 4) + 1  # before and after each, and the end
 
 
+def test_a_step_that_comes_early_waits_for_those_who_accumulate() -> None:
+    """Rank 0 takes its third step with its fifth batch, and rank 1 with the sixth, which validation follows."""
+    options = {"val_check_interval": 6, "accumulate_grad_batches": 2}
+    results = run_ranks(partial(fit_stream, **options), 2, "local_sgd", "finish", Decaying, [5, 11])
+    assert agreed(results) == 6
+
+
 def test_timers_wait_until_all_ranks_are_there() -> None:
     timed = [Timer(duration={"hours": 1})]
     assert agreed(run_ranks(partial(fit_stream, callbacks=timed), 2, "local_sgd", "finish", Decaying, [6, 11])) == 22
