@@ -120,12 +120,18 @@ def make_fragments(
     return [Fragment(each, each is members[-1]) for each in members]
 
 
-def note_moved(
+def due(fragments: Sequence[Fragment], k_steps: int, delay_steps: int) -> list[Fragment]:
+    """Return the fragments of which an average is to be begun."""
+    return [fragment for fragment in fragments if (fragment.steps or 0) >= max(k_steps, delay_steps + 1)]
+
+
+def note_steps(
     fragments: Sequence[Fragment],
     parameters: Sequence[Parameter],
     sent_bytes: Callable[[Sequence[Parameter]], list[int]],
+    num_steps: int = 1,
 ) -> None:
-    """Note that a step has trained parameters; new ones join the fragment that sends least.
+    """Note that local steps have trained parameters; new ones join the fragment that sends least.
 
     In place:
         The fragments.
@@ -133,7 +139,11 @@ def note_moved(
     Args:
         parameters: of the optimizer, also frozen ones.
         sent_bytes: of parameters.
+        num_steps: local steps.
     """
+    for fragment in fragments:
+        assert fragment.steps is not None
+        fragment.steps += num_steps
     owner = {p: fragment for fragment in fragments for p in fragment.parameters}
     new = [p for p in parameters if p not in owner]
     loads = [sum(sent_bytes(fragment.parameters)) for fragment in fragments] if new else []

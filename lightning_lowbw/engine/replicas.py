@@ -17,7 +17,7 @@ communication", arXiv 2501.18512, algorithm 2.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
-from lightning_lowbw.engine.average import Fragment, make_fragments, note_moved
+from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps
 from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, OVER, SAVE, STOP, WEIGHT, Averaging
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control
@@ -66,6 +66,8 @@ class ReplicaWorker(Worker):
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
         num_finished: ranks that are out of data, as told by the last average.
         is_over: whether a rank has come to the end of the training, as told by the last average.
+        meet: called before ranks average, or apply an average that was hidden, where it must be agreed first who does
+            so; a rank that does not come this far takes part by `idle` and `average_due`. None where all ranks come.
     """
 
     clips_before_exchange = False
@@ -91,6 +93,7 @@ class ReplicaWorker(Worker):
         self.weighs_samples = False
         self.num_finished = 0
         self.is_over = False
+        self.meet: Callable[[ReplicaWorker], None] | None = None
         self._local_since: int | None = None  # the step from which on it is local, once that has come
         self._period: Period | None = None
         self._highest_lr = 0.0
@@ -267,18 +270,10 @@ class ReplicaWorker(Worker):
         nbytes = sum(p.nbytes for p in trained)
         self.peers.ledger.dense_bytes += all_reduce_bytes(nbytes, self.peers.num_ranks)
         self.steps_since_average += 1
-        note_moved(self.fragments, self.parameters(), self.averaging.sent_bytes)
-        for fragment in self.fragments:
-            assert fragment.steps is not None
-            fragment.steps += 1
-            # More than the delay after a resume with a shorter one.
-            if fragment.work is not None and fragment.steps >= self.delay_steps:
-                self._apply(fragment)
-        due = [each for each in self.fragments if (each.steps or 0) >= max(self.k_steps, self.delay_steps + 1)]
-        for fragment in due:
-            self._average(fragment)
+        note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes)
+        has_begun = self.average_due()
         node_k_steps = self.when.node_k_steps if self.peers.is_two_level else 1  # 1: gradients have been averaged
-        if not due and node_k_steps > 1 and self.steps_since_average % node_k_steps == 0:
+        if not has_begun and node_k_steps > 1 and self.steps_since_average % node_k_steps == 0:
             (fragment,) = self.fragments
             self.averaging.average_in_node(fragment)
         self.delay.end_after_step()
@@ -300,6 +295,36 @@ class ReplicaWorker(Worker):
         self.averaging.begin_local()
 
     # Averaging ------------------------------------------------------------------------------------------------------
+
+    def idle(self, num_steps: int) -> None:
+        """Count local steps that others have taken, and this rank, which is out of data, has not."""
+        self.step += num_steps
+        self.steps_since_average += num_steps
+        note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes, num_steps)
+
+    @torch.no_grad()
+    def average_due(self, *, finished: bool = False, over: bool = False) -> bool:
+        """Apply and begin the averages that are due after a local step; return whether one was begun.
+
+        Collective: all ranks, where there are any.
+
+        Args:
+            finished: this rank is out of data, and takes part in the averages that others told it of.
+            over: this rank is at the end of the training.
+
+        Raises:
+            NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
+        """
+        # More than the delay after a resume with a shorter one.
+        hidden = [each for each in self.fragments if each.work is not None and (each.steps or 0) >= self.delay_steps]
+        if self.meet is not None and not finished and (hidden or due(self.fragments, self.k_steps, self.delay_steps)):
+            self.meet(self)
+        for fragment in hidden:
+            self._apply(fragment)
+        begun = due(self.fragments, self.k_steps, self.delay_steps)
+        for fragment in begun:
+            self._average(fragment, finished, over)
+        return bool(begun)
 
     @torch.no_grad()
     def average(self, *, finished: bool = False, over: bool = False) -> None:
@@ -347,7 +372,8 @@ class ReplicaWorker(Worker):
         self.num_averages += 1
         if self.when.rule == "fixed":
             return
-        if self.when.rule != "qsr" and sums[NUM_LOSSES] < num_ranks and not self.weighs_samples:
+        num_training = num_ranks - self.num_finished
+        if self.when.rule != "qsr" and sums[NUM_LOSSES] < num_training and not self.weighs_samples:
             raise ConfigurationError(
                 f"rule={self.when.rule!r} chooses k by the training loss, and there was none: return it from "
                 "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."

@@ -368,6 +368,26 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
                 )
 
 
+# Equal on all ranks ---------------------------------------------------------------------------------------------------
+
+
+def equal_state(worker: Any) -> dict[str, Any]:
+    """Return what is the same on all ranks: numbers, for the checkpoint itself."""
+    state: dict[str, Any] = {"step": worker.step}
+    if worker.method.averages_weights:
+        state |= {name: getattr(worker, f"_{name}") for name in ("local_since", "highest_lr")}
+        state["period"] = None if worker._period is None else asdict(worker._period)
+    return state
+
+
+def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
+    """Take over what `equal_state` returned."""
+    worker.step = state["step"]
+    if worker.method.averages_weights:
+        worker._local_since, worker._highest_lr = state["local_since"], state["highest_lr"]
+        worker._period = None if state["period"] is None else Period(**state["period"])
+
+
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state every rank of another world starts with, of either driver; reads one state at a time."""
     iterator = iter(states)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import uuid
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.engine.state import merge
+from lightning_lowbw.engine.state import equal_state, load_equal_state, merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
 from lightning_lowbw.where.agreement import failing_together
@@ -20,14 +20,26 @@ if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
 FORMAT = 2  # of the shards; 1 was that of version 0.1.0
+Needs = Literal["exact", "weights and optimizer"]
 NUM_KEPT = 2  # of a rank's shards in a folder: the checkpoint that is there, and the one to replace it
 
 
 class Checkpoints:
-    """Saves, loads and removes the shards of this rank: workers, random numbers, precision and buffers."""
+    """Saves, loads and removes the shards of this rank: workers, random numbers, precision and buffers.
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    Args:
+        strategy: whose they are.
+        needs: what a resume needs: "exact" all shards; "weights and optimizer" the ``.ckpt`` alone.
+
+    Raises:
+        ConfigurationError: `needs` is none of these.
+    """
+
+    def __init__(self, strategy: Strategy, needs: Needs) -> None:
+        if needs not in get_args(Needs):
+            choices = ", ".join(repr(choice) for choice in get_args(Needs))
+            raise ConfigurationError(f"resume={needs!r}: choose one of {choices}.")
+        self._strategy, self._needs_shards = strategy, needs == "exact"
         self._run_id = ""
         self._num_saves = 0
         self._written: dict[str, list[str]] = {}  # this rank's shards by folder, the latest last
@@ -65,6 +77,7 @@ class Checkpoints:
             "kind": strategy.method.kind,
             "nodes": strategy.groups.nodes,
             "chosen": strategy.auto.state_dict(),
+            "workers": [equal_state(worker) for worker in strategy.workers],
         }
         # First the shards: where the checkpoint is, this node's shards are too.
         path = shards.shard_path(folder, strategy.global_rank, metadata)
@@ -124,46 +137,80 @@ class Checkpoints:
         Collective: all ranks, blocking.
 
         Raises:
-            ConfigurationError: on all ranks; a shard is missing.
+            ConfigurationError: on all ranks; a shard is missing, or of another version, and a resume needs it.
         """
         strategy = self._strategy
-        metadata = checkpoint.get(shards.METADATA_KEY)
-        if metadata is not None and metadata.get("format") != FORMAT:
+        metadata: Mapping[str, Any] | None = checkpoint.get(shards.METADATA_KEY)
+        is_of_another_version = metadata is not None and metadata.get("format") != FORMAT
+        if metadata is not None and is_of_another_version and self._needs_shards:
             raise ConfigurationError(
                 f"{self._resume_path} was written by another version of lightning_lowbw: the ranks' own state beside "
                 f"it has format {metadata.get('format', 1)}, and this version reads {FORMAT}. Finish the run with the "
-                "version that wrote it, or begin a new fit from its weights, without what has not been sent: "
-                'model.load_state_dict(torch.load(path)["state_dict"]).'
+                f"version that wrote it, or {shards.GO_ON}."
             )
-        if metadata is not None:
+        if metadata is not None and not is_of_another_version:
             strategy.auto.load_state_dict(metadata.get("chosen"))
-        if metadata is None or metadata["kind"] != strategy.method.kind:
+        if metadata is None or is_of_another_version or metadata["kind"] != strategy.method.kind:
             strategy.auto.load_state_dict(None, is_foreign=True)
-            for worker in strategy.workers:
-                worker.step = checkpoint["global_step"] // max(1, len(strategy.workers))
+            self._go_on_without(checkpoint, [])
             rank_zero_info(
-                f"The checkpoint was not written by this method: {type(strategy).__name__} starts with the weights, "
-                "the optimizer and the step in it, and with nothing else."
+                f"The checkpoint was not written by this method and version: {type(strategy).__name__} starts with the "
+                "weights, the optimizer and the step in it, and with nothing else."
             )
             return
-        assert self._resume_path is not None
-        load = functools.partial(shards.load, strategy.checkpoint_io, self._resume_path, metadata)
-        if metadata["num_ranks"] == strategy.world_size and metadata.get("nodes") == strategy.groups.nodes:
-            with failing_together():
-                shard, path = load(strategy.global_rank)
-                self._written[shards.folder_of(self._resume_path)] = [path]
-                for worker, state in zip(strategy.workers, shard["workers"], strict=True):
-                    worker.load_state_dict(state)
+        found, missing = None, ""
+        with failing_together():
+            try:
+                found = self._find(metadata)
+            except ConfigurationError as error:
+                if self._needs_shards:
+                    raise
+                missing = str(error).split(". ")[0]
+        if not strategy.reduce_boolean_decision(found is not None):
+            self._go_on_without(checkpoint, metadata.get("workers", []))
+            rank_zero_warn(
+                f"{missing or 'Shards of other ranks are missing'}. resume='weights and optimizer': "
+                f"{type(strategy).__name__} goes on from the checkpoint alone, with the weights, the optimizer, the "
+                "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
+                "momentum begins at zero."
+            )
+            return
+        assert found is not None
+        states, shard = found
+        with failing_together():
+            for worker, state in zip(strategy.workers, states, strict=True):
+                worker.load_state_dict(state)
+        if shard is not None:
             self._restore(shard)
             return
-        with failing_together():
-            for number, worker in enumerate(strategy.workers):
-                states = (load(rank)[0]["workers"][number] for rank in range(metadata["num_ranks"]))
-                worker.load_state_dict(merge(states))
         rank_zero_info(
             f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is resumed "
             f"by {strategy.world_size}{_on(strategy.groups.nodes)}. Each starts with the mean of the ranks' own states."
         )
+
+    def _find(self, metadata: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
+        """Return the state of each worker, and this rank's shard where the world is that of the checkpoint.
+
+        Raises:
+            ConfigurationError: on this rank; a shard is missing.
+        """
+        strategy, path = self._strategy, self._resume_path
+        assert path is not None
+        load = functools.partial(shards.load, strategy.checkpoint_io, path, metadata)
+        if metadata["num_ranks"] == strategy.world_size and metadata.get("nodes") == strategy.groups.nodes:
+            shard, own_path = load(strategy.global_rank)
+            self._written[shards.folder_of(path)] = [own_path]
+            return shard["workers"], shard
+        numbers, ranks = range(len(strategy.workers)), range(metadata["num_ranks"])
+        return [merge(load(rank)[0]["workers"][number] for rank in ranks) for number in numbers], None
+
+    def _go_on_without(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint alone; with what is the same on all ranks, where it has that."""
+        workers = self._strategy.workers
+        for number, worker in enumerate(workers):
+            worker.step = checkpoint["global_step"] // max(1, len(workers))
+            if number < len(states):
+                load_equal_state(worker, states[number])
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         self._rng_state, self._precision_state = shard["rng"], shard.get("precision")

@@ -15,6 +15,7 @@ from lightning_lowbw.errors import ConfigurationError
 # The communication hook is this package's; and what DDP would do beside the hook, without its knowledge.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
+OF_ALL = frozenset({"resume"})  # of `Strategy`, and so of all strategies of this package
 SET_BY_LIGHTNING = frozenset({"self", "module", "device_ids", "output_device", "dim", "kwargs"})
 
 
@@ -26,7 +27,7 @@ def check_keywords(strategy: type, kwargs: Mapping[str, Any]) -> None:
     """
     classes = (strategy, DDPStrategy, DistributedDataParallel)
     known = {name for cls in classes for name in inspect.signature(cls).parameters}
-    allowed = known - OWNED - UNSUPPORTED - SET_BY_LIGHTNING
+    allowed = (known - OWNED - UNSUPPORTED - SET_BY_LIGHTNING) | OF_ALL
     for name in kwargs:
         if name in OWNED | UNSUPPORTED:
             raise ConfigurationError(

@@ -120,6 +120,10 @@ class Quiet:
             self._audit.check()
             self._audit.begin()
 
+    def forbid(self) -> None:
+        """Let no callback communicate up to the next batch: not all ranks are here."""
+        self._may_communicate = False
+
     def end_backward(self, worker: Worker) -> None:
         """Check that a local step's backward pass has sent nothing."""
         if self._audit is not None and worker.is_local:

@@ -21,6 +21,7 @@ from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, warn_if_never_local
 from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.ends import Ends, is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.uneven import Policy, Uneven
@@ -41,6 +42,7 @@ class Replicas(Regime):
     Attributes:
         quiet: keeps the steps between averages free of communication.
         uneven: ends the epochs of ranks with different numbers of batches.
+        ends: ends the epochs of ranks with unknown numbers of batches.
         view: of the consensus.
 
     Raises:
@@ -62,6 +64,7 @@ class Replicas(Regime):
             )
         self.quiet = Quiet(strategy, audit)
         self.uneven = Uneven(strategy, uneven, self._hear)
+        self.ends = Ends(strategy, uneven, self._hear, self.quiet.pause_audit)
         self.view = ConsensusView()
         self._callback = FirstCallback(self)
         self._losses: list[Tensor] = []  # since the last step of any optimizer
@@ -91,6 +94,7 @@ class Replicas(Regime):
         self._losses.clear()
         self.view.keep()
         self.uneven.begin_fit()
+        self.ends.begin_fit()
         self.quiet.save_is_due = False
 
     @override
@@ -115,6 +119,7 @@ class Replicas(Regime):
         assert isinstance(self.strategy.method.when, EveryK)
         warn_if_never_local(self.strategy.method.when, trainer)
         self.uneven.compare_data(trainer, self.workers)
+        self.ends.begin_training(trainer, self.uneven.is_unknown)
         self.uneven.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         self.quiet.defer(trainer, self.workers)
         for worker in self.workers:
@@ -137,6 +142,7 @@ class Replicas(Regime):
         self.view.hide()  # whoever asked for the consensus last has not ended it
         if self.strategy.world_size > 1:
             self.uneven.count(batch, self.workers)
+            self.ends.begin_batch(self.strategy.trainer)
             self.quiet.begin_batch()
 
     @override
@@ -178,7 +184,11 @@ class Replicas(Regime):
     def end_batch(self, trainer: pl.Trainer) -> None:
         """Wait for ranks with more batches, and save if that was asked for; on uneven data at the end of the epoch."""
         self.uneven.end_batch(trainer)
-        if self.quiet.save_is_due and (self.uneven.has_ended_epoch or not self.uneven.is_uneven):
+        self.ends.end_batch(trainer)
+        if not self.ends.all_are_here:
+            self.quiet.forbid()
+        can_save = self.ends.all_are_here and not self.uneven.is_uneven
+        if self.quiet.save_is_due and (can_save or self.uneven.has_ended_epoch or self.ends.has_ended):
             self.quiet.save(trainer)
 
     # The consensus view -----------------------------------------------------------------------------------------
@@ -191,6 +201,7 @@ class Replicas(Regime):
         if not module.trainer.interrupted:
             self.quiet.pause_audit()
             self.uneven.check_view(module.trainer)
+            self.ends.check_view(module.trainer)
         self.view.show(self.workers, module)
 
     @override
@@ -210,9 +221,21 @@ class Replicas(Regime):
         if not self.strategy.trainer.validating:
             self.view.hide()
 
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        """Begin to train on data that may be other ones."""
+        self.uneven.begin_epoch(trainer, self.workers)
+        self.ends.begin_epoch(trainer, self.uneven.is_unknown)
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """Agree on monitored metrics; the epoch may have ended without a last batch."""
+        self.quiet.pause_audit()
+        self.ends.finish_epoch(is_over(trainer))
+        agree_on_monitored(trainer, self.strategy.root_device)
+
     def leave_consensus(self) -> None:
         """Leave the consensus in the model, before the callbacks' `on_train_end`."""
         self.uneven.finish_epoch(is_over=True)  # a callback may have stopped the training in mid-epoch
+        self.ends.finish_epoch(is_over=True)
         self.show()
         self.view.keep()
         for worker in self.workers:
@@ -236,7 +259,7 @@ class FirstCallback(Callback):
         self._replicas.end_batch(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._replicas.uneven.begin_epoch(trainer, self._replicas.workers)
+        self._replicas.begin_epoch(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         self._replicas.show()
@@ -246,8 +269,7 @@ class FirstCallback(Callback):
             agree_on_monitored(trainer, trainer.strategy.root_device)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._replicas.quiet.pause_audit()
-        agree_on_monitored(trainer, trainer.strategy.root_device)
+        self._replicas.end_epoch(trainer)
 
     def on_train_end(self, *_: Any) -> None:
         self._replicas.leave_consensus()

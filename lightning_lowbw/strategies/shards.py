@@ -23,6 +23,11 @@ from lightning_lowbw.errors import ConfigurationError
 METADATA_KEY = "lightning_lowbw"
 FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
 
+GO_ON = (
+    "give the strategy resume='weights and optimizer', which goes on from the file alone: with the step, the epoch, "
+    "the optimizer and the schedulers, and without what has not been sent"
+)
+
 
 def folder_of(checkpoint_path: _PATH) -> str:
     """Return the folder that holds the shards of a checkpoint; local paths and fsspec URLs alike."""
@@ -49,8 +54,7 @@ def load(
     raise ConfigurationError(
         f"The shard {candidates[0]!r} is missing. It belongs to {os.fspath(checkpoint_path)!r}, saved by "
         f"{metadata['num_ranks']} ranks: copy the folder along with the file (from all nodes, if their disks are not "
-        "shared). The file alone holds the weights: to go on without the unsent gradients, load its state_dict and "
-        "start a new fit."
+        f"shared), or {GO_ON}."
     )
 
 

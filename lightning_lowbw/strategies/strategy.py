@@ -34,7 +34,7 @@ from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.bypass import BypassGuard
-from lightning_lowbw.strategies.checkpoint import Checkpoints
+from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
 from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.gradient_hook import GradientHook
@@ -64,6 +64,8 @@ class Strategy(DDPStrategy):
         uneven: for averages of weights: what ranks do that have more batches than others in an epoch: "finish" them, or
             "stop" at the next average. Replicas are then weighted by samples, and averaged at the end of each epoch.
         audit: for averages of weights: fail where a collective is issued between two of them, and name it.
+        resume: what ``fit(ckpt_path=...)`` needs: "exact" also the folder beside the ``.ckpt``, which has each rank's
+            own state; "weights and optimizer" the ``.ckpt`` alone: where a shard is missing, all ranks begin without.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`, checked
             against their signatures.
 
@@ -88,6 +90,7 @@ class Strategy(DDPStrategy):
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
         audit: bool = False,
+        resume: Needs = "exact",
         **kwargs: Any,
     ) -> None:
         check_keywords(type(self), kwargs)
@@ -98,11 +101,11 @@ class Strategy(DDPStrategy):
         self.clipping = Clipping(self)
         self.regime = regime_of(self, uneven, audit)
         self.auto = AutoSparsity(self)
-        self._options: dict[str, Any] = {"uneven": uneven, "audit": audit}
+        self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
-        self._checkpoints = Checkpoints(self)
+        self._checkpoints = Checkpoints(self, resume)
         self._workers: dict[int, Worker] = {}  # by id of the optimizer
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.ends import ends_epoch, is_over
 from lightning_lowbw.strategies.quiet import is_timed
 from lightning_lowbw.when.every_k import EveryK
 
@@ -33,7 +34,8 @@ class Uneven:
         hear: called with the worker after each average.
 
     Attributes:
-        is_uneven: whether the numbers of batches differ; equal on all ranks.
+        is_uneven: whether the numbers of batches are known, and differ; equal on all ranks.
+        is_unknown: whether a rank does not know its number of batches; equal on all ranks. See `Ends`.
         has_ended_epoch: whether this rank's epoch is over, and those of the others too.
 
     Raises:
@@ -44,12 +46,12 @@ class Uneven:
         if policy not in get_args(Policy):
             raise ConfigurationError(f"uneven={policy!r}: choose one of {', '.join(get_args(Policy))}.")
         self._strategy, self.policy, self._hear = strategy, policy, hear
-        self.is_uneven = self.has_ended_epoch = False
+        self.is_uneven = self.is_unknown = self.has_ended_epoch = False
         self._val_check_batch: float | None = None  # the trainer's, in an epoch that was cut short
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
-        self.has_ended_epoch = False
+        self.is_uneven = self.is_unknown = self.has_ended_epoch = False
         self._val_check_batch = None
 
     # Which data -------------------------------------------------------------------------------------------------
@@ -63,12 +65,13 @@ class Uneven:
             ConfigurationError: on all ranks; they have not, and something does not allow it.
         """
         lengths = lengths_of_data(trainer)
-        self.is_uneven = len(set(lengths)) > 1 or math.inf in lengths
+        self.is_unknown = math.inf in lengths
+        self.is_uneven = len(set(lengths)) > 1 and not self.is_unknown
         for worker in workers:
             worker.weighs_samples = self.is_uneven
         if not self.is_uneven:
             return
-        shown = ", ".join("unknown" if length == math.inf else f"{length:.0f}" for length in lengths)
+        shown = ", ".join(f"{length:.0f}" for length in lengths)
         obstacle = self._obstacle(trainer, lengths)
         if obstacle is not None:
             raise ConfigurationError(
@@ -85,9 +88,7 @@ class Uneven:
         method = self._strategy.method
         when, topology = method.when, self._strategy.groups.gradients.topology
         assert isinstance(when, EveryK)
-        if topology is not None and any(
-            len({lengths[rank] for rank in node}) > 1 or math.inf in lengths for node in topology.nodes
-        ):
+        if topology is not None and any(len({lengths[rank] for rank in node}) > 1 for node in topology.nodes):
             return "the ranks of a node step together"
         if len(self._strategy.workers) > 1 or not trainer.lightning_module.automatic_optimization:
             return "with several optimizers or manual optimization ranks cannot wait for each other"
@@ -126,7 +127,7 @@ class Uneven:
 
     def count(self, batch: Any, workers: list[ReplicaWorker]) -> None:
         """Add the samples of a batch to this rank's weight."""
-        for worker in workers if self.is_uneven else ():
+        for worker in workers if self.is_uneven or self.is_unknown else ():
             worker.num_samples += _num_samples(batch)
 
     def hear(self, worker: ReplicaWorker) -> None:
@@ -152,10 +153,8 @@ class Uneven:
         """
         if not self.is_uneven:
             return
-        must_stop = trainer.should_stop and trainer.fit_loop._can_stop_early
-        is_over = must_stop or 0 <= trainer.max_steps <= trainer.global_step
-        if trainer.fit_loop.epoch_loop._num_ready_batches_reached() or is_over:
-            self.finish_epoch(is_over)
+        if ends_epoch(trainer):
+            self.finish_epoch(is_over(trainer))
 
     def finish_epoch(self, is_over: bool) -> None:
         """Take part in averages until all ranks have ended their epochs, where data are uneven and this has not been.

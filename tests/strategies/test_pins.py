@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -120,6 +121,27 @@ def test_a_checkpoint_asks_the_strategy_for_the_weights_and_then_saves() -> None
 def test_the_epoch_ends_with_its_last_batch() -> None:
     assert "self.batch_progress.is_last_batch" in inspect.getsource(_TrainingEpochLoop._num_ready_batches_reached)
     assert "self.trainer.val_check_batch" in inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
+
+
+def test_a_batch_is_known_to_be_the_last_one_when_it_begins() -> None:
+    advance = inspect.getsource(_TrainingEpochLoop.advance)
+    begin, end = advance.index("is_last_batch = data_fetcher.done"), advance.index("_num_ready_batches_reached")
+    assert begin < advance.index('"on_train_batch_start"') < advance.index("automatic_optimization.run") < end
+    fetcher = inspect.signature(_PrefetchDataFetcher.__init__)
+    assert fetcher.parameters["prefetch_batches"].default == 1
+
+
+def test_counters_of_batches_and_steps_are_these() -> None:
+    loop = Trainer(logger=False, accelerator="cpu", barebones=True).fit_loop.epoch_loop
+    assert {"total", "current", "is_last_batch"} <= set(loop.batch_progress.state_dict())
+    assert {"total", "current"} <= set(loop.scheduler_progress.state_dict())
+    assert set(loop.automatic_optimization.optim_progress.state_dict()) == {"optimizer"}
+    assert {"total", "current"} <= set(loop.manual_optimization.optim_step_progress.state_dict())
+    assert loop._batches_that_stepped == 0
+    assert "_should_check_val_epoch()" in inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
+    due = inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
+    assert "self.total_batch_idx if self.trainer.check_val_every_n_epoch is None else self.batch_idx" in due
+    assert "self._every_n_train_steps" in inspect.getsource(ModelCheckpoint)
 
 
 def test_monitored_metrics_are_cached_results() -> None:

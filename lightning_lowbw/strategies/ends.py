@@ -1,0 +1,381 @@
+"""Data of unknown length: ranks tell each other who is at the end before they do anything together.
+
+Where `len()` of the training data is not known (an `IterableDataset`), a rank learns only with its last batch that this
+is the last one. Until then ranks train as on data of equal, known lengths, with the same bits. Before each average,
+each synchronous step, and each batch after which validation or a checkpoint by steps comes, the ranks meet: one small
+message tells who has ended, who has its last batch, and after how many steps. A rank that has ended goes on meeting,
+and takes part in the averages of the others, until all have ended.
+
+If ranks end at different batches, those with more finish them, weighted by samples, or stop. They stop together with
+the batch at which they meet, also with "finish", where nobody can go on alone: in a synchronous step; where validation
+or a checkpoint comes after the batch; and where ranks must have equal weights (a delay, fragments, a payload of
+changes). Then the counters, schedulers and learning rates of the rank with the most batches become those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.when.every_k import EveryK
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+    from lightning_lowbw.strategies.uneven import Policy
+
+# What a rank is about to do when it meets the others; from AVERAGE on it is the number of the worker that averages.
+ENDED, EMPTY, SYNCHRONOUS_BATCH, BATCH, VIEW, AVERAGE = range(6)
+IN_WORDS = (
+    "at the end of its epoch",
+    "without a batch",
+    "before a synchronous step",
+    "before a batch",
+    "before validation or a checkpoint",
+    "before an average",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is when the ranks meet.
+
+    Attributes:
+        what: it is about to do.
+        is_last: whether it has no batch after this one.
+        is_over: whether it is at the end of the training.
+        num_batches: of this epoch, this one included.
+        steps: of each worker.
+    """
+
+    what: int
+    is_last: bool
+    is_over: bool
+    num_batches: int
+    steps: tuple[int, ...]
+
+    def in_words(self) -> str:
+        """Return where it is, for messages."""
+        return f"{IN_WORDS[min(self.what, AVERAGE)]} after {' and '.join(str(steps) for steps in self.steps)} steps"
+
+
+class Ends:
+    """Ends the epochs of ranks whose numbers of batches are unknown.
+
+    Args:
+        strategy: the strategy.
+        policy: what ranks do that have more batches than others: "finish" them, or "stop" when they meet next.
+        hear: called with the worker after an average that this rank has taken part in without training.
+        pause_audit: called before a message between two averages.
+
+    Attributes:
+        is_unknown: whether the ranks meet; equal on all of them.
+        all_are_here: whether no rank has ended before the others, as far as was told in this batch.
+        has_ended: whether this rank's epoch is over, and those of the others too.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        policy: Policy,
+        hear: Callable[[ReplicaWorker], None],
+        pause_audit: Callable[[], None],
+    ) -> None:
+        self._strategy, self._policy, self._hear, self._pause_audit = strategy, policy, hear, pause_audit
+        self.is_unknown = self.has_ended = False
+        self.all_are_here = True
+
+    def begin_fit(self) -> None:
+        """Forget the last fit."""
+        self.is_unknown = self.has_ended = False
+
+    def begin_epoch(self, trainer: pl.Trainer, is_unknown: bool) -> None:
+        """Begin an epoch, for which the data may have been loaded anew."""
+        self.has_ended = False
+        if is_unknown != self.is_unknown:
+            self.begin_training(trainer, is_unknown)
+
+    def begin_training(self, trainer: pl.Trainer, is_unknown: bool) -> None:
+        """Let the workers meet before they average, where the lengths of the data are not known.
+
+        Raises:
+            ConfigurationError: on all ranks; nobody would know which batch is the last one.
+        """
+        self.is_unknown = is_unknown
+        for worker in self._workers:
+            worker.meet = self._meet_for_average if is_unknown else None
+        if not is_unknown:
+            return
+        if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                "training_step(dataloader_iter) does not tell which batch is the last one, and the length of the data "
+                "is unknown, so that ranks cannot agree on it. Take the batch as argument, or give "
+                "Trainer(limit_train_batches=...)."
+            )
+        does = "finish" if self._can_finish else "stop when they average next"
+        rank_zero_info(
+            f"{type(self._strategy).__name__}: the numbers of batches are unknown, so ranks tell each other who is at "
+            f"the end before they average; those with more {does}."
+        )
+
+    @property
+    def _workers(self) -> list[ReplicaWorker]:
+        return [worker for worker in self._strategy.workers if isinstance(worker, ReplicaWorker)]
+
+    @property
+    def _can_weigh(self) -> bool:
+        """Whether replicas may have weights of their own."""
+        method = self._strategy.method
+        assert isinstance(method.when, EveryK)
+        return not (method.sends_changes or method.when.delay_steps or method.when.num_fragments > 1)
+
+    @property
+    def _can_finish(self) -> bool:
+        return self._policy == "finish" and self._can_weigh
+
+    # Meeting ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, what: int, is_over: bool = False) -> list[Place]:
+        """Tell the other ranks where this one is.
+
+        Collective: all ranks, blocking; 4 + workers integers of each rank.
+
+        Raises:
+            DisagreementError: on all ranks; those that train are not at the same place.
+            ConfigurationError: on all ranks; one of them has no batch at all, or ended where all are needed.
+        """
+        strategy, progress = self._strategy, _progress(self._strategy.trainer)
+        is_last = progress.is_last_batch or what in (ENDED, EMPTY)
+        own = [what, is_last, is_over, progress.current.ready, *(worker.step for worker in self._workers)]
+        rows = torch.zeros(strategy.world_size, len(own), dtype=torch.int64)
+        rows[strategy.global_rank] = torch.tensor(own, dtype=torch.int64)
+        rows = rows.to(strategy.root_device)
+        strategy.groups.gradients.all_reduce_(rows, dist.ReduceOp.MAX)
+        places = [
+            Place(what, bool(is_last), bool(is_over), num_batches, tuple(steps))
+            for what, is_last, is_over, num_batches, *steps in rows.tolist()
+        ]
+        self._check(places)
+        if any(place.is_last for place in places) and not all(place.is_last for place in places):
+            self.all_are_here = False
+        return places
+
+    def _check(self, places: list[Place]) -> None:
+        whats = {place.what for place in places}
+        if EMPTY in whats and len(whats) > 1:
+            empty = [rank for rank, place in enumerate(places) if place.what == EMPTY]
+            raise ConfigurationError(
+                f"No batch in this epoch on ranks {empty}, and others have some. Each rank must have at least one: "
+                "divide the data otherwise."
+            )
+        going = [place for place in places if place.what not in (ENDED, EMPTY)]
+        if BATCH in whats:  # the last step of an epoch may come early while others accumulate: it waits for theirs
+            going = [place for place in going if not (place.what >= AVERAGE and place.is_last)]
+        averaging = {(place.what - AVERAGE, place.steps) for place in going if place.what >= AVERAGE}
+        ended_later = any(
+            place.what == ENDED and place.steps[number] > steps[number]
+            for place in places
+            for number, steps in averaging
+        )
+        if ended_later or len({(place.what, place.steps) for place in going}) > 1:
+            raise DisagreementError(
+                "The ranks are at different places: "
+                f"{', '.join(f'rank {rank} {place.in_words()}' for rank, place in enumerate(places))}. Each rank must "
+                "take the same optimizer steps, and validate, save and stop at the same ones, until its data end."
+            )
+        ended = [rank for rank, place in enumerate(places) if place.what == ENDED]
+        if ended and whats & {SYNCHRONOUS_BATCH, VIEW}:
+            what = "a synchronous step" if SYNCHRONOUS_BATCH in whats else "validation or a checkpoint in mid-epoch"
+            raise ConfigurationError(
+                f"The epoch of ranks {ended} has ended, and {what} of the others needs all ranks. Stop the training on "
+                "all ranks at the same step, and save and validate by Trainer(val_check_interval=...), "
+                "ModelCheckpoint(every_n_train_steps=...) or at the end of an epoch."
+            )
+
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Make this batch the last one of all ranks if it is that of one, and all are needed in it or after it.
+
+        Collective: all ranks, in a synchronous step, or before validation or a checkpoint; else those of a node.
+        """
+        self.all_are_here = True
+        if not self.is_unknown:
+            return
+        progress = _progress(trainer)
+        is_synchronous = not all(worker.is_local for worker in self._workers)
+        if is_synchronous or self._is_view_due(trainer):
+            self._pause_audit()
+            places = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
+            progress.is_last_batch = any(place.is_last for place in places)
+            return
+        peers = self._strategy.groups.gradients
+        if peers.num_local_ranks > 1:  # the ranks of a node step together
+            is_last = torch.tensor([progress.is_last_batch], dtype=torch.int64, device=self._strategy.root_device)
+            peers.node.all_reduce_(is_last, dist.ReduceOp.MAX)
+            progress.is_last_batch = bool(is_last)
+
+    def _is_view_due(self, trainer: pl.Trainer) -> bool:
+        """Return whether validation or a checkpoint may come after this batch, in the middle of the epoch."""
+        loop, every = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+        if every not in (None, float("inf")) and loop._should_check_val_epoch():
+            number = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+            if (number + 1) % int(every) == 0:
+                return True
+        # In manual optimization each optimizer may step in a batch, and each step counts.
+        most = 1 if trainer.lightning_module.automatic_optimization else len(self._workers)
+        savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+        intervals = [each._every_n_train_steps for each in savers if each._every_n_train_steps > 0]
+        return any(trainer.global_step % steps + most >= steps for steps in intervals)
+
+    def _meet_for_average(self, worker: ReplicaWorker) -> None:
+        what = AVERAGE + self._workers.index(worker)
+        places = self._meet(what)
+        while any(
+            place.what == BATCH for place in places
+        ):  # which is the last one of the others, too, as they know now
+            places = self._meet(what)
+        self._weigh(worker, places)
+        if not self._can_finish and any(place.is_last for place in places):
+            _progress(self._strategy.trainer).is_last_batch = True
+
+    def _weigh(self, worker: ReplicaWorker, places: list[Place]) -> None:
+        worker.weighs_samples = self._can_weigh and any(place.what == ENDED for place in places)
+
+    def check_view(self, trainer: pl.Trainer) -> None:
+        """Raise where the consensus is to be shown in the middle of an epoch that some ranks have ended.
+
+        Collective: all ranks.
+        """
+        if self.is_unknown and not self.has_ended and trainer.state.fn == TrainerFn.FITTING:
+            self._meet(VIEW)
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """End the epoch with this batch, if it is the last one of this rank.
+
+        Collective: all ranks, at the ends of their epochs.
+        """
+        if self.is_unknown and ends_epoch(trainer):
+            self.finish_epoch(is_over(trainer))
+
+    def finish_epoch(self, is_over: bool) -> None:
+        """Take part in the averages of the others until all ranks have ended their epochs, if they have not.
+
+        Collective: all ranks, at the ends of their epochs.
+
+        Args:
+            is_over: whether this rank is at the end of the training.
+
+        Raises:
+            SIGTERMException: a signal ends the training in the middle of the epochs of other ranks.
+        """
+        if not self.is_unknown or self.has_ended:
+            return
+        trainer = self._strategy.trainer
+        if trainer.received_sigterm and not self.all_are_here:
+            raise SIGTERMException
+        self._pause_audit()
+        what = ENDED if _progress(trainer).current.ready else EMPTY
+        while True:
+            places = self._meet(what, is_over)
+            others = [place for place in places if place.what not in (ENDED, EMPTY)]
+            if not others:
+                break
+            number = others[0].what - AVERAGE
+            if number < 0:  # a batch, after which they end, too
+                continue
+            worker = self._workers[number]
+            self._weigh(worker, places)
+            worker.idle(others[0].steps[number] - worker.step)
+            worker.average_due(finished=True, over=is_over)
+            self._hear(worker)
+            if worker.stop_agreed:  # the others leave after this average, in mid-epoch
+                raise SIGTERMException
+        self.has_ended = True
+        if len({(place.num_batches, place.steps) for place in places}) > 1:
+            self._become_equal(trainer, places, is_over)
+
+    def _become_equal(self, trainer: pl.Trainer, places: list[Place], is_over: bool) -> None:
+        """Average what was trained since some have ended, and go on with the counters of the rank with most batches.
+
+        Collective: all ranks.
+        """
+        for number, worker in enumerate(self._workers):
+            if num_missed := max(place.steps[number] for place in places) - worker.step:
+                worker.idle(num_missed)
+            if self._can_weigh and worker.steps_since_average:
+                worker.weighs_samples = True
+                worker.average(finished=True, over=is_over)
+                self._hear(worker)
+        longest = max(range(len(places)), key=lambda rank: places[rank].num_batches)
+        set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=longest))
+        if any(place.is_over for place in places):
+            trainer.should_stop = True
+
+
+def is_over(trainer: pl.Trainer) -> bool:
+    """Return whether this rank is at the end of the training."""
+    must_stop = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return must_stop or 0 <= trainer.max_steps <= trainer.global_step
+
+
+def ends_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether this rank has no batch after the one in progress."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached() or is_over(trainer)
+
+
+def _progress(trainer: pl.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def _counters(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what counts batches and steps, and what follows from these counts."""
+    loop = trainer.fit_loop.epoch_loop
+    counters: dict[str, Any] = {
+        "batches": loop.batch_progress,
+        "scheduler steps": loop.scheduler_progress,
+        "automatic optimization": loop.automatic_optimization.optim_progress,
+        "manual optimization": loop.manual_optimization.optim_step_progress,
+    }
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return counters | {f"scheduler {number}": scheduler for number, scheduler in enumerate(schedulers)}
+
+
+def counters_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return this rank's counters of batches and steps, its schedulers' state, and the options of its param groups."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    options = [
+        {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in group.items() if name != "params"}
+        for group in groups
+    ]
+    return {
+        "counters": {name: counter.state_dict() for name, counter in _counters(trainer).items()},
+        "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "options": options,
+    }
+
+
+def set_counters(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Take over what `counters_of` returned on another rank."""
+    for name, counter in _counters(trainer).items():
+        counter.load_state_dict(state["counters"][name])
+    trainer.fit_loop.epoch_loop._batches_that_stepped = state["logged"]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for group, options in zip(groups, state["options"], strict=True):
+        for name, value in options.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value

@@ -1,0 +1,366 @@
+"""Data of unknown length: as with known lengths while all ranks have data, and an end that the ranks agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy, Strategy
+from lightning_lowbw.engine.presets import preset
+from tests.ranks import run_ranks
+from tests.strategies.watching import SPARSE, Kill, Trace, uneven_loader, weights
+from tests.tiny import BATCH, Tiny, make_trainer, sgd
+
+
+class Stream(IterableDataset):
+    """The samples of another loader, one after the other; nobody knows how many."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.samples = loader.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self.samples)):  # type: ignore[arg-type]
+            yield self.samples[index]
+
+
+def stream(num_batches: int) -> DataLoader:
+    return DataLoader(Stream(uneven_loader(num_batches)), batch_size=BATCH)
+
+
+class Decaying(Tiny):
+    """With a learning rate that falls after every third step, and after every epoch in a second scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+        intervals = ["step", "epoch"]
+        return [optimizer], [
+            {"scheduler": scheduler, "interval": interval}
+            for scheduler, interval in zip(schedulers, intervals, strict=True)
+        ]
+
+
+class Two(Tiny):
+    """Two optimizers in manual optimization; the second one steps in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        half = list(self.wide.parameters())
+        rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
+        return [sgd(half), sgd(rest)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:  # type: ignore[index]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "local_sgd": {},
+    "begins later": {"begin_step": 4},
+    "first_lr_decay": {"begin_step": "first_lr_decay"},
+    "k_steps=1": {"k_steps": 1},
+    "sparse_loco": {"compression": SPARSE},
+    "int8": {"value_dtype": "int8"},
+    "diloco": {"outer": "nesterov"},
+    "streaming_diloco": {"outer": "nesterov", "num_fragments": 2, "delay_steps": 1, "mixing": 0.5},
+}
+
+
+def make(method: str, **kwargs: Any) -> LocalSGDStrategy:
+    return LocalSGDStrategy(**{"k_steps": 3, "begin_step": 0, **METHODS[method], **kwargs})
+
+
+def fit(method: str, data: DataLoader, model: Tiny, uneven: str = "finish", **options: Any) -> dict[str, Any]:
+    trace = Trace()
+    options = {"max_epochs": 2, **options, "callbacks": [trace, *options.get("callbacks", [])]}
+    strategy = make(method, uneven=uneven, audit=True)
+    trainer = make_trainer(strategy, dist.get_world_size(), **options)
+    trainer.fit(model, data, uneven_loader(1))
+    return {
+        "steps": trainer.global_step,
+        "steps of workers": [worker.step for worker in strategy.workers],
+        "lr": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+        "end": weights(model),
+        "shown": trace.shown,
+        "after": trace.after,
+        "averages": trace.averages,
+    }
+
+
+# Equal lengths -----------------------------------------------------------------------------------------------------
+
+
+def fit_known_and_unknown(method: str, model: type[Tiny], options: dict[str, Any]) -> list[dict[str, Any]]:
+    return [fit(method, data, model(), **options) for data in (uneven_loader(7), stream(7))]
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "options"),
+    [
+        *[(method, Decaying, {}) for method in METHODS],
+        ("local_sgd", Decaying, {"accumulate_grad_batches": 2}),
+        ("local_sgd", Decaying, {"val_check_interval": 3}),
+        ("local_sgd", Decaying, {"max_steps": 9}),
+        ("begins later", Two, {}),
+        ("sparse_loco", Two, {"val_check_interval": 3}),
+    ],
+)
+def test_equal_lengths_that_are_unknown_are_trained_to_the_bits_of_known_ones(
+    method: str, model: type[Tiny], options: dict[str, Any]
+) -> None:
+    for known, unknown in run_ranks(fit_known_and_unknown, 2, method, model, options):
+        assert unknown == known
+
+
+# Other lengths -----------------------------------------------------------------------------------------------------
+
+
+def fit_stream(method: str, policy: str, model: type[Tiny], lengths: list[int], **options: Any) -> dict[str, Any]:
+    return fit(method, stream(lengths[dist.get_rank()]), model(), policy, **options)
+
+
+def agreed(results: list[dict[str, Any]], *, shown: bool = True) -> int:
+    """Return the number of steps, after which everything is the same on all ranks."""
+    for name in ("steps", "steps of workers", "lr", "end", *(["shown"] if shown else [])):
+        assert all(result[name] == results[0][name] for result in results), name
+    return results[0]["steps"]
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "steps"),
+    [
+        ("local_sgd", "finish", 20),
+        ("local_sgd", "stop", 18),  # after 7 batches the next average comes after 9
+        ("diloco", "finish", 20),
+        ("begins later", "finish", 20),
+        ("first_lr_decay", "stop", 16),  # local after step 4, and averages after 7, 10, 13 and 16
+        ("k_steps=1", "finish", 14),  # every step needs all ranks
+        ("sparse_loco", "finish", 18),  # equal weights
+        ("int8", "stop", 18),
+    ],
+)
+def test_ranks_with_more_data_finish_or_stop(method: str, policy: str, steps: int) -> None:
+    results = run_ranks(fit_stream, 2, method, policy, Decaying, [7, 10])
+    # In synchronous steps buffers are those of rank 0 in each forward pass, as in DDP.
+    assert agreed(results, shown=method != "k_steps=1") == steps
+
+
+def test_averages_that_are_hidden_are_waited_for() -> None:
+    for lengths in ([6, 10], [10, 7], [8, 10]):
+        steps = agreed(run_ranks(fit_stream, 2, "streaming_diloco", "finish", Decaying, lengths))
+        assert 2 * min(lengths) <= steps < 20
+
+
+def test_several_optimizers_end_together() -> None:
+    for method in ("local_sgd", "sparse_loco"):
+        results = run_ranks(fit_stream, 2, method, "finish", Two, [7, 11])
+        agreed(results)
+        assert results[0]["steps of workers"][0] == (22 if method == "local_sgd" else 18)
+    results = run_ranks(fit_stream, 2, "begins later", "stop", Two, [3, 6])  # the first epoch is synchronous
+    agreed(results, shown=False)
+    assert results[0]["steps of workers"] == [6, 2]
+
+
+def test_three_ranks_end_one_after_the_other() -> None:
+    assert agreed(run_ranks(fit_stream, 3, "local_sgd", "finish", Decaying, [3, 11, 7])) == 22
+
+
+def fit_with_views(folder: str, lengths: list[int], **options: Any) -> dict[str, Any]:
+    save = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    options = {"callbacks": [save], "enable_checkpointing": True, **options}
+    result = fit_stream("local_sgd", "finish", Decaying, lengths, **options)
+    return {**result, "saved": sorted(os.listdir(folder))}
+
+
+def test_checkpoints_by_steps_come_at_the_same_steps(tmp_path: Any) -> None:
+    results = run_ranks(fit_with_views, 2, str(tmp_path), [6, 11])
+    # 8 in the first epoch, where all are needed; 6 of rank 0 in the second one, and again all for the 16th
+    assert agreed(results) == 16
+    assert [name for name in results[0]["saved"] if name.endswith(".ckpt")] == [
+        f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 4), (0, 8), (1, 12), (1, 16))
+    ]
+
+
+def test_validation_in_the_middle_of_an_epoch_ends_it_where_a_rank_is_out_of_data() -> None:
+    results = run_ranks(partial(fit_stream, val_check_interval=4), 2, "local_sgd", "finish", Decaying, [6, 11])
+    assert agreed(results) == 16
+    assert len(results[0]["shown"]) == 2 * (1 + 4) + 1  # before and after each, and the end
+
+
+def test_a_step_that_comes_early_waits_for_those_who_accumulate() -> None:
+    """Rank 0 takes its third step with its fifth batch, and rank 1 with the sixth, which validation follows."""
+    options = {"val_check_interval": 6, "accumulate_grad_batches": 2}
+    results = run_ranks(partial(fit_stream, **options), 2, "local_sgd", "finish", Decaying, [5, 11])
+    assert agreed(results) == 6
+
+
+def test_timers_wait_until_all_ranks_are_there() -> None:
+    timed = [Timer(duration={"hours": 1})]
+    assert agreed(run_ranks(partial(fit_stream, callbacks=timed), 2, "local_sgd", "finish", Decaying, [6, 11])) == 22
+
+
+class Constant(pl.LightningModule):
+    """Its weight moves by 1 per step on rank 0, by 2 on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return -self.weight * (1.0 + self.global_rank)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def average(k_steps: int, policy: str) -> float:
+    model = Constant()
+    trainer = make_trainer(LocalSGDStrategy(k_steps, begin_step=0, uneven=policy), 2)
+    trainer.fit(model, stream([1, 3][dist.get_rank()]))
+    return float(model.weight)
+
+
+def test_those_that_train_longer_weigh_more() -> None:
+    # no average before the end of both
+    assert run_ranks(average, 2, 4, "finish") == [pytest.approx((1 * 1.0 + 3 * 6.0) / 4)] * 2
+    # the mean of 1 and 4 by 1 and 2 batches, where rank 1 stops, or goes on alone
+    assert run_ranks(average, 2, 2, "stop") == [pytest.approx(3.0)] * 2
+    assert run_ranks(average, 2, 2, "finish") == [pytest.approx(5.0)] * 2
+
+
+def fit_named(name: str) -> int:
+    model = Tiny()
+    trainer = make_trainer(Strategy(preset(name)), 2)
+    trainer.fit(model, stream(4), stream(1))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("name", ["sparse_loco", "streaming_diloco", "post_local_sgd", "adaptive_local_sgd"])
+def test_the_names_train_on_streams(name: str) -> None:
+    assert run_ranks(fit_named, 2, name) == [4, 4]
+
+
+def fit_and_resume(method: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    whole = fit_stream(method, "finish", Decaying, [5, 7], callbacks=[save], enable_checkpointing=True)
+    model, trainer = Decaying(), make_trainer(make(method, uneven="finish"), 2, max_epochs=2)
+    trainer.fit(model, stream([5, 7][dist.get_rank()]), uneven_loader(1), ckpt_path=f"{folder}/epoch=0.ckpt")
+    return whole, {"steps": trainer.global_step, "end": weights(model)}
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "sparse_loco"])
+def test_a_resume_after_an_uneven_epoch_is_exact(method: str, tmp_path: Any) -> None:
+    for whole, resumed in run_ranks(fit_and_resume, 2, method, str(tmp_path)):
+        assert resumed == {name: whole[name] for name in resumed}
+
+
+# Two levels --------------------------------------------------------------------------------------------------------
+
+
+def fit_on_nodes(policy: str, node_k_steps: int) -> tuple[int, str]:
+    strategy = LocalSGDStrategy(
+        3, begin_step=1, topology=2, node_k_steps=node_k_steps, uneven=policy, find_unused_parameters=False
+    )
+    trainer, model = make_trainer(strategy, 4, max_epochs=2), Decaying()
+    trainer.fit(model, stream([6, 5, 9, 11][dist.get_rank()]), uneven_loader(1))
+    return trainer.global_step, weights(model)
+
+
+def test_the_ranks_of_a_node_end_with_the_first_of_them() -> None:
+    for node_k_steps in (1, 2):
+        results = run_ranks(fit_on_nodes, 4, "finish", node_k_steps)
+        assert [steps for steps, _ in results] == [18] * 4
+        assert len({digest for _, digest in results}) == 1
+
+
+# What ends otherwise -----------------------------------------------------------------------------------------------
+
+
+def fit_until_killed(lengths: list[int], policy: str) -> int:
+    trainer = make_trainer(LocalSGDStrategy(4, begin_step=0, uneven=policy), 2, callbacks=[Kill()])
+    try:  # rank 1 gets its signal after 3 batches
+        trainer.fit(Tiny(), stream(lengths[dist.get_rank()]), uneven_loader(1))
+    except SIGTERMException:
+        return trainer.global_step
+    return -1
+
+
+@pytest.mark.parametrize("policy", ["finish", "stop"])
+@pytest.mark.parametrize("first", [2, 4])
+def test_a_sigterm_ends_those_who_wait(first: int, policy: str) -> None:
+    assert run_ranks(fit_until_killed, 2, [first, 9], policy) == [first, 4]
+
+
+class StopAlone(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or (trainer.global_rank == 0 and trainer.global_step == 2)
+
+
+class StepTwice(Two):
+    """The second rank steps twice in a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if self.global_rank == 1:
+            self.optimizers()[0].step()  # type: ignore[index]
+
+
+def fit_in_vain(trouble: str) -> str:
+    method = "begins later" if "stops" in trouble else "local_sgd"
+    lengths = [0, 5] if trouble == "empty" else [9, 9]
+    options: dict[str, Any] = {"callbacks": [StopAlone()]} if "stops" in trouble else {}
+    options |= {"limit_val_batches": 0} if trouble == "stops alone" else {}
+    model = StepTwice() if trouble == "other steps" else Tiny()
+    trainer = make_trainer(make(method), 2, **options)
+    try:
+        trainer.fit(model, stream(lengths[dist.get_rank()]), uneven_loader(1))
+    except (ConfigurationError, DisagreementError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("empty", "No batch in this epoch on ranks [0]"),
+        ("stops alone", "The epoch of ranks [0] has ended, and a synchronous step"),
+        ("stops and validates", "rank 0 before validation or a checkpoint after 2 steps, rank 1 before a synchronous"),
+        ("other steps", "The ranks are at different places"),
+    ],
+)
+def test_what_cannot_go_on_fails_on_all_ranks(trouble: str, words: str) -> None:
+    for message in run_ranks(fit_in_vain, 2, trouble, timeout_s=60):
+        assert words in message
+
+
+class Fetching(Tiny):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def fetch() -> str:
+    try:
+        make_trainer(make("local_sgd"), 2).fit(Fetching(), stream(3))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_that_fetches_its_own_data_is_refused() -> None:
+    assert all("training_step(dataloader_iter)" in message for message in run_ranks(fetch, 2))

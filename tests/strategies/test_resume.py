@@ -1,0 +1,171 @@
+"""A checkpoint without the folder beside it: refused, or resumed with the weights and the optimizer, as asked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw import (
+    AutoStrategy,
+    ConfigurationError,
+    DGCStrategy,
+    DisagreementError,
+    HierarchicalStrategy,
+    LocalSGDStrategy,
+    NarrowGradients,
+    Strategy,
+)
+from tests.ranks import run_ranks
+from tests.strategies.watching import SPARSE
+from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, weights_of
+
+EPOCH = 5  # steps
+SAVED = 7  # the step
+RESUME = "weights and optimizer"
+
+
+def make(name: str, **kwargs: Any) -> Strategy:
+    if name == "dgc":
+        return DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, **kwargs)
+    if name == "int8":
+        return Strategy(NarrowGradients("int8"), **kwargs)
+    if name == "hierarchical":
+        return HierarchicalStrategy(ranks_per_node=1, **kwargs)
+    if name == "lowbw":
+        return AutoStrategy(**kwargs)
+    options: dict[str, dict[str, Any]] = {
+        "local_sgd": {"begin_step": "first_lr_decay"},
+        "diloco": {"outer": "nesterov", "begin_step": 0},
+        "sparse_loco": {"compression": SPARSE, "begin_step": 0},
+    }
+    return LocalSGDStrategy(3, **options[name], **kwargs)
+
+
+class Decaying(Tiny):
+    def __init__(self) -> None:
+        super().__init__(data_by_step=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+class Begin(pl.Callback):
+    """What a resume begins with."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        momentum = [state["momentum_buffer"].clone() for state in trainer.optimizers[0].state.values()]
+        self.begun = {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "step of the worker": trainer.strategy.workers[0].step,
+            "is local": trainer.strategy.workers[0].is_local,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "weights": {name: value.clone() for name, value in module.state_dict().items()},
+            "momentum": momentum,
+        }
+
+
+def train(strategy: Strategy, path: str, resume: str | None = None) -> dict[str, Any]:
+    begin, model = Begin(), Decaying()
+    options = {"max_epochs": 3, "callbacks": [Watcher(path, (SAVED,)), *([] if resume is None else [begin])]}
+    trainer = make_trainer(strategy, dist.get_world_size(), **options)
+    trainer.fit(model, make_data(dist.get_world_size(), EPOCH), ckpt_path=resume)
+    result = {"weights": weights_of(model), "step": trainer.global_step, "worker": strategy.workers[0].step}
+    return result if resume is None else {**result, "begin": begin.begun}
+
+
+def refused(name: str, path: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        train(make(name), "", path)
+    return str(caught.value)
+
+
+def save_then_resume(name: str, folder: str) -> dict[str, Any]:
+    path = f"{folder}/{name}.ckpt"
+    whole = train(make(name), path)
+    exact = train(make(name, resume=RESUME), f"{folder}/again", path)
+    assert whole == {key: exact[key] for key in whole}, "with all shards it is exact"
+    dist.barrier()
+    if dist.get_rank() == 0:  # the shard of one rank is gone; the other one has its own
+        next(Path(f"{path}.ranks").glob("rank-1-*")).unlink()
+    dist.barrier()
+    message = refused(name, path)
+    return {**train(make(name, resume=RESUME), f"{folder}/again", path), "message": message}
+
+
+@pytest.mark.parametrize("name", ["dgc", "int8", "hierarchical", "lowbw", "local_sgd", "diloco", "sparse_loco"])
+def test_a_checkpoint_alone_is_resumed_where_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    first, second = results = run_ranks(save_then_resume, 2, name, str(tmp_path))
+    saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+    for result in results:
+        assert f"resume={RESUME!r}" in result["message"]
+        begin = result["begin"]
+        assert (begin["step"], begin["epoch"], begin["step of the worker"]) == (SAVED, 1, SAVED)
+        assert begin["is local"] == (name in ("local_sgd", "diloco", "sparse_loco"))
+        assert begin["lr"] == saved["optimizer_states"][0]["param_groups"][0]["lr"] < 0.05
+        for key, value in saved["state_dict"].items():
+            assert torch.equal(begin["weights"][key], value)
+        momentum = [state["momentum_buffer"] for state in saved["optimizer_states"][0]["state"].values()]
+        for mine, theirs in zip(begin["momentum"], momentum, strict=True):
+            assert torch.equal(mine, theirs)
+        assert (result["step"], result["worker"]) == (3 * EPOCH, 3 * EPOCH)
+    assert first["weights"] == second["weights"]
+
+
+def resume_alone(folder: str, name: str) -> dict[str, Any]:
+    return train(make(name, resume=RESUME), f"{folder}/again", f"{folder}/{name}.ckpt")
+
+
+def save(folder: str, name: str) -> None:
+    train(make(name), f"{folder}/{name}.ckpt")
+
+
+@pytest.mark.parametrize("name", ["dgc", "sparse_loco"])
+def test_another_number_of_ranks_resumes_it_too(name: str, tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), name)
+    shutil.rmtree(tmp_path / f"{name}.ckpt.ranks")
+    results = run_ranks(resume_alone, 3, str(tmp_path), name)
+    assert {result["worker"] for result in results} == {3 * EPOCH}
+    assert len({result["weights"] for result in results}) == 1
+
+
+def resume_of_another_version(folder: str) -> tuple[str, dict[str, Any]]:
+    return refused("dgc", f"{folder}/dgc.ckpt"), resume_alone(folder, "dgc")
+
+
+def test_a_checkpoint_of_another_version_is_resumed_too(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), "dgc")
+    checkpoint = torch.load(tmp_path / "dgc.ckpt", weights_only=True)
+    del checkpoint["lightning_lowbw"]["format"]  # as in version 0.1.0
+    torch.save(checkpoint, tmp_path / "dgc.ckpt")
+    for message, result in run_ranks(resume_of_another_version, 2, str(tmp_path)):
+        assert "format 1, and this version reads 2" in message
+        assert f"resume={RESUME!r}" in message
+        assert (result["begin"]["step"], result["worker"]) == (SAVED, 3 * EPOCH)
+
+
+def resume_differently() -> str:
+    strategy = make("dgc", resume=RESUME if dist.get_rank() else "exact")
+    with pytest.raises(DisagreementError) as caught:
+        train(strategy, "")
+    return str(caught.value)
+
+
+def test_ranks_must_agree_on_what_a_resume_needs() -> None:
+    assert all("resume" in message for message in run_ranks(resume_differently, 2))
+
+
+def test_what_a_resume_needs_is_one_of_two() -> None:
+    assert f"resume={RESUME!r}" in repr(make("dgc", resume=RESUME))
+    assert "resume" not in repr(make("dgc"))
+    with pytest.raises(ConfigurationError, match="choose one of 'exact', 'weights and optimizer'"):
+        make("local_sgd", resume="weights")
+    with pytest.raises(ConfigurationError, match="Did you mean 'resume'"):
+        make("dgc", resum=RESUME)
