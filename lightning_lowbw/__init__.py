@@ -1,8 +1,10 @@
 """Data-parallel training on slow networks, as PyTorch Lightning strategies.
 
-Importing this package makes the strategies known to Lightning by name: `Trainer(strategy="dgc")`.
+Importing this package makes the strategies known to Lightning by name, `Trainer(strategy="dgc")`: to `lightning` and to
+`pytorch_lightning`, whichever is installed.
 """
 
+from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
 from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
@@ -62,3 +64,4 @@ __all__ = [
 ]
 
 register()
+namespaces.connect(callbacks=(AveragingSchedule, SparsityWarmup, TrafficMonitor))

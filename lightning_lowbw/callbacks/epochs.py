@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy
 from lightning_lowbw.strategies.advice import steps_per_epoch_of
 
@@ -25,7 +26,7 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
     if not pl_module.automatic_optimization:
         raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, as Lightning's own code reads it
-    if any(isinstance(each, GradientAccumulationScheduler) and len(each.scheduling) > 1 for each in callbacks):
+    if any(isinstance(each, twins(GradientAccumulationScheduler)) and len(each.scheduling) > 1 for each in callbacks):
         raise ConfigurationError(f"With GradientAccumulationScheduler the steps per epoch change. {in_steps}")
     number = steps_per_epoch_of(trainer)
     if number is None:

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy
 from lightning_lowbw.where.volume import all_reduce_bytes
 
@@ -66,7 +67,7 @@ class TrafficMonitor(Callback):
         self._dense_bytes_at_last_send = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, DDPStrategy):
+        if stage == "fit" and not isinstance(trainer.strategy, twins(DDPStrategy)):
             raise ConfigurationError(
                 f"TrafficMonitor reads the traffic of strategy='ddp' or of a strategy of this package; the strategy is "
                 f"{type(trainer.strategy).__name__}. Use one of these, or leave out the callback."

@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-import lightning
 import torch
+from lightning.pytorch import __version__ as lightning_version
 
 from lightning_lowbw.demo.report import BASELINE, Run, draw, replace_in_readme, show, summarize, to_markdown
 from lightning_lowbw.demo.training import SEED, TRAINER_ARGUMENTS
@@ -128,7 +128,7 @@ def describe_environment() -> dict[str, Any]:
         "num_cores": os.cpu_count(),
         "seed": SEED,
         "torch": torch.__version__,
-        "lightning": lightning.__version__,
+        "lightning": lightning_version,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -23,6 +23,7 @@ from lightning_lowbw.engine.control import MODULUS, Control, control_message, fi
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.reference import are_not_finite, as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 WEIGHT, NUM_LOSSES, LOSS, LR, STOP, SAVE, FINISHED, OVER = range(8)
 NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
 
-_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+_logger = logging.getLogger(LOGGER)
 
 
 class Averaging:

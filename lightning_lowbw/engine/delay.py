@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.when.every_k import AUTO
 from lightning_lowbw.when.fragments import hiding_steps
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 TIMED_AVERAGE = 2  # of each fragment, whose time is taken; the first one pays for connections and allocations
 
-_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+_logger = logging.getLogger(LOGGER)
 
 
 class Delay:

@@ -7,9 +7,10 @@ import logging
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import dispatch
 
-_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+_logger = logging.getLogger(LOGGER)
 
 
 def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.reference import Segment
@@ -36,7 +37,7 @@ from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
 
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
 
-_logger = logging.getLogger("lightning.pytorch.lightning_lowbw")  # is shown where Lightning's are
+_logger = logging.getLogger(LOGGER)
 
 
 @dataclass

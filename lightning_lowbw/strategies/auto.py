@@ -52,9 +52,14 @@ class AutoStrategy(Strategy):
     ) -> None:
         if not isinstance(allow_local, bool):
             raise ConfigurationError(f"allow_local={allow_local!r}: give True or False.")
+        self._allow_local = allow_local
         super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
-        self.auto = AutoSparsity(self, picks=True, allow_local=allow_local)
         self._options["allow_local"] = allow_local
+
+    @override
+    def _make_parts(self) -> None:
+        super()._make_parts()
+        self.auto = AutoSparsity(self, picks=True, allow_local=self._allow_local)
 
     @override
     def _in_words(self) -> str:

@@ -37,6 +37,7 @@ from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
 from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
+from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
 from lightning_lowbw.strategies.keywords import check_keywords
@@ -97,17 +98,23 @@ class Strategy(DDPStrategy):
         super().__init__(**kwargs)
         self.method = as_method(method).at(topology)
         self.ledger = TrafficLedger()
+        self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
+        self._workers: dict[int, Worker] = {}  # by id of the optimizer
+        self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
+        self._make_parts()
+
+    def _make_parts(self) -> None:
+        """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.groups = Groups()
         self.clipping = Clipping(self)
-        self.regime = regime_of(self, uneven, audit)
+        self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
         self.auto = AutoSparsity(self)
-        self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
-        self._checkpoints = Checkpoints(self, resume)
-        self._workers: dict[int, Worker] = {}  # by id of the optimizer
-        self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
+        self._checkpoints = Checkpoints(self, self._options["resume"])
+
+    accelerator = property(DDPStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters | inspect.signature(Strategy).parameters

@@ -26,6 +26,7 @@ from lightning_lowbw import (
     LocalSGD,
     LocalSGDStrategy,
     Strategy,
+    namespaces,
 )
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies import register
@@ -39,13 +40,14 @@ MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
+    "namespaces": set(),
     "ops": {"errors"},
     "when": {"errors", "arguments"},
     "what": {"errors", "arguments", "ops"},
     "where": {"errors", "arguments", "ops", "what"},
-    "engine": {"errors", "arguments", "ops", "when", "what", "where"},
-    "strategies": {"errors", "arguments", "ops", "when", "what", "where", "engine"},
-    "callbacks": {"errors", "arguments", "when", "what", "where", "engine", "strategies"},
+    "engine": {"errors", "arguments", "namespaces", "ops", "when", "what", "where"},
+    "strategies": {"errors", "arguments", "namespaces", "ops", "when", "what", "where", "engine"},
+    "callbacks": {"errors", "arguments", "namespaces", "when", "what", "where", "engine", "strategies"},
     "zoo": set(),
     "planner": {"errors", "when", "what", "where"},
     "lab": {"errors", "where"},
@@ -55,6 +57,7 @@ BELOW: dict[str, set[str]] = {
 FOREIGN: dict[str, set[str]] = {
     "errors": {"torch", "lightning"},
     "arguments": {"lightning", "torch.distributed"},
+    "namespaces": {"torch", "lightning"},
     "ops": {"lightning", "torch.distributed"},
     "when": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
     "what": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
@@ -131,6 +134,14 @@ def test_only_the_command_line_imports_hydra() -> None:
         names = list(imported_names(parse(module)))
         uses = [name for name in names if is_under(name, "hydra") or is_under(name, "omegaconf")]
         assert bool(uses) == (module == Path("cli.py")), f"{module}: {uses}"
+
+
+def test_lightning_is_imported_by_names_that_the_mirror_replaces() -> None:
+    for module in MODULES:
+        names = [name for name in imported_names(parse(module)) if "lightning" in name.partition(".")[0].split("_")]
+        foreign = [name for name in names if not is_under(name, PACKAGE)]
+        assert all(any(is_under(name, known) for known in namespaces.MODULES) for name in foreign), (module, foreign)
+        assert not foreign or f"{PACKAGE}.{layer_of(module)}" in namespaces.ADAPTERS, (module, foreign)
 
 
 def test_triton_is_imported_where_it_is_launched() -> None:

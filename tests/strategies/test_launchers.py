@@ -36,6 +36,16 @@ def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_started_as_a_script_of_pytorch_lightning(tmp_path: Path) -> None:
+    """By spawn, which pickles the strategy."""
+    script = tmp_path / "launched.py"
+    source = Path(SCRIPT).read_text()
+    script.write_text(source.replace("import lightning.pytorch as pl", "import pytorch_lightning as pl"))
+    run_python(tmp_path, str(script), str(tmp_path), "dgc_spawn")
+    check(tmp_path / "dgc_spawn", "dgc_spawn")
+
+
+@pytest.mark.slow
 def test_started_as_a_script(tmp_path: Path) -> None:
     """The Trainer starts it once more for each further rank. Under torchrun: tests/test_cli.py."""
     run_python(tmp_path, SCRIPT, str(tmp_path), "dgc", "local_sgd")

@@ -1,0 +1,328 @@
+"""`lightning` and `pytorch_lightning`: each Trainer takes the strategies and callbacks, and trains to the same bits.
+
+All of it runs in ranks and programs of its own, so that the process of the tests does not import `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_lowbw as lowbw
+from lightning_lowbw import namespaces
+from lightning_lowbw.where.agreement import digest
+from tests.programs import ROOT, run_python
+from tests.ranks import run_ranks
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def make_strategies() -> list[lowbw.Strategy]:
+    return [
+        lowbw.DGCStrategy(rampup_begin_step=1, sparsity=[0.5, 0.9], rampup_step=2, min_numel=100),
+        lowbw.LocalSGDStrategy(k_steps=2, topology=2, uneven="stop"),
+        lowbw.AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm"),
+        lowbw.HierarchicalStrategy(),
+        lowbw.AutoStrategy(allow_local=True),
+        lowbw.Strategy(lowbw.NarrowGradients(), find_unused_parameters=True),
+    ]
+
+
+def make_trainer(pl: Any, strategy: Any, num_ranks: int = 2, **options: Any) -> Any:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=num_ranks, **{**quiet, "max_epochs": 1, **options})
+
+
+# Names and classes ----------------------------------------------------------------------------------------------------
+
+
+def look_for_names() -> None:
+    assert "pytorch_lightning" not in sys.modules, "the import of lightning_lowbw must not take longer"
+    ours, theirs = (importlib.import_module(f"{package}.strategies").StrategyRegistry for package in PACKAGES)
+    names = [name for name in ours if ours[name]["strategy"].__module__.startswith("lightning_lowbw.")]
+    assert len(names) > 80
+    for name in names:
+        strategy, twin = ours.get(name), theirs.get(name)
+        assert type(strategy) is not type(twin)
+        assert isinstance(twin, type(strategy))
+        assert twin.__module__.startswith("lightning_lowbw.mirror.")
+        assert repr(twin) == repr(strategy)
+        assert twin._start_method == strategy._start_method
+
+
+def test_the_registries_of_both_have_every_name() -> None:
+    run_ranks(look_for_names, 1, fresh=True)
+
+
+def give_to_trainers() -> None:
+    for package in PACKAGES:
+        pl = importlib.import_module(package)
+        for strategy in make_strategies():
+            cls, before, budget = type(strategy), repr(strategy), strategy.method
+            strategy.set_by_user = True  # type: ignore[attr-defined]
+            assert make_trainer(pl, strategy).strategy is strategy
+            for each in (strategy, pickle.loads(pickle.dumps(strategy))):
+                assert isinstance(each, cls)
+                assert type(each).__name__ == cls.__name__
+                assert repr(each) == before
+                assert each.method == budget
+                assert each.set_by_user
+            own = [kind.__module__ for kind in type(strategy).__mro__]
+            assert any(name.startswith(package) for name in own)
+            assert not any(name.startswith(other) for name in own for other in PACKAGES if other != package)
+            parts = [*vars(strategy).values(), *vars(strategy.regime).values()]
+            assert {namespaces.package_of(part) for part in parts} <= {None, package.partition(".")[0]}
+            modules = {type(part).__module__.rpartition(".")[0] for part in parts if "Strategy" not in repr(part)}
+            assert len(modules & {namespaces.STRATEGIES, namespaces.MIRROR}) == 1
+
+
+def test_a_strategy_becomes_one_of_its_trainers_package() -> None:
+    run_ranks(give_to_trainers, 1)
+
+
+class Derived(lowbw.DGCStrategy):
+    pass
+
+
+def give_derived() -> None:
+    pl = importlib.import_module("pytorch_lightning")
+    with pytest.raises(lowbw.ConfigurationError, match=r"Derive it from lightning_lowbw\.mirror\.dgc\.DGCStrategy"):
+        make_trainer(pl, Derived())
+    mirror = importlib.import_module("lightning_lowbw.mirror")
+    mine = type("Mine", (mirror.DGCStrategy,), {})()
+    assert type(make_trainer(pl, mine).strategy).__name__ == "Mine"
+    with pytest.raises(lowbw.ConfigurationError, match="sparsity"):  # the same class of errors
+        mirror.DGCStrategy(sparsity=2.0)
+
+
+def test_a_users_own_class_is_told_which_to_derive_from() -> None:
+    run_ranks(give_derived, 1)
+
+
+def pin(package: str) -> None:
+    """What `namespaces` and `strategies.following` rely on."""
+    pl = importlib.import_module(package)
+    strategies, names = importlib.import_module(f"{package}.strategies"), []
+
+    def note(self: Any, name: str, value: Any) -> None:
+        names.append((name, namespaces.package_of(value)))
+        object.__setattr__(self, name, value)
+
+    strategy = type("Noting", (strategies.DDPStrategy,), {"__setattr__": note})()
+    names.clear()
+    make_trainer(pl, strategy)
+    assert names[0] == ("accelerator", package.partition(".")[0]), "a Trainer sets something before the accelerator"
+    assert inspect.getsource(strategies.DDPStrategy.accelerator.fset).count("self._accelerator = ") == 1
+    assert type(strategies.DDPStrategy).__name__ == "ABCMeta"
+    assert pl.Callback.__bases__ == (object,)
+
+
+def pins_of_mirror() -> None:
+    """Those of test_pins.py, with pytorch_lightning in place of lightning."""
+    path = str(Path(__file__).with_name("test_pins.py"))
+    names = {**namespaces.MODULES, namespaces.STRATEGIES: namespaces.MIRROR}
+    pins: dict[str, Any] = {}
+    exec(namespaces._Loader("pins", path, names).get_code("pins"), pins)
+    tests = [each for name, each in pins.items() if name.startswith("test_") and not inspect.signature(each).parameters]
+    assert len(tests) > 10
+    assert pins["Trainer"].__module__.startswith("pytorch_lightning")
+    for test in tests:
+        test()
+
+
+def test_pins() -> None:
+    for package in PACKAGES:
+        run_ranks(pin, 1, package)
+    run_ranks(pins_of_mirror, 1)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def make_model(pl: Any) -> Any:
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Model()
+
+
+def make_data() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(48, 64, generator=generator), torch.randint(0, 10, (48,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)  # 6 batches for each of two ranks
+
+
+def make_case(number: int) -> tuple[Any, list[Any]]:
+    """Return a strategy or its name, and callbacks."""
+    warmup, schedule = lowbw.SparsityWarmup(begin_epoch=0.5, epochs=0.5), lowbw.AveragingSchedule(k_steps=3)
+    return [
+        ("dgc", [warmup, lowbw.TrafficMonitor()]),
+        (make_strategies()[0], [lowbw.TrafficMonitor()]),
+        ("local_sgd", [schedule, lowbw.TrafficMonitor()]),
+        (lowbw.LocalSGDStrategy(k_steps=2, audit=True), []),
+        ("diloco", [schedule]),
+        ("int8", []),
+        ("hierarchical", []),
+        ("ddp", [lowbw.TrafficMonitor()]),
+    ][number]
+
+
+NUM_CASES = 8
+
+
+def train(package: str, number: int, folder: Path | None = None, **options: Any) -> tuple[Any, ...]:
+    """Return the weights and what was logged; with a folder, resume from the checkpoint in it, and leave one."""
+    pl = importlib.import_module(package)
+    strategy, callbacks = make_case(number)
+    path = None
+    if folder is not None:
+        callbacks = [*callbacks, pl.callbacks.ModelCheckpoint(folder, save_last=True)]
+        options |= {"enable_checkpointing": True}
+        path = folder / "last.ckpt"
+    trainer, model, data = make_trainer(pl, strategy, callbacks=callbacks, **options), make_model(pl), make_data()
+    trainer.fit(model, data, data, ckpt_path=path if path is not None and path.exists() else None)
+    assert isinstance(strategy, str) or trainer.strategy is strategy
+    assert type(trainer.strategy).__mro__[-3].__module__.startswith(package)
+    logged = {**trainer.callback_metrics, **trainer.logged_metrics}
+    logged = {name: float(value) for name, value in logged.items() if "exposed" not in name}
+    return digest(model.parameters()), trainer.global_step, logged
+
+
+def train_in_both() -> None:
+    for number in range(NUM_CASES):
+        first, second = (train(package, number, gradient_clip_val=1.0) for package in PACKAGES)
+        assert first == second, number
+        assert first[1] == 6
+        assert ("traffic/bytes_sent" in first[2]) == (number in (0, 1, 2, 7))
+
+
+def test_trains_to_the_same_bits() -> None:
+    run_ranks(train_in_both, 2)
+
+
+def resume_in_both(folder: str) -> None:
+    for number in (1, 3):
+        whole = train(PACKAGES[1], number, max_epochs=2)
+        for first in PACKAGES:
+            for second in PACKAGES:
+                path = Path(folder) / f"{number}-{first}-{second}"
+                train(first, number, path)
+                assert (path / "last.ckpt.ranks").exists()
+                assert train(second, number, path, max_epochs=2)[:2] == whole[:2]
+
+
+def test_a_checkpoint_of_either_is_resumed_by_either(tmp_path: Path) -> None:
+    run_ranks(resume_in_both, 2, str(tmp_path))
+
+
+def give_callbacks() -> None:
+    for package in PACKAGES:
+        pl = importlib.import_module(package)
+        callbacks = [lowbw.TrafficMonitor(), lowbw.AveragingSchedule(k_steps=2), lowbw.SparsityWarmup()]
+        for callback in callbacks:
+            assert isinstance(callback, pl.Callback)
+            assert callback in make_trainer(pl, "auto", 1, callbacks=callback).callbacks
+        for callback, name in zip(callbacks, ("auto", "dgc", "local_sgd"), strict=True):
+            trainer = make_trainer(pl, name, 1, callbacks=callback)
+            with pytest.raises(lowbw.ConfigurationError, match=r"strategy is (SingleDevice|DGC|LocalSGD)Strategy"):
+                trainer.fit(make_model(pl), make_data())
+        accumulation = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+        trainer = make_trainer(pl, "dgc", 1, callbacks=[lowbw.SparsityWarmup(), accumulation])
+        with pytest.raises(lowbw.ConfigurationError, match="GradientAccumulationScheduler"):
+            trainer.fit(make_model(pl), make_data())
+
+
+def test_callbacks_know_the_classes_of_both() -> None:
+    run_ranks(give_callbacks, 1)
+
+
+# Processes and installations ------------------------------------------------------------------------------------------
+
+
+def pickled() -> bytes:
+    pl = importlib.import_module("pytorch_lightning")
+    trainer = make_trainer(pl, lowbw.AutoStrategy(start_method="spawn"), callbacks=[lowbw.TrafficMonitor()])
+    return pickle.dumps((trainer.strategy, trainer.callbacks))
+
+
+def load_pickled(data: bytes) -> None:
+    assert "pytorch_lightning" not in sys.modules
+    strategy, callbacks = pickle.loads(data)
+    assert repr(strategy) == repr(lowbw.AutoStrategy())
+    assert namespaces.package_of(strategy) == "pytorch_lightning"
+    assert "dgc" in importlib.import_module("pytorch_lightning.strategies").StrategyRegistry
+    assert any(type(callback) is lowbw.TrafficMonitor for callback in callbacks)
+
+
+def test_a_new_process_can_load_what_a_trainer_has() -> None:
+    """Which imports the mirror before `pytorch_lightning`. Whole trainings that spawn: test_launchers.py."""
+    run_ranks(load_pickled, 1, run_ranks(pickled, 1)[0], fresh=True)
+
+
+ONLY_ONE = """
+import sys
+sys.modules["{hidden}"] = None  # as if it were not installed
+import lightning_lowbw as lowbw
+import lightning_lowbw.cli, lightning_lowbw.demo.training, lightning_lowbw.zoo
+import {package} as pl
+from lightning_lowbw import namespaces
+from tests.strategies.test_namespaces import make_data, make_model, make_trainer
+
+for strategy in ("dgc", "local_sgd", lowbw.DGCStrategy(rampup_begin_step=2)):
+    trainer = make_trainer(pl, strategy, 1, callbacks=[lowbw.TrafficMonitor()])
+    trainer.fit(make_model(pl), make_data())
+    assert trainer.global_step == 12
+    assert type(trainer.strategy).__module__.startswith("lightning_lowbw.strategies."), type(trainer.strategy)
+hidden = [name for name in sys.modules if namespaces.PACKAGES.get(name.partition(".")[0]) == "{hidden}"]
+assert hidden == ["{hidden}"], hidden
+assert namespaces.LOGGER == "{package}.lightning_lowbw"
+assert namespaces.MIRROR not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(("package", "hidden"), [(PACKAGES[0], "pytorch_lightning"), (PACKAGES[1], "lightning")])
+def test_one_of_them_is_enough(package: str, hidden: str, tmp_path: Path) -> None:
+    run_python(tmp_path, "-c", ONLY_ONE.format(package=package, hidden=hidden))
+
+
+def import_old(folder: str) -> None:
+    sys.path.insert(0, folder)
+    with pytest.warns(UserWarning, match=r"works with pytorch_lightning 2\.4 or newer; this is 2\.3\.1"):
+        importlib.import_module("pytorch_lightning")
+    assert namespaces.MIRROR not in sys.modules
+
+
+def test_an_old_mirror_is_left_alone(tmp_path: Path) -> None:
+    package = tmp_path / "pytorch_lightning"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '2.3.1'")
+    run_ranks(import_old, 1, str(tmp_path), fresh=True)
+    requirement = re.search(r"lightning>=([0-9.]+)", (ROOT / "pyproject.toml").read_text())
+    assert requirement is not None
+    assert requirement[1] == ".".join(map(str, namespaces.OLDEST))
