@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
@@ -39,7 +39,7 @@ from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
-from lightning_lowbw.strategies.keywords import check_keywords
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
@@ -81,17 +81,17 @@ class Strategy(DDPStrategy):
         Strategy(every 4 steps after step 1, whole parameters in float32; topology=2)
     """
 
+    @shows(DDP_KEYWORDS)
     def __init__(
         self,
-        method: Method | Mapping[str, Any],
+        method: Mapping[str, Any] | Method,
         *,
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
         audit: bool = False,
-        **kwargs: Any,
+        **kwargs: Unpack[DDPKeywords],
     ) -> None:
-        check_keywords(type(self), kwargs)
-        super().__init__(**kwargs)
+        super().__init__(**given_keywords(type(self), kwargs))
         self.method = as_method(method).at(topology)
         self.ledger = TrafficLedger()
         self.groups = Groups()

@@ -30,6 +30,7 @@ from lightning_lowbw import (
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies import register
 from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 
 PACKAGE = "lightning_lowbw"
 ROOT = Path(lightning_lowbw.__file__).parent
@@ -251,9 +252,10 @@ def test_what_is_exported() -> None:
 
 
 def knobs_of(function: Any) -> dict[str, Any]:
-    """Return the arguments of a constructor that have a default."""
+    """Return the arguments of a constructor that have a default, but for those of DDP."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    has_default = [p for p in parameters if p.default is not inspect.Parameter.empty]
+    return {p.name: p.default for p in has_default if p.name not in DDP_KEYWORDS}
 
 
 def defaults_of(*values: Any) -> dict[str, Any]:
