@@ -76,7 +76,7 @@ class GradientHook:
         """Return how the gradients of a worker are reduced in the coming step; None: not at all."""
         if worker.reduces_in_backward:
             return self._all_reduce
-        return self._all_reduce_in_node if worker.reduces_in_node else None
+        return self._all_reduce_in_node if self._strategy.regime.ddp_reduces(worker) else None
 
     def _all_reduce(self, buffer: Tensor) -> Future[Tensor]:
         peers = self._strategy.groups.gradients

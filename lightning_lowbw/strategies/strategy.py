@@ -33,6 +33,7 @@ from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.backwards import Backwards
+from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints
 from lightning_lowbw.strategies.choice import regime_of
@@ -244,12 +245,18 @@ class Strategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        warn_if_not_distributed(self.trainer, self)
         self.regime.begin_training(self.trainer)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.regime.end_training()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        explain_(exception, self)  # before Lightning would do so
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -325,7 +332,7 @@ class Strategy(DDPStrategy):
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Look for faults, clip, exchange; return whether the step is to be taken."""
-        reduced = self._reduced_by_ddp if self.regime.ddp_has_reduced(worker) else frozenset()
+        reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
         clips = worker.clips_before_exchange and self.clipping.is_asked_for
         worker.prepare(reduced=reduced, num_backwards=self._backwards.num, looks=clips or skip_nonfinite)
         if clips:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -326,19 +327,21 @@ NAMES = {
     "int4_hierarchical": Strategy,
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
 
 
 def test_strategies_are_known_by_name() -> None:
     names = [name for name in StrategyRegistry.available_strategies() if is_ours(name)]
-    assert sorted(names) == sorted(name + suffix for name in NAMES for suffix in START_METHODS)
+    assert sorted(names) == sorted(map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)))
     for name, cls in NAMES.items():
         assert "ddp" not in name  # Lightning treats such names in its own way
         assert name == name.lower()
-        for suffix, start_method in START_METHODS.items():
-            strategy = StrategyRegistry.get(name + suffix)
+        for (start, start_method), (search, found) in itertools.product(START_METHODS.items(), SEARCHES.items()):
+            strategy = StrategyRegistry.get(name + start + search)
             assert type(strategy) is cls
             assert (strategy.method.where.topology == "auto") == ("hierarchical" in name)
             assert strategy._start_method == start_method
+            assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(found)
 
 
 def is_ours(name: str) -> bool:
