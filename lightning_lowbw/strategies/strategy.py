@@ -36,7 +36,7 @@ from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
-from lightning_lowbw.strategies.choice import regime_of
+from lightning_lowbw.strategies.choice import regime_of, take
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
@@ -177,7 +177,7 @@ class Strategy(DDPStrategy):
         facts.agree_on_configuration(type(self).__name__, method.facts())
         steps = [worker.step for worker in self.workers]
         regime = self.regime
-        self.take(method)
+        take(self, method)
         if self.regime is not regime:
             with failing_together():
                 self.regime.check(self.trainer)
@@ -188,14 +188,6 @@ class Strategy(DDPStrategy):
             worker.step = step
         if self.regime is not regime:
             self.regime.set_up(self.trainer)
-
-    def take(self, method: Method) -> None:
-        """Replace the method, with what belongs to its kind beside the exchange; the workers are the old ones."""
-        is_other = method.averages_weights != self.method.averages_weights
-        self.method = method
-        if is_other:
-            self.regime.tear_down()
-            self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
 
     # Setting up -------------------------------------------------------------------------------------------------
 

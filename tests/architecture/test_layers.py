@@ -32,7 +32,7 @@ from lightning_lowbw import (
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies import register
 from lightning_lowbw.strategies.gradient_hook import GradientHook
-from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 
 PACKAGE = "lightning_lowbw"
 ROOT = Path(lightning_lowbw.__file__).parent
@@ -264,10 +264,10 @@ def test_what_is_exported() -> None:
 
 
 def knobs_of(function: Any) -> dict[str, Any]:
-    """Return the arguments of a constructor that have a default, but for those of DDP."""
+    """Return the arguments of a constructor that have a default, but for those that all strategies have."""
     parameters = inspect.signature(function).parameters.values()
     has_default = [p for p in parameters if p.default is not inspect.Parameter.empty]
-    return {p.name: p.default for p in has_default if p.name not in DDP_KEYWORDS}
+    return {p.name: p.default for p in has_default if p.name not in STRATEGY_KEYWORDS}
 
 
 def defaults_of(*values: Any) -> dict[str, Any]:
