@@ -24,7 +24,12 @@ class _Totals:
     intra_bytes: int = 0
     inter_bytes: int = 0
     dense_bytes: int = 0
+    dense_inter_bytes: int = 0
     exposed_s: float = 0.0
+
+    def of_slow_network(self, has_levels: bool) -> tuple[int, int]:
+        """Return the bytes sent there, and those of a dense exchange."""
+        return (self.inter_bytes, self.dense_inter_bytes) if has_levels else (self.sent_bytes, self.dense_bytes)
 
 
 class TrafficMonitor(Callback):
@@ -34,7 +39,8 @@ class TrafficMonitor(Callback):
 
     - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
     - ``compression_ratio``: bytes that DDP would have sent since something was sent last / bytes sent; above 1 is
-      better; where something was sent
+      better; where something was sent. On two levels both are those between nodes, the slow network, and what they
+      are compared with is a dense exchange on two levels ("hierarchical")
     - ``exposed_s``: seconds in which the step waited for an exchange
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
@@ -64,7 +70,7 @@ class TrafficMonitor(Callback):
     def __init__(self, *, prog_bar: bool = True) -> None:
         self.prog_bar = prog_bar
         self._last = _Totals()
-        self._dense_bytes_at_last_send = 0
+        self._at_last_send = self._last
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, twins(DDPStrategy)):
@@ -75,7 +81,7 @@ class TrafficMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = _read(trainer)
-        self._dense_bytes_at_last_send = self._last.dense_bytes
+        self._at_last_send = self._last
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -84,13 +90,15 @@ class TrafficMonitor(Callback):
         if now.steps == last.steps:  # accumulating
             return
         self._last = now
-        sent = now.sent_bytes - last.sent_bytes
-        shown = {"traffic/bytes_sent": float(sent)}
-        if sent:
-            shown["traffic/compression_ratio"] = (now.dense_bytes - self._dense_bytes_at_last_send) / sent
-            self._dense_bytes_at_last_send = now.dense_bytes
-        silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
         strategy = trainer.strategy
+        shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
+        has_levels = isinstance(strategy, Strategy) and strategy.groups.topology is not None
+        sent, dense = now.of_slow_network(has_levels)
+        sent_before, dense_before = self._at_last_send.of_slow_network(has_levels)
+        if sent > sent_before:
+            shown["traffic/compression_ratio"] = (dense - dense_before) / (sent - sent_before)
+            self._at_last_send = now
+        silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
         if isinstance(strategy, Strategy):
             silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
             if now.intra_bytes or now.inter_bytes:

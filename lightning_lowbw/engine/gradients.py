@@ -58,7 +58,6 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.mean import MeanWork, average_gradients_
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.volume import all_reduce_bytes
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.method import Method
@@ -361,11 +360,12 @@ class GradientWorker(Worker):
         """All-reduce the small tensors and the control message; return whether the step is to be taken."""
         whole = [slot for slot in self._slots if not slot.is_sparse and not self._is_narrow]
         gradients = [torch.zeros_like(slot.parameter) if slot.is_missing else slot.gradient for slot in whole]
-        num_ranks, fault = self.peers.num_ranks, self._fault
+        fault = self._fault
         assert fault is not None
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
         message = control_of(self._slots, fault, make_mark(self._num_backwards, every), self.peers)
-        self.peers.ledger.dense_bytes += all_reduce_bytes(sum(slot.parameter.nbytes for slot in self._slots), num_ranks)
+        self.peers.count_dense(sum(slot.parameter.nbytes for slot in self._slots))
+        num_ranks = self.peers.num_ranks
         means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers).wait()
         control = Control.read(numbers, num_ranks)
         if len(set(control.marks)) > 1:

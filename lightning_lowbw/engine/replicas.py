@@ -41,7 +41,6 @@ from lightning_lowbw.when.every_k import AUTO, EveryK
 from lightning_lowbw.when.fragments import steps_before
 from lightning_lowbw.where.mean import average_gradients_
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.volume import all_reduce_bytes
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.method import Method
@@ -231,12 +230,12 @@ class ReplicaWorker(Worker):
             if self.reduces_in_node and mine:
                 average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
             return True
-        num_ranks, lr = self.peers.num_ranks, self.lr
+        lr = self.lr
         has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
         self._highest_lr = max(lr, self._highest_lr)
         flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
         num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
-        self.peers.ledger.dense_bytes += all_reduce_bytes(sum(p.nbytes for p in mine), num_ranks)
+        self.peers.count_dense(sum(p.nbytes for p in mine))
         self._agree_on_requests(num_stop, num_save)
         if num_decayed and self.when.begin_step == FIRST_LR_DECAY and self._begin is None:
             self._local_since = self.step + 1  # this step's gradients are the mean already
@@ -266,9 +265,7 @@ class ReplicaWorker(Worker):
                 self.loss.clear()
             self.begin_local()
             return
-        trained = [p for p in self.parameters() if p.requires_grad]
-        nbytes = sum(p.nbytes for p in trained)
-        self.peers.ledger.dense_bytes += all_reduce_bytes(nbytes, self.peers.num_ranks)
+        self.peers.count_dense(sum(p.nbytes for p in self.parameters() if p.requires_grad))
         self.steps_since_average += 1
         note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes)
         has_begun = self.average_due()

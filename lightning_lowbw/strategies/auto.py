@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.topology_choice import TopologyChoice
@@ -41,6 +40,7 @@ class AutoStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
+    @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
         *,
@@ -48,7 +48,7 @@ class AutoStrategy(Strategy):
         budget: float = 0.05,
         pretrained: bool = False,
         topology: TopologyChoice = "flat",
-        **kwargs: Any,
+        **kwargs: Unpack[StrategyKeywords],
     ) -> None:
         if not isinstance(allow_local, bool):
             raise ConfigurationError(f"allow_local={allow_local!r}: give True or False.")

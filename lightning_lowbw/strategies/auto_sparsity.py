@@ -24,6 +24,7 @@ from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes
+from lightning_lowbw.strategies.choice import take
 from lightning_lowbw.strategies.uneven import lengths_of_data
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
@@ -69,7 +70,7 @@ class AutoSparsity:
         strategy = self._strategy
         self._callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if self._given is not None and strategy.method == self._adopted:
-            strategy.take(self._given)
+            take(strategy, self._given)
         when = strategy.method.when
         self._given = strategy.method if isinstance(when, EveryStep) and when.is_auto else None
         self._chosen, self._adopted, self._is_pretrained, self.is_timing = None, None, False, False

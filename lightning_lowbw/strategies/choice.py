@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_lowbw.engine.method import Method
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.replicas import Replicas
@@ -31,3 +32,12 @@ def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
             f"method given communicates in every step ({in_words(strategy.method)}). Leave them out."
         )
     return Synchronous(strategy)
+
+
+def take(strategy: Strategy, method: Method) -> None:
+    """Replace a strategy's method, with what belongs to its kind beside the exchange; the workers are the old ones."""
+    is_other = method.averages_weights != strategy.method.averages_weights
+    strategy.method = method
+    if is_other:
+        strategy.regime.tear_down()
+        strategy.regime = regime_of(strategy, strategy._options["uneven"], strategy._options["audit"])

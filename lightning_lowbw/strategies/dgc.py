@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from typing_extensions import Unpack
 
 from lightning_lowbw.engine.presets import DGC, DGC_SPARSITY
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.when.every_step import AUTO
 from lightning_lowbw.where.topology_choice import TopologyChoice
@@ -65,6 +67,7 @@ class DGCStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
+    @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
         *,
@@ -84,7 +87,7 @@ class DGCStrategy(Strategy):
         overlap: bool = False,
         correction: str = "auto",
         topology: TopologyChoice = "flat",
-        **kwargs: Any,
+        **kwargs: Unpack[StrategyKeywords],
     ) -> None:
         if sparsity is None:
             sparsity = AUTO if (rampup_begin_step, rampup_step) == (0, 1) else DGC_SPARSITY

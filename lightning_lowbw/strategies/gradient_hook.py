@@ -17,7 +17,6 @@ from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.where.volume import all_reduce_bytes
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -76,11 +75,11 @@ class GradientHook:
         """Return how the gradients of a worker are reduced in the coming step; None: not at all."""
         if worker.reduces_in_backward:
             return self._all_reduce
-        return self._all_reduce_in_node if worker.reduces_in_node else None
+        return self._all_reduce_in_node if self._strategy.regime.ddp_reduces(worker) else None
 
     def _all_reduce(self, buffer: Tensor) -> Future[Tensor]:
         peers = self._strategy.groups.gradients
-        peers.ledger.dense_bytes += all_reduce_bytes(buffer.nbytes, peers.num_ranks)
+        peers.count_dense(buffer.nbytes)
         buffer.mul_(1.0 / peers.num_ranks)  # as the reducer does; a division has other bits unless N is a power of two
         self._note_launch()
         return peers.begin_all_reduce_(buffer, exact=False).get_future()

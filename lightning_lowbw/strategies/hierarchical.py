@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing_extensions import Unpack
 
 from lightning_lowbw.engine.presets import Hierarchical
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.where.node_peers import Algorithm
 from lightning_lowbw.where.topology_choice import TopologyChoice
@@ -37,6 +38,7 @@ class HierarchicalStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
     """
 
+    @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
         ranks_per_node: int | None = None,
@@ -44,7 +46,7 @@ class HierarchicalStrategy(Strategy):
         *,
         inter_dtype: str = "float32",
         topology: TopologyChoice = "auto",
-        **kwargs: Any,
+        **kwargs: Unpack[StrategyKeywords],
     ) -> None:
         method = Hierarchical(ranks_per_node, algorithm, inter_dtype=inter_dtype, topology=topology)
         super().__init__(method, **kwargs)

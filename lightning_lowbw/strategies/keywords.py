@@ -4,39 +4,159 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, get_type_hints
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import TypedDict
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.checkpoint import Needs
 
 # The communication hook is this package's; and what DDP would do beside the hook, without its knowledge.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
-OF_ALL = frozenset({"resume"})  # of `Strategy`, and so of all strategies of this package
-SET_BY_LIGHTNING = frozenset({"self", "module", "device_ids", "output_device", "dim", "kwargs"})
+SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-def check_keywords(strategy: type, kwargs: Mapping[str, Any]) -> None:
-    """Check what a strategy is to hand on to DDP.
+class DDPKeywords(TypedDict, total=False):
+    """What all strategies hand on to DDP, as type checkers, editors and LightningCLI read it.
+
+    Which of these there are depends on the installed torch: see `DDP_KEYWORDS`.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: found out by the Trainer.
+        checkpoint_io: what writes and reads checkpoints.
+        precision_plugin: made by the Trainer.
+        process_group_backend: "nccl" or "gloo"; by default what suits the device.
+        timeout: how long a collective may take.
+        start_method: "popen", "spawn", "fork" or "forkserver": how processes are started.
+        broadcast_buffers: whether rank 0 sends its buffers in every forward pass; see the strategy.
+        init_sync: whether rank 0 sends parameters and buffers at the start.
+        process_group: the ranks, where they are not the world.
+        bucket_cap_mb: the size of the buckets in which dense steps reduce gradients.
+        find_unused_parameters: whether dense steps look for parameters that the loss does not depend on; sparse and
+            local steps need not.
+        check_reduction: without effect.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves memory.
+        static_graph: whether all steps use the same parameters.
+        skip_all_reduce_unused_params: as in `DistributedDataParallel`.
+        bucket_cap_mb_list: as in `DistributedDataParallel`.
+        batched_grad_copy: as in `DistributedDataParallel`.
+        forward_sync_buffers: as in `DistributedDataParallel`.
+    """
+
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    checkpoint_io: CheckpointIO | None
+    precision_plugin: Precision | None
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    broadcast_buffers: bool | None
+    init_sync: bool
+    process_group: ProcessGroup | None
+    bucket_cap_mb: int | None
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb_list: list[int] | None
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+
+
+class StrategyKeywords(DDPKeywords, total=False):
+    """What a strategy with a class of its own hands on to `Strategy`.
+
+    Args:
+        resume: see `Strategy`.
+    """
+
+    resume: Needs
+
+
+def _keywords_of(*classes: type) -> dict[str, inspect.Parameter]:
+    types = get_type_hints(DDPKeywords)
+    return {
+        name: parameter.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY,
+            annotation=types.get(name, parameter.annotation),
+            # "As the method needs it" here, and none of DDP's own defaults, which depend on the release of torch.
+            default=None if name == "broadcast_buffers" else parameter.default,
+        )
+        for cls in classes
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if name not in SET_BY_LIGHTNING
+    }
+
+
+ALL_KEYWORDS = _keywords_of(DistributedDataParallel, DDPStrategy)
+DDP_KEYWORDS = {name: each for name, each in ALL_KEYWORDS.items() if name not in OWNED | UNSUPPORTED}
+STRATEGY_KEYWORDS = {
+    "resume": inspect.Parameter("resume", inspect.Parameter.KEYWORD_ONLY, default="exact", annotation=Needs),
+    **DDP_KEYWORDS,
+}
+
+
+def shows(
+    handed_on: Mapping[str, inspect.Parameter], *, but: Collection[str] = ()
+) -> Callable[[Constructor], Constructor]:
+    """Decorate a constructor: its signature has, in place of `**kwargs`, the keywords that these stand for.
+
+    That is what `help`, LightningCLI (for types, defaults and what it accepts at all) and hints on misspelt names read.
+
+    Args:
+        handed_on: the parameters of what gets the `**kwargs`.
+        but: those that are set by the constructor.
+    """
+
+    def decorate(init: Constructor) -> Constructor:
+        own = inspect.signature(init, eval_str=True)
+        *named, _ = own.parameters.values()
+        hidden = {*own.parameters, *but}
+        others = (parameter for name, parameter in handed_on.items() if name not in hidden)
+        init.__signature__ = own.replace(parameters=[*named, *others])  # type: ignore[attr-defined]
+        return init
+
+    return decorate
+
+
+def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
+    """Return what a strategy is to hand on to DDP: keywords whose values are not the defaults.
+
+    LightningCLI gives a constructor all its defaults.
 
     Raises:
-        ConfigurationError: a keyword is unknown, or cannot be combined with a communication hook.
+        ConfigurationError: a keyword is unknown, or its value cannot be combined with a communication hook.
     """
-    classes = (strategy, DDPStrategy, DistributedDataParallel)
-    known = {name for cls in classes for name in inspect.signature(cls).parameters}
-    allowed = (known - OWNED - UNSUPPORTED - SET_BY_LIGHTNING) | OF_ALL
-    for name in kwargs:
+    given = {
+        name: value for name, value in kwargs.items() if name not in ALL_KEYWORDS or value != ALL_KEYWORDS[name].default
+    }
+    for name, value in given.items():
         if name in OWNED | UNSUPPORTED:
             raise ConfigurationError(
-                f"{strategy.__name__}({name}=...): this strategy has a communication hook of its own, which cannot be "
-                f"combined with {name}. Leave it out, or use strategy='ddp'."
+                f"{strategy.__name__}({name}={value!r}): this strategy has a communication hook of its own, which "
+                f"cannot be combined with {name}. Leave it out, or use strategy='ddp'."
             )
-        if name not in allowed:
+        if name not in DDP_KEYWORDS:
+            allowed = sorted(inspect.signature(strategy).parameters)
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(
-                f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(sorted(allowed))}."
+                f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(allowed)}."
             )
+    return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from typing_extensions import Unpack
+
 from lightning_lowbw.engine.presets import AdaptiveLocalSGD, LocalSGD
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.what.top_k import TopK
@@ -66,6 +69,7 @@ class LocalSGDStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
+    @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
         k_steps: int = 8,
@@ -79,12 +83,12 @@ class LocalSGDStrategy(Strategy):
         num_fragments: int = 1,
         mixing: float | None = None,
         value_dtype: str = "float32",
-        compression: TopK | Mapping[str, Any] | None = None,
+        compression: Mapping[str, Any] | TopK | None = None,
         uneven: Policy = "finish",
         audit: bool = False,
         topology: TopologyChoice = "flat",
         node_k_steps: int = 1,
-        **kwargs: Any,
+        **kwargs: Unpack[StrategyKeywords],
     ) -> None:
         method = LocalSGD(
             k_steps=k_steps,
@@ -125,6 +129,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         2
     """
 
+    @shows(inspect.signature(LocalSGDStrategy).parameters, but=("k_steps", "num_fragments"))
     def __init__(
         self,
         init_k_steps: int = 1,
@@ -145,14 +150,3 @@ class AdaptiveLocalSGDStrategy(Strategy):
             **of_method,
         )
         super().__init__(method, **kwargs)
-
-
-def _signature_with(others: inspect.Signature) -> inspect.Signature:
-    """Return the constructor's signature with what it hands on, for documentation and for hints on misspelt names."""
-    own = list(inspect.signature(AdaptiveLocalSGDStrategy).parameters.values())
-    named = {parameter.name for parameter in own} | {"k_steps", "num_fragments"}
-    handed_on = [parameter for parameter in others.parameters.values() if parameter.name not in named]
-    return inspect.Signature([*own[:-1], *handed_on, own[-1]])
-
-
-AdaptiveLocalSGDStrategy.__signature__ = _signature_with(inspect.signature(LocalSGDStrategy))  # type: ignore[attr-defined]

@@ -1,18 +1,22 @@
 """The names for `Trainer(strategy="...")`: a table, and their registration with Lightning.
 
-A name is all that can be said there; so each has its arguments, and a form for two levels and for each way of starting
-processes.
+A name is all that can be said there; so each has its arguments, and a form for two levels, for each way of starting
+processes, and for models with parameters that no loss depends on, with the endings of Lightning's own names for DDP.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_lowbw.engine.presets import PRESETS, preset
+from lightning_lowbw.engine.presets import FAMILIES, PRESETS, preset
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
@@ -35,20 +39,40 @@ NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
 NAMES["lowbw"] = (AutoStrategy, {})  # may become any of them
 ON_TWO_LEVELS = "_hierarchical"
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+SEARCHES: dict[str, dict[str, Any]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+}
 
 
 def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
-    """Make the strategies known to Lightning by name. May be called any number of times."""
+    """Make the strategies known to Lightning by name. May be called any number of times.
+
+    Fabric is told of the names, too, only to refuse them with a reason.
+    """
     entries = dict(NAMES)
     entries |= {
         name + ON_TWO_LEVELS: (strategy, {**arguments, "topology": "auto"})
         for name, (strategy, arguments) in NAMES.items()
         if name != "hierarchical"
     }
-    for name, (strategy, arguments) in entries.items():
-        for suffix, start_method in START_METHODS.items():
-            if name + suffix not in registry.available_strategies():
-                description = f"{strategy.__name__} with {dict(arguments) or 'defaults'}, started by {start_method!r}"
-                registry.register(
-                    name + suffix, strategy, description=description, start_method=start_method, **arguments
-                )
+    for base, (strategy, arguments) in entries.items():
+        for (start, start_method), (search, found) in itertools.product(START_METHODS.items(), SEARCHES.items()):
+            name, options = base + start + search, {**arguments, **found}
+            if name not in registry.available_strategies():
+                description = f"{strategy.__name__} with {options or 'defaults'}, started by {start_method!r}"
+                registry.register(name, strategy, description=description, start_method=start_method, **options)
+            if name not in FABRIC_REGISTRY.available_strategies():
+                refuse = functools.partial(_refuse_fabric, name, base.removesuffix(ON_TWO_LEVELS))
+                FABRIC_REGISTRY.register(name, refuse)
+
+
+def _refuse_fabric(name: str, base: str) -> NoReturn:
+    method = FAMILIES[PRESETS[base].family].__name__ if base in PRESETS else "DGC"
+    raise ConfigurationError(
+        f"Fabric(strategy={name!r}): the strategies are for Lightning's Trainer. In a loop of your own a method is "
+        f"attached to the optimizer: lightning_lowbw.{method}(...).attach(optimizer, model.named_parameters()), after "
+        "Fabric(strategy='ddp').launch(). Leave out Fabric.setup of the model and of the optimizer: its DDP would send "
+        "all gradients, too."
+    )

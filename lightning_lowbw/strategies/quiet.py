@@ -145,16 +145,7 @@ class Quiet:
             # Due in the next forward pass, and a broadcast: better now, while all ranks are here.
             with contextlib.nullcontext() if self._audit is None else self._audit.allowing():
                 model.reducer._rebuild_buckets()
-        model.require_backward_grad_sync = any(self.ddp_reduces(worker) for worker in workers)
-
-    def ddp_reduces(self, worker: Worker) -> bool:
-        """Return whether DDP reduces in the coming step.
-
-        Not inside the node where DDP would ask the world which parameters were used.
-        """
-        model = self._strategy.model
-        assert isinstance(model, DistributedDataParallel)
-        return worker.reduces_in_backward or (worker.reduces_in_node and not model.find_unused_parameters)
+        model.require_backward_grad_sync = any(self._strategy.regime.ddp_reduces(worker) for worker in workers)
 
     def pause_audit(self) -> None:
         """Allow collectives up to the next local batch, and none before."""

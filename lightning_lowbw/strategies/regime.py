@@ -68,9 +68,15 @@ class Regime:
     def end_backward(self, worker: Worker) -> None:
         """Called at the end of the closure, before gradients are exchanged."""
 
-    def ddp_has_reduced(self, worker: Worker) -> bool:
-        """Return whether the backward pass has reduced gradients where the worker asks for it."""
-        return True
+    def ddp_reduces(self, worker: Worker) -> bool:
+        """Return whether DDP reduces gradients in the coming step: over all ranks, or inside the node.
+
+        Not inside the node where it would search for unused parameters, and ask the world for them; the worker takes
+        the mean of the node then.
+        """
+        model = self.strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        return worker.reduces_in_backward or (worker.reduces_in_node and not model.find_unused_parameters)
 
     def begin_validation(self) -> None:
         """Called before validation."""

@@ -173,10 +173,6 @@ class Replicas(Regime):
         self._losses.clear()
         self.quiet.end_backward(worker)
 
-    @override
-    def ddp_has_reduced(self, worker: Worker) -> bool:
-        return self.quiet.ddp_reduces(worker)
-
     def _hear(self, worker: ReplicaWorker) -> None:
         self.quiet.hear(worker)
         self.uneven.hear(worker)

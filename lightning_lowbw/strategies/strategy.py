@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
@@ -33,14 +33,15 @@ from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.backwards import Backwards
+from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
-from lightning_lowbw.strategies.choice import regime_of
+from lightning_lowbw.strategies.choice import regime_of, take
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
-from lightning_lowbw.strategies.keywords import check_keywords
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
@@ -84,18 +85,18 @@ class Strategy(DDPStrategy):
         Strategy(every 4 steps after step 1, whole parameters in float32; topology=2)
     """
 
+    @shows(DDP_KEYWORDS)
     def __init__(
         self,
-        method: Method | Mapping[str, Any],
+        method: Mapping[str, Any] | Method,
         *,
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
         audit: bool = False,
         resume: Needs = "exact",
-        **kwargs: Any,
+        **kwargs: Unpack[DDPKeywords],
     ) -> None:
-        check_keywords(type(self), kwargs)
-        super().__init__(**kwargs)
+        super().__init__(**given_keywords(type(self), kwargs))
         self.method = as_method(method).at(topology)
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
@@ -176,7 +177,7 @@ class Strategy(DDPStrategy):
         facts.agree_on_configuration(type(self).__name__, method.facts())
         steps = [worker.step for worker in self.workers]
         regime = self.regime
-        self.take(method)
+        take(self, method)
         if self.regime is not regime:
             with failing_together():
                 self.regime.check(self.trainer)
@@ -187,14 +188,6 @@ class Strategy(DDPStrategy):
             worker.step = step
         if self.regime is not regime:
             self.regime.set_up(self.trainer)
-
-    def take(self, method: Method) -> None:
-        """Replace the method, with what belongs to its kind beside the exchange; the workers are the old ones."""
-        is_other = method.averages_weights != self.method.averages_weights
-        self.method = method
-        if is_other:
-            self.regime.tear_down()
-            self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -254,12 +247,18 @@ class Strategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        warn_if_not_distributed(self.trainer, self)
         self.regime.begin_training(self.trainer)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.regime.end_training()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        explain_(exception, self)  # before Lightning would do so
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -335,7 +334,7 @@ class Strategy(DDPStrategy):
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Look for faults, clip, exchange; return whether the step is to be taken."""
-        reduced = self._reduced_by_ddp if self.regime.ddp_has_reduced(worker) else frozenset()
+        reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
         clips = worker.clips_before_exchange and self.clipping.is_asked_for
         worker.prepare(reduced=reduced, num_backwards=self._backwards.num, looks=clips or skip_nonfinite)
         if clips:

@@ -80,24 +80,28 @@ class Synchronous(Regime):
 
     @override
     def begin_batch(self, batch: Any) -> None:
-        """Let DDP copy no gradients into its buckets and back where it reduces none of them."""
-        model, ddp = self.strategy.model, self.strategy._ddp_kwargs
-        assert isinstance(model, DistributedDataParallel)
-        when = self.strategy.method.when
-        uses_buckets = any(worker.reduces_in_backward or worker.reduces_in_node for worker in self.strategy.workers)
-        overlaps = isinstance(when, EveryStep) and when.overlap
-        is_automatic = self.strategy.trainer.lightning_module.automatic_optimization  # else Lightning sets it
-        model.require_backward_grad_sync = uses_buckets or overlaps or bool(ddp.get("static_graph")) or not is_automatic
-        if not model.require_backward_grad_sync:
-            # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating.
+        model = self._choose_backward_sync()
+        if self.strategy.trainer.lightning_module.automatic_optimization and not model.require_backward_grad_sync:
+            # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In
+            # manual optimization Lightning's DDP broadcasts none.
             model.require_forward_param_sync = self._has_stepped
         self._has_stepped = False
+
+    def _choose_backward_sync(self) -> DistributedDataParallel:
+        """Let DDP fill no buckets and search for no unused parameters where it reduces nothing; return it."""
+        model, when = self.strategy.model, self.strategy.method.when
+        assert isinstance(model, DistributedDataParallel)
+        needs_buckets = (isinstance(when, EveryStep) and when.overlap) or bool(model.static_graph)
+        model.require_backward_grad_sync = needs_buckets or any(map(self.ddp_reduces, self.strategy.workers))
+        return model
 
     @override
     @contextmanager
     def stepping(self, worker: Worker) -> Iterator[None]:
         yield
         self.strategy.auto.end_step(worker, self.strategy.trainer)
+        if self.strategy.regime is self:  # in manual optimization the next backward pass is of the same batch
+            self._choose_backward_sync()
 
     @override
     def end_backward(self, worker: Worker) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_lowbw.where.collectives import Collectives, Reduction, TensorWork
 from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.volume import all_reduce_bytes
 
 
 class FlatPeers:
@@ -46,6 +47,9 @@ class FlatPeers:
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
         return slice(0, numel)
+
+    def count_dense(self, nbytes: int) -> None:
+        self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
         return self.between.begin_all_reduce_(tensor)

@@ -28,6 +28,7 @@ class TrafficLedger:
         intra_bytes: of the bytes sent, those inside a node, where a topology tells.
         inter_bytes: of the bytes sent, those between nodes, where a topology tells.
         dense_bytes: bytes plain DDP would have sent for the gradients of the same steps.
+        dense_inter_bytes: bytes that "hierarchical" would have sent between nodes for them, where a topology tells.
         exposed_s: seconds in which the training waited for an exchange. On CUDA measured with events, a few steps
             late and without the dense phase, whose communication runs beside the backward pass.
     """
@@ -38,6 +39,7 @@ class TrafficLedger:
     intra_bytes: int = 0
     inter_bytes: int = 0
     dense_bytes: int = 0
+    dense_inter_bytes: int = 0
     exposed_s: float = 0.0
     _pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=lambda: deque(maxlen=MAX_PENDING), repr=False, compare=False

@@ -16,6 +16,7 @@ from lightning_lowbw.where.groups import group_of, is_gloo
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.side_queue import SideQueue
 from lightning_lowbw.where.topology import Topology, part_of
+from lightning_lowbw.where.volume import all_reduce_bytes
 
 Algorithm = Literal["sharded", "leader"]
 
@@ -119,6 +120,14 @@ class NodePeers:
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
         return part_of(numel, self.local_rank if local_rank is None else local_rank, self.num_local_ranks)
+
+    def count_dense(self, nbytes: int) -> None:
+        self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
+        if self.algorithm == "leader":
+            part = nbytes if self.local_rank == 0 else 0
+        else:
+            part = -(-nbytes // self.num_local_ranks)
+        self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_senders)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
         if self.num_senders == 1:

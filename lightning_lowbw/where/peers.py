@@ -112,6 +112,10 @@ class Peers(Protocol):
         """
         ...
 
+    def count_dense(self, nbytes: int) -> None:
+        """Add to the ledger what gradients of so many bytes would have cost dense; communicates nothing."""
+        ...
+
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
         """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
 

@@ -13,7 +13,7 @@ from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.topology import Topology
 
 # "flat", "auto", ranks per node, the ranks of each node, or these as a value
-TopologyChoice = str | int | Sequence[Sequence[int]] | Topology
+TopologyChoice = int | str | Sequence[Sequence[int]] | Topology
 # What tells nodes apart that share a host name (containers, the lab), in the words of torchrun, Lightning and SLURM.
 NODE_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 

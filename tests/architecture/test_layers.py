@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from lightning_lowbw import (
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies import register
 from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 
 PACKAGE = "lightning_lowbw"
 ROOT = Path(lightning_lowbw.__file__).parent
@@ -262,9 +264,10 @@ def test_what_is_exported() -> None:
 
 
 def knobs_of(function: Any) -> dict[str, Any]:
-    """Return the arguments of a constructor that have a default."""
+    """Return the arguments of a constructor that have a default, but for those that all strategies have."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    has_default = [p for p in parameters if p.default is not inspect.Parameter.empty]
+    return {p.name: p.default for p in has_default if p.name not in STRATEGY_KEYWORDS}
 
 
 def defaults_of(*values: Any) -> dict[str, Any]:
@@ -335,19 +338,21 @@ NAMES = {
     "int4_hierarchical": Strategy,
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
 
 
 def test_strategies_are_known_by_name() -> None:
     names = [name for name in StrategyRegistry.available_strategies() if is_ours(name)]
-    assert sorted(names) == sorted(name + suffix for name in NAMES for suffix in START_METHODS)
+    assert sorted(names) == sorted(map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)))
     for name, cls in NAMES.items():
         assert "ddp" not in name  # Lightning treats such names in its own way
         assert name == name.lower()
-        for suffix, start_method in START_METHODS.items():
-            strategy = StrategyRegistry.get(name + suffix)
+        for (start, start_method), (search, found) in itertools.product(START_METHODS.items(), SEARCHES.items()):
+            strategy = StrategyRegistry.get(name + start + search)
             assert type(strategy) is cls
             assert (strategy.method.where.topology == "auto") == ("hierarchical" in name)
             assert strategy._start_method == start_method
+            assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(found)
 
 
 def is_ours(name: str) -> bool:

@@ -13,7 +13,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
+from lightning_lowbw import (
+    DGC,
+    ConfigurationError,
+    DGCStrategy,
+    DisagreementError,
+    Hierarchical,
+    LocalSGD,
+    Method,
+    SparsityWarmup,
+    Strategy,
+    TrafficMonitor,
+)
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.when.every_step import EveryStep
@@ -186,6 +197,39 @@ def test_bytes_are_those_of_the_formula(name: str) -> None:
             assert rows[2]["traffic/residual_norm"] > 0
             assert rows[-1]["traffic/residual_norm"] != rows[2]["traffic/residual_norm"]
             assert math.isfinite(rows[-1]["traffic/residual_norm"])
+
+
+def monitor_on_two_levels(method: Method) -> list[dict[str, float]]:
+    logged = Logged()
+    strategy = Strategy(method, topology=[[0, 1], [2, 3]])
+    trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[TrafficMonitor(), logged])
+    trainer.fit(Tiny(), make_data(dist.get_world_size(), 8))
+    return logged.rows
+
+
+@pytest.mark.parametrize(
+    ("method", "ratios"),
+    [
+        (Hierarchical(), [1.0] * 8),
+        (Hierarchical(algorithm="leader"), [1.0] * 8),
+        (Hierarchical(inter_dtype="bfloat16"), [2.0] * 8),
+        (LocalSGD(k_steps=3, begin_step=2), [1.0, None, None, None, 3.0, None, None, 3.0]),  # None: buffers, or nothing
+        (DGC(sparsity=[0.9], min_numel=MIN_NUMEL, rampup_begin_step=7), [1.0] * 7 + [7.5]),
+    ],
+)
+def test_the_ratio_is_that_of_the_network_between_nodes(method: Method, ratios: list[float | None]) -> None:
+    """Where a step sends as much between nodes as "hierarchical" does it is 1, whatever is sent inside them."""
+    for rank, rows in enumerate(run_ranks(monitor_on_two_levels, 4, method)):
+        seen = [row["traffic/compression_ratio"] for row in rows if row.get("traffic/bytes_inter_node")]
+        if method.where.algorithm == "leader" and rank in (1, 3):
+            assert seen == []  # these send nothing between nodes
+            continue
+        assert len(rows) == len(ratios)
+        for row, ratio in zip(rows, ratios, strict=True):
+            if ratio is not None:  # a ratio stays among the Trainer's metrics until the next one
+                assert row["traffic/bytes_inter_node"] > 0
+                assert row["traffic/compression_ratio"] == pytest.approx(ratio, rel=0.02 if ratio < 3 else 0.15)
+        assert any(row["traffic/bytes_intra_node"] for row in rows)
 
 
 def count_collectives() -> int:

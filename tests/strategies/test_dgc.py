@@ -15,7 +15,7 @@ from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
         ({"sparsty": [0.9]}, "Did you mean 'sparsity'"),
         ({"nonsense": 1}, "unknown keyword"),
         ({"ddp_comm_hook": print}, "hook of its own"),
-        ({"mixed_precision": None}, "hook of its own"),
+        ({"mixed_precision": 1}, "hook of its own"),
         ({"device_ids": [0]}, "unknown keyword"),
         ({"sparsity": [1.0]}, r"outside \[0, 1\)"),
         ({"sparsity": [-0.1]}, r"outside \[0, 1\)"),

@@ -134,7 +134,10 @@ def reduce_two_optimizers(phases: tuple[bool, bool]) -> list[list[float]]:
     buffer = torch.full((5,), float(dist.get_rank()))
     views = list(buffer.split([2, 3]))
     strategy: Any = SimpleNamespace(
-        workers=workers, groups=SimpleNamespace(gradients=FlatPeers()), root_device=torch.device("cpu")
+        workers=workers,
+        groups=SimpleNamespace(gradients=FlatPeers()),
+        root_device=torch.device("cpu"),
+        regime=SimpleNamespace(ddp_reduces=lambda worker: worker.reduces_in_backward),
     )
     bucket: Any = SimpleNamespace(
         buffer=lambda: buffer, parameters=lambda: parameters, gradients=lambda: views, index=lambda: 0

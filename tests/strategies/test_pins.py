@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -76,6 +77,18 @@ def test_the_hook_may_be_a_bound_method_with_annotations() -> None:
     signature = inspect.signature(GradientHook.reduce)
     assert signature.parameters["bucket"].annotation is torch.distributed.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+
+
+def test_the_trainer_keeps_the_name_that_it_was_given() -> None:
+    trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False, barebones=True)
+    assert trainer._accelerator_connector._strategy_flag == "ddp"
+
+
+def test_ddp_searches_for_unused_parameters_where_it_reduces() -> None:
+    condition = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
+    for function, model in ((DistributedDataParallel._post_forward, "self"), (prepare_for_backward, "model")):
+        source = inspect.getsource(function)
+        assert source.index(condition.format(model)) < source.index("_find_tensors(output)")
 
 
 # Local SGD -----------------------------------------------------------------------------------------------------------

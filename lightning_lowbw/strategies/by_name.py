@@ -1,0 +1,92 @@
+"""What a strategy's name decides in Lightning and in other libraries, and what is said where it decides wrongly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+SEARCH = "_find_unused_parameters"
+UNFINISHED = "Expected to have finished reduction in the prior iteration"  # DDP, of a backward pass
+CANNOT_REPLACE = "Trying to inject custom `Sampler`"  # Lightning, of a DataLoader of a class it does not know
+WHOLE_DATA = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def name_of(trainer: pl.Trainer) -> str | None:
+    """Return the name that a Trainer was given its strategy by; None where that was an object."""
+    given = trainer._accelerator_connector._strategy_flag
+    return given if isinstance(given, str) else None
+
+
+def explain_(exception: BaseException, strategy: Strategy) -> None:
+    """Say what to do about an error that comes of the strategy's name, or in which Lightning would name stock DDP.
+
+    In place:
+        The exception's message.
+    """
+    module = strategy.lightning_module
+    message = exception.args[0] if exception.args else None
+    if module is None or not isinstance(message, str):
+        return
+    cls, name = type(strategy).__name__, name_of(module.trainer)
+    if UNFINISHED in message:
+        trained = {key: p.grad for key, p in module.named_parameters() if p.requires_grad}
+        unused = [key for key, gradient in trained.items() if gradient is None]
+        shown = f" ({', '.join(unused)})" if 0 < len(unused) < len(trained) else ""
+        by_name = f"strategy='{name.partition(SEARCH)[0]}{SEARCH}_true' or " if name else ""
+        message = (
+            "In a dense step DDP waits for the gradients of all parameters, and the loss that training_step returned "
+            f"does not depend on some{shown}. If that is intended, let DDP search for them: {by_name}"
+            f"strategy={cls}(find_unused_parameters=True)."
+        )
+    elif CANNOT_REPLACE in message and name is not None:
+        message = f"{message} {what_to_pass(cls, name)}"
+    exception.args = (message, *exception.args[1:])
+
+
+def warn_if_not_distributed(trainer: pl.Trainer, strategy: Strategy) -> None:
+    """Warn where all ranks train on all of the data, as libraries let them that do not know the strategy's name."""
+    name = name_of(trainer)
+    if name is None or strategy.world_size == 1:
+        return
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        sampler = whole_data_sampler_of(loader)
+        if sampler is not None:
+            rank_zero_warn(
+                f"Each of the {strategy.world_size} ranks draws from all of its training data: the sampler is a "
+                f"{type(sampler).__name__}, and Trainer(use_distributed_sampler=False) leaves it so. If all ranks have "
+                f"the same data, give it a DistributedSampler. {what_to_pass(type(strategy).__name__, name)}"
+            )
+            return
+
+
+def what_to_pass(cls: str, name: str) -> str:
+    """Return what to do where another library has not made the data distributed."""
+    return (
+        "A library that distributes its data where it finds 'ddp' in the name of the strategy, as scvi-tools does, "
+        f"does not do so with {name!r}: pass the class, strategy=lightning_lowbw.{cls}(...), which is a DDPStrategy."
+    )
+
+
+def whole_data_sampler_of(loader: object) -> object | None:
+    """Return the sampler of a loader if it is one of torch's that draw from all of a dataset; else None."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler: object = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return sampler if type(sampler) in WHOLE_DATA else None

@@ -1,0 +1,205 @@
+"""The strategies and the callbacks in a LightningCLI: by name, by class, as YAML, and printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_lowbw import AveragingSchedule, Compression, SparsityWarmup, Strategy, TrafficMonitor
+from tests.programs import ROOT, run_python
+from tests.ranks import run_ranks
+from tests.tiny import Tiny, make_data
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+# By class: what is given in `init_args`, and what the strategy says that it does.
+CLASSES: dict[str, tuple[dict[str, Any], str]] = {
+    "DGCStrategy": ({"sparsity": [0.9, 0.99], "exclude": ["*.bias"]}, "every step, the 10 %, later 1 % largest"),
+    "LocalSGDStrategy": ({"k_steps": 4, "begin_step": 0.5, "delay_steps": "auto"}, "every 4 steps after 50 % of"),
+    "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "every 1 to 16 steps"),
+    "HierarchicalStrategy": ({"algorithm": "leader"}, "every step, whole gradients"),
+    "AutoStrategy": ({"allow_local": True}, "what takes least time"),
+    "Strategy": ({"method": {"what": {"payload": "narrow", "value_dtype": "int4"}}}, "whole gradients as int4"),
+}
+OF_ALL = {"topology": 2, "find_unused_parameters": True, "bucket_cap_mb": 7, "timeout": "0:10:00"}
+
+CommandLine = Callable[..., LightningCLI]
+
+
+class Model(pl.LightningModule):
+    """Nothing is trained here."""
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what Lightning calls there
+
+    def run(*arguments: str) -> LightningCLI:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        return LightningCLI(
+            Model, run=False, save_config_callback=None, seed_everything_default=False, trainer_defaults=QUIET
+        )
+
+    return run
+
+
+def write(folder: Path, trainer: Any) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": trainer}))
+    return f"--config={path}"
+
+
+@pytest.mark.parametrize("name", ["dgc", "post_local_sgd_hierarchical", "sparse_loco_spawn", "hierarchical", "lowbw"])
+def test_by_name(name: str, command_line: CommandLine) -> None:
+    built = command_line(f"--trainer.strategy={name}").trainer.strategy
+    expected = pl.Trainer(strategy=name, barebones=True, accelerator="cpu", devices=2).strategy
+    assert repr(built) == repr(expected)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_by_class_from_yaml_and_back(
+    name: str, command_line: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, words = CLASSES[name]
+    strategy = {"class_path": f"lightning_lowbw.{name}", "init_args": {**OF_ALL, **options}}
+    built = command_line(write(tmp_path, {"strategy": strategy})).trainer.strategy
+    assert isinstance(built, Strategy)
+    assert words in repr(built)
+    assert built.method.where.topology == 2
+    assert built._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 7}
+    assert built._timeout == timedelta(minutes=10)
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command_line(f"--config={tmp_path}/config.yaml", "--print_config")
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    again = command_line(f"--config={printed}").trainer.strategy
+    assert again.method == built.method
+    assert repr(again) == repr(built)
+    assert again._timeout == built._timeout
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_by_class_on_the_command_line(name: str, command_line: CommandLine) -> None:
+    method = ["--trainer.strategy.method={what: {payload: whole}}"] if name == "Strategy" else []
+    flags = ["--trainer.strategy.topology=2", "--trainer.strategy.find_unused_parameters=true"]
+    built = command_line(f"--trainer.strategy.class_path=lightning_lowbw.{name}", *method, *flags).trainer.strategy
+    assert isinstance(built, Strategy)
+    assert built.method.where.topology == 2  # a number, no name
+    assert built._ddp_kwargs == {"find_unused_parameters": True}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_help_shows_what_is_accepted(name: str, command_line: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command_line(f"--trainer.strategy.help=lightning_lowbw.{name}")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for option in ("topology", "find_unused_parameters", "bucket_cap_mb", "start_method", *CLASSES[name][0]):
+        assert f"--trainer.strategy.{option} " in shown
+    assert "ddp_comm_hook" not in shown
+
+
+def test_what_is_refused_is_named(command_line: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line("--trainer.strategy.class_path=lightning_lowbw.DGCStrategy", "--trainer.strategy.sparsty=[0.9]")
+    assert "'sparsty' is not accepted" in capsys.readouterr().err
+
+
+def test_a_compression_in_yaml_is_that_of_python(command_line: CommandLine, tmp_path: Path) -> None:
+    """Not a `TopK` with the defaults of gradients."""
+    strategy = {"class_path": "lightning_lowbw.LocalSGDStrategy", "init_args": {"compression": {"decay": 0.5}}}
+    built = command_line(write(tmp_path, {"strategy": strategy})).trainer.strategy
+    assert isinstance(built, Strategy)
+    assert built.method.what == Compression(decay=0.5)
+
+
+def test_callbacks(command_line: CommandLine, tmp_path: Path) -> None:
+    callbacks = [
+        {"class_path": "lightning_lowbw.TrafficMonitor", "init_args": {"prog_bar": False}},
+        {"class_path": "lightning_lowbw.SparsityWarmup", "init_args": {"begin_epoch": 1, "sparsity": [0.9, 0.99]}},
+        {"class_path": "lightning_lowbw.AveragingSchedule", "init_args": {"k_steps": 4, "begin_step": 0.5}},
+    ]
+    config = write(tmp_path, {"strategy": "dgc", "callbacks": callbacks})
+    flags = ["--trainer.callbacks+=lightning_lowbw.SparsityWarmup", "--trainer.callbacks.begin_step=7"]
+    built = command_line(config, *flags).trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    monitor, warmup, schedule, in_steps = built[:4]
+    assert isinstance(monitor, TrafficMonitor)
+    assert not monitor.prog_bar
+    assert isinstance(warmup, SparsityWarmup)
+    assert warmup.schedule(10).rampup_begin_step == 10
+    assert isinstance(schedule, AveragingSchedule)
+    assert isinstance(in_steps, SparsityWarmup)
+    assert in_steps.schedule(10).rampup_begin_step == 7
+
+
+class Trained(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> Any:
+        return make_data(dist.get_world_size(), 4)
+
+
+def fit(*arguments: str) -> tuple[str, float]:
+    sys.argv = ["train.py", "fit", *arguments]
+    settings = {**QUIET, "use_distributed_sampler": False, "max_epochs": 1}
+    cli = LightningCLI(Trained, seed_everything_default=False, trainer_defaults=settings)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, Strategy)
+    return repr(strategy), strategy.workers[0].last_density
+
+
+def test_a_fit_that_saves_its_configuration(tmp_path: Path, command_line: CommandLine) -> None:
+    chosen = {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 100}
+    strategy = {"class_path": "lightning_lowbw.DGCStrategy", "init_args": chosen}
+    results = run_ranks(fit, 2, write(tmp_path, {"strategy": strategy, "default_root_dir": f"{tmp_path}/run"}))
+    assert results[0] == results[1]
+    shown, density = results[0]
+    assert density == pytest.approx(0.1)
+    saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["trainer"]["strategy"]
+    assert repr(command_line(write(tmp_path, {"strategy": saved})).trainer.strategy) == shown
+
+
+IN_README = """
+import sys
+import hydra, yaml
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+trainer, strategy = (text.split("```")[0] for text in open(sys.argv[1]).read().split("```yaml\\n")[1:3])
+assert "lightning_lowbw" not in sys.modules
+with open("config.yaml", "w") as file:
+    file.write(trainer)
+sys.argv = ["train.py", "--config=config.yaml"]
+defaults = {"accelerator": "cpu", "devices": 2, "logger": False}
+cli = LightningCLI(LightningModule, run=False, seed_everything_default=False, trainer_defaults=defaults)
+print(cli.trainer.strategy)
+print(hydra.utils.instantiate(yaml.safe_load(strategy)["strategy"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_classes_of_the_readme_need_no_import(tmp_path: Path) -> None:
+    lines = run_python(tmp_path, "-c", IN_README, str(ROOT / "README.md")).stdout.splitlines()
+    by_cli, by_hydra = (line for line in lines if line.startswith("DGCStrategy"))
+    assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_cli
+    assert "from step 500" in by_cli
+    assert "find_unused_parameters=True" in by_cli
+    assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_hydra

@@ -1,0 +1,138 @@
+"""Parameters that the loss does not depend on: DDP searches for them in dense steps, and in no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.overrides import distributed as lightning_ddp
+from torch import Tensor
+from torch.nn.parallel import distributed as torch_ddp
+
+from lightning_lowbw import AveragingSchedule, DGCStrategy, LocalSGDStrategy, NarrowGradients, SparsityWarmup, Strategy
+from lightning_lowbw.engine.presets import PRESETS
+from tests.ranks import run_ranks
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
+
+STEPS = 8
+NODES = [[0, 1], [2, 3]]
+
+
+class Searches(pl.Callback):
+    """Notes of each batch whether its step is a dense one, and how often a search began in it."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.by_batch: list[tuple[bool, int]] = []
+
+    def count(self, find_tensors: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counting(output: Any) -> Any:
+            self.num += 1
+            return find_tensors(output)
+
+        return counting
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.num = 0
+        self.is_dense = any(worker.reduces_in_backward for worker in trainer.strategy.workers)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.by_batch.append((self.is_dense, self.num))
+
+
+class ManualTiny(Tiny):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def fit(strategy: Any, make_model: Callable[..., Tiny], callback: pl.Callback | None) -> tuple[list[Any], str]:
+    """Return what `Searches` has noted, and the weights."""
+    searches, model = Searches(), make_model(unused=True)
+    never, rank_zero_only = model.never, model.rank_zero_only
+    assert never is not None
+    assert rank_zero_only is not None
+    before, before_of_one = never.weight.clone(), rank_zero_only.weight.clone()
+    modules = {module: module._find_tensors for module in (torch_ddp, lightning_ddp)}  # type: ignore[attr-defined]
+    try:
+        for module, find_tensors in modules.items():
+            module._find_tensors = searches.count(find_tensors)  # type: ignore[attr-defined]
+        callbacks = [searches] if callback is None else [callback, searches]
+        trainer = make_trainer(strategy, dist.get_world_size(), callbacks=callbacks)
+        trainer.fit(model, make_data(dist.get_world_size(), STEPS))
+    finally:
+        for module, find_tensors in modules.items():
+            module._find_tensors = find_tensors  # type: ignore[attr-defined]
+    assert torch.equal(never.weight, before)  # not decayed either
+    assert not torch.equal(rank_zero_only.weight, before_of_one)
+    return searches.by_batch, weights_of(model)
+
+
+def callback_of(name: str) -> pl.Callback | None:
+    """Return what gives both phases to a short run."""
+    if name == "dgc":
+        return SparsityWarmup(begin_step=3, steps=1, sparsity=[0.9])
+    return AveragingSchedule(k_steps=4, begin_step=3) if PRESETS[name].family.endswith("local_sgd") else None
+
+
+def fit_by_names(names: list[str], make_model: Callable[..., Tiny]) -> dict[str, Any]:
+    ending = "_find_unused_parameters_true"
+    return {name: fit(name + ending, make_model, callback_of(name)) for name in names}
+
+
+def check(results: list[tuple[list[tuple[bool, int]], str]], dense: int) -> None:
+    """Check that replicas are equal, and that exactly the dense steps have searched."""
+    assert len({weights for _, weights in results}) == 1
+    for by_batch, _ in results:
+        assert [is_dense for is_dense, _ in by_batch] == [True] * dense + [False] * (STEPS - dense)
+        assert all((num > 0) == is_dense for is_dense, num in by_batch)
+
+
+DENSE_STEPS = {"int8": 0, "int4": 0, "hierarchical": STEPS}
+
+
+@pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
+def test_only_dense_steps_search(make_model: Callable[..., Tiny]) -> None:
+    names = list(PRESETS) if make_model is Tiny else ["dgc", "int8", "local_sgd"]
+    results = run_ranks(fit_by_names, 2, names, make_model)
+    for name in names:
+        check([result[name] for result in results], DENSE_STEPS.get(name, 3))
+
+
+def fit_on_two_levels(make_model: Callable[..., Tiny]) -> list[Any]:
+    options: dict[str, Any] = {"topology": NODES, "find_unused_parameters": True}
+    strategies = [
+        DGCStrategy(rampup_begin_step=3, sparsity=[0.9], min_numel=MIN_NUMEL, **options),
+        Strategy(NarrowGradients(rampup_begin_step=3), **options),
+        LocalSGDStrategy(k_steps=2, begin_step=3, **options),
+    ]
+    return [fit(strategy, make_model, None) for strategy in strategies]
+
+
+@pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
+def test_only_dense_steps_search_on_two_levels(make_model: Callable[..., Tiny]) -> None:
+    for results in zip(*run_ranks(fit_on_two_levels, 4, make_model), strict=True):
+        check(list(results), 3)
+
+
+def fit_sparse_from_the_start(make_model: Callable[..., Tiny]) -> list[Any]:
+    strategies = [DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL), "int8", LocalSGDStrategy(2, begin_step=0)]
+    return [fit(strategy, make_model, None) for strategy in strategies]
+
+
+@pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
+def test_without_dense_steps_nothing_need_be_asked_for(make_model: Callable[..., Tiny]) -> None:
+    for results in zip(*run_ranks(fit_sparse_from_the_start, 2, make_model), strict=True):
+        check(list(results), 0)
