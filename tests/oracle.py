@@ -74,7 +74,7 @@ class OracleDGC:
                 if is_sparse:
                     k = max(1, round(weight.numel() * density))
                     mask = torch.zeros(weight.numel(), dtype=torch.bool)
-                    mask[v.abs().flatten().topk(k).indices] = True
+                    mask[v.abs().flatten().sort(descending=True, stable=True).indices[:k]] = True  # of equal ones the first
                     mask = mask.view(weight.shape)
                 else:
                     mask = torch.ones_like(weight, dtype=torch.bool)
