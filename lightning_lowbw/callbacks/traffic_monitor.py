@@ -47,7 +47,7 @@ class TrafficMonitor(Callback):
     and what the method reports, with a number behind it where there are several optimizers. Of methods that compress
     gradients ("dgc"):
 
-    - ``density``: fraction of the elements of a sparse tensor that was sent
+    - ``density``: fraction of all trained elements that was sent, those of small tensors included
     - ``residual_norm``: 2-norm of the unsent gradient, from the first sparse step on; read anew every
       `Trainer(log_every_n_steps=...)` steps
 

@@ -22,6 +22,7 @@ from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.gradients import GradientWorker
+    from lightning_lowbw.engine.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,26 @@ def numels_of(slots: Sequence[Slot]) -> dict[str, int]:
     return {slot.name: slot.parameter.numel() for slot in slots}
 
 
+def is_taken(what: TopK, name: str, parameter: Parameter) -> bool:
+    """Return whether a parameter is sent sparse in sparse steps."""
+    return parameter.is_floating_point() and what.takes(name, parameter.numel())
+
+
+def numels_by_kind(worker: Worker, what: TopK) -> tuple[list[int], list[int]]:
+    """Return the elements of each trained parameter that is sent sparse in sparse steps, and of each other one."""
+    numels: tuple[list[int], list[int]] = [], []
+    for name, parameter in worker.by_name().items():
+        if parameter.requires_grad:
+            numels[not is_taken(what, name, parameter)].append(parameter.numel())
+    return numels
+
+
+def share_of_sparse(slots: Sequence[Slot]) -> float:
+    """Return the share of the elements that is sent sparse; 0 where there are none."""
+    numels = [(slot.is_sparse, slot.parameter.numel()) for slot in slots]
+    return sum(numel for is_sparse, numel in numels if is_sparse) / max(1, sum(numel for _, numel in numels))
+
+
 def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Parameter]) -> list[Slot]:
     """Return the parameters of a step; the same on all ranks, whatever gradients they happen to have.
 
@@ -103,7 +124,7 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
                 parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
                 continue
             name = worker.name_of(parameter)
-            is_sparse = what is not None and parameter.is_floating_point() and what.takes(name, parameter.numel())
+            is_sparse = what is not None and is_taken(what, name, parameter)
             if name in worker.residuals and not is_sparse and worker.peers.num_senders > 1:
                 raise ConfigurationError(
                     f"Step {worker.step} would send {name!r} dense, but gradients that earlier sparse steps did not "

@@ -10,9 +10,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
+
+MUCH = 0.5  # of the trained elements; where less can be compressed the user is told
 
 
 def num_steps_of(trainer: pl.Trainer) -> float:
@@ -55,6 +59,23 @@ def tell_notes(workers: Iterable[Worker]) -> None:
     for worker in workers:
         if isinstance(worker, GradientWorker) and worker.note:
             rank_zero_info(worker.note)
+
+
+def tell_what_stays_whole(workers: Iterable[Worker]) -> None:
+    """Say so where less than half of what is trained can be sent sparse: not much is compressed then."""
+    sparse, others, least = list[int](), list[int](), 0
+    for worker in workers:
+        if isinstance(what := worker.method.what, TopK):
+            of_sparse, of_others = numels_by_kind(worker, what)
+            sparse, others, least = sparse + of_sparse, others + of_others, what.min_numel
+    total = sum(sparse) + sum(others)
+    if total and sum(sparse) < MUCH * total:
+        rank_zero_info(
+            f"{len(sparse)} of {len(sparse) + len(others)} tensors, {sum(sparse) / total:.1%} of the {total:,} "
+            f"elements that are trained, are sent sparse. The others are sent whole: they have less than "
+            f"min_numel={least} elements, or are excluded. With a smaller min_numel more is compressed, at the cost of "
+            "work for each tensor."
+        )
 
 
 def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:

@@ -21,9 +21,10 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
 from lightning_lowbw.engine.measuring import agreed, measure, with_narrow
 from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes
+from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes, tell_what_stays_whole
 from lightning_lowbw.strategies.choice import take
 from lightning_lowbw.strategies.uneven import lengths_of_data
 from lightning_lowbw.what.top_k import TopK
@@ -182,6 +183,7 @@ class AutoSparsity:
             self._choose(described(chosen, measured))
             if chosen is not None:
                 tell_notes(strategy.workers)
+                tell_what_stays_whole(strategy.workers)
                 for each in strategy.workers:
                     each.warn_if_incomplete()
 
@@ -315,14 +317,10 @@ class AutoSparsity:
         assert isinstance(what, TopK)
         sparse, others = list[int](), list[int]()
         for worker in self._strategy.workers:
-            for name, parameter in worker.by_name().items():
-                if not parameter.requires_grad:
-                    continue
-                if parameter.is_floating_point() and what.takes(name, parameter.numel()):
-                    part = worker.peers.part(parameter.numel())
-                    sparse.append(part.stop - part.start)
-                else:
-                    others.append(parameter.numel())
+            whole, rest = numels_by_kind(worker, what)
+            parts = [worker.peers.part(numel) for numel in whole]
+            sparse += [part.stop - part.start for part in parts]
+            others += rest
         return sparse, others
 
     def _timed(self) -> tuple[float, float]:

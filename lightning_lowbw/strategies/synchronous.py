@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.advice import tell_notes, warn_if_never_sparse
+from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
 from lightning_lowbw.strategies.batch_norm import BatchNorm
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
@@ -60,6 +60,7 @@ class Synchronous(Regime):
             for worker in self.strategy.workers:
                 worker.warn_if_incomplete()
             tell_notes(self.strategy.workers)
+            tell_what_stays_whole(self.strategy.workers)
 
     def _check_overlap(self, trainer: pl.Trainer) -> None:
         """Refuse what needs whole gradients, or does not say during backward which step they are for."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import LocalSGDStrategy
 from tests.ranks import run_ranks
@@ -40,23 +41,27 @@ def test_a_run_that_never_becomes_local_or_averages_is_told(begin: Any, k_steps:
     assert all(word in message for message in messages)
 
 
-def messages_with_adam(betas: list[float], options: dict[str, Any]) -> list[str]:
+def messages_of_fit(strategy: DDPStrategy, model: Tiny) -> list[str]:
+    """Train a few steps; return what is logged."""
     logged: list[str] = []
-
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        first, *others = parameters
-        groups = [{"params": [first]}, {"params": others, "betas": (betas[-1], 0.999)}]
-        return torch.optim.AdamW(groups, lr=1e-3, betas=(betas[0], 0.999))
-
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        strategy = make_strategy("dgc", **options)
-        make_trainer(strategy, dist.get_world_size()).fit(Tiny(adamw), make_data(2, 4))
+        make_trainer(strategy, dist.get_world_size()).fit(model, make_data(2, 4))
     finally:
         logger.removeHandler(handler)
+    return logged
+
+
+def messages_with_adam(betas: list[float], options: dict[str, Any]) -> list[str]:
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        groups = [{"params": [first]}, {"params": others, "betas": (betas[-1], 0.999)}]
+        return torch.optim.AdamW(groups, lr=1e-3, betas=(betas[0], 0.999))
+
+    logged = messages_of_fit(make_strategy("dgc", **options), Tiny(adamw))
     return [each for each in logged if "beta1" in each]
 
 
@@ -74,3 +79,29 @@ def test_a_lowered_beta1_is_told_once_on_rank_zero(betas: list[float], options: 
     assert second == []
     assert len(first) == bool(words)
     assert all(words in message for message in first)
+
+
+def what_stays_whole(min_numel: int, exclude: list[str]) -> tuple[list[str], float]:
+    """Return what is said of tensors that stay whole, and the density that is shown."""
+    strategy = make_strategy("dgc", min_numel=min_numel, exclude=exclude)
+    logged = messages_of_fit(strategy, Tiny())
+    (worker,) = strategy.workers  # type: ignore[attr-defined]
+    return [each for each in logged if "sent sparse" in each], float(worker.metrics(is_due=True)["density"])
+
+
+def test_that_little_can_be_compressed_is_told_with_the_numbers() -> None:
+    numels = {name: p.numel() for name, p in Tiny().named_parameters() if p.requires_grad}
+    total, largest = sum(numels.values()), max(numels, key=numels.__getitem__)
+    assert numels[largest] > total / 2
+    for min_numel, exclude in ((total, []), (1, [largest])):
+        sparse = [numel for name, numel in numels.items() if numel >= min_numel and name not in exclude]
+        (first, density), (second, _) = run_ranks(what_stays_whole, 2, min_numel, exclude)
+        share = sum(sparse) / total
+        assert first[0].startswith(
+            f"{len(sparse)} of {len(numels)} tensors, {share:.1%} of the {total:,} elements that are trained, are sent "
+        )
+        assert (len(first), second) == (1, [])
+        assert density == pytest.approx(1 - share / 2)  # of sparse tensors a half is sent in the fourth step
+    ((said, density), _) = run_ranks(what_stays_whole, 2, numels[largest], [])
+    assert said == []
+    assert density == pytest.approx(1 - numels[largest] / total / 2)
