@@ -74,7 +74,8 @@ class OracleDGC:
                 if is_sparse:
                     k = max(1, round(weight.numel() * density))
                     mask = torch.zeros(weight.numel(), dtype=torch.bool)
-                    mask[v.abs().flatten().sort(descending=True, stable=True).indices[:k]] = True  # of equal ones the first
+                    by_magnitude = v.abs().flatten().sort(descending=True, stable=True).indices
+                    mask[by_magnitude[:k]] = True  # of equal ones the first
                     mask = mask.view(weight.shape)
                 else:
                     mask = torch.ones_like(weight, dtype=torch.bool)
