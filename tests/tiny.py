@@ -93,6 +93,33 @@ class Tiny(pl.LightningModule):
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
+class TwoOptimizers(Tiny):
+    """Two optimizers in manual optimization; `training_step` says which of them step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        half = list(self.wide.parameters())
+        rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
+        return [sgd(half), sgd(rest)]
+
+
+class Constant(pl.LightningModule):
+    """Its weight moves by 1 per step on rank 0, by 2 on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return -self.weight * (1.0 + self.global_rank)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
 class Watcher(pl.Callback):
     """Save at the end of given batches, and keep what the ranks hold then."""
 

@@ -98,15 +98,11 @@ def why_dense(step_s: float, dense_s: float, run: Run, budget: float) -> str | N
         'a step takes 10 ms without communication and 30 ms with all gradients: all of every gradient is sent, as by \
 DDP; 93 steps are left, in which 1.86 s go by waiting for gradients, too little to measure the link, which takes 1 s'
     """
-    waited_s = run.num_left * (dense_s - step_s)
-    if dense_s - step_s <= budget * step_s:
-        why = _fits(budget)
-    elif LEAST_SAVED * waited_s < MEASURING_S:
+    waited_s, why = run.num_left * (dense_s - step_s), _why_it_fits(step_s, dense_s, budget)
+    if why is None and LEAST_SAVED * waited_s < MEASURING_S:
         why = f"{_length(run)}, in which {in_time(waited_s)} go by waiting for gradients, too little to measure the "
         why += f"link, which takes {in_time(MEASURING_S)}"
-    else:
-        return None
-    return f"{_timed(step_s, dense_s)}: {_all(why)}"
+    return None if why is None else f"{_timed(step_s, dense_s)}: {_all(why)}"
 
 
 def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
@@ -177,9 +173,9 @@ def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
 
 def _density(measured: Measured, num_steps: int, length: str, budget: float) -> tuple[float | None, str]:
     """Return the fraction that is sent after the warm-up in so many steps, None for all; and the reason."""
-    step_s, exposed_s = measured.step_s, measured.dense_s - measured.step_s
-    if exposed_s <= budget * step_s:
-        return None, _fits(budget)
+    step_s = measured.step_s
+    if fits := _why_it_fits(step_s, measured.dense_s, budget):
+        return None, fits
     often = f"an element is to be sent {LEAST_TIMES_SENT} times on average, and {length}"
     enough = [density for density in DENSITIES if density * num_steps >= LEAST_TIMES_SENT]
     if not enough:
@@ -208,8 +204,8 @@ def _share(budget: float) -> str:
     return f"{100 * budget:.4g} % of a step"
 
 
-def _fits(budget: float) -> str:
-    return f"that takes less than {_share(budget)} already"
+def _why_it_fits(step_s: float, dense_s: float, budget: float) -> str | None:
+    return f"that takes less than {_share(budget)} already" if dense_s - step_s <= budget * step_s else None
 
 
 def _most_seconds(measured: Measured) -> float:

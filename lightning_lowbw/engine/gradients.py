@@ -42,8 +42,8 @@ from lightning_lowbw.engine.slots import (
     fault_error,
     first_fault_of,
     list_slots,
+    numels_by_kind,
     numels_of,
-    share_of_sparse,
     sparse_of,
     take_means,
 )
@@ -84,7 +84,7 @@ class GradientWorker(Worker):
         super().__init__(method, optimizer, named_parameters, peers)
         assert isinstance(method.when, EveryStep)
         what = method.what
-        self.last_density, self._sparse_share = 1.0, 1.0
+        self.last_density = 1.0
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self._fault: Tensor | None = None
@@ -165,7 +165,9 @@ class GradientWorker(Worker):
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return the share of all elements that the last step sent and, once it is sparse, the norm of the residual."""
-        shown: dict[str, float | Tensor] = {"density": 1.0 - self._sparse_share * (1.0 - self.last_density)}
+        sparse, others = numels_by_kind(self, self.method.what) if isinstance(self.method.what, TopK) else ([], [])
+        share = sum(sparse) / max(1, sum(sparse) + sum(others))
+        shown: dict[str, float | Tensor] = {"density": 1.0 - share * (1.0 - self.last_density)}
         if self.has_residuals and (is_due or self._last_residual_norm is None):
             self._last_residual_norm = self.residual_norm()
         if self._last_residual_norm is not None:
@@ -419,7 +421,6 @@ class GradientWorker(Worker):
             assert isinstance(what, TopK)
             self.sparse.payload = what
         self._slots = list_slots(self, what if is_sparse and isinstance(what, TopK) else None, skipped)
-        self._sparse_share = share_of_sparse(self._slots)
 
     # State ----------------------------------------------------------------------------------------------------------
 

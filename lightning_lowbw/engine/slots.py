@@ -95,12 +95,6 @@ def numels_by_kind(worker: Worker, what: TopK) -> tuple[list[int], list[int]]:
     return numels
 
 
-def share_of_sparse(slots: Sequence[Slot]) -> float:
-    """Return the share of the elements that is sent sparse; 0 where there are none."""
-    numels = [(slot.is_sparse, slot.parameter.numel()) for slot in slots]
-    return sum(numel for is_sparse, numel in numels if is_sparse) / max(1, sum(numel for _, numel in numels))
-
-
 def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Parameter]) -> list[Slot]:
     """Return the parameters of a step; the same on all ranks, whatever gradients they happen to have.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.compiler import compile_kernel
+from lightning_lowbw.ops.compiler import compile_kernel, register
 
 WORD = 32  # bits
 
@@ -45,24 +45,24 @@ def unpack(words: Tensor, fields: Tensor, num_unary: int, count: int) -> tuple[T
 
 @cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., Any]]:
+    register(_field)
     return (
         compile_kernel(_pack, "void(int64[::1], int64[:, ::1], uint32[::1])"),
         compile_kernel(_unpack, "int64(uint32[::1], int64[:, ::1], int64, int64, int64[::1])"),
     )
 
 
-# What numba compiles. Columns of fields: how many, the first, low bits, first and last unary bit, first low bit.
+# What numba compiles.
+
+
+def _field(fields, tensor):  # type: ignore[no-untyped-def]
+    """Return how many positions a tensor has, the first, the width of the low bits, the first unary and low bit."""
+    return fields[tensor, 0], fields[tensor, 1], fields[tensor, 2], fields[tensor, 3], fields[tensor, 5]
 
 
 def _pack(positions, fields, words):  # type: ignore[no-untyped-def]
     for tensor in range(fields.shape[0]):
-        count, first, width, unary, low = (
-            fields[tensor, 0],
-            fields[tensor, 1],
-            fields[tensor, 2],
-            fields[tensor, 3],
-            fields[tensor, 5],
-        )
+        count, first, width, unary, low = _field(fields, tensor)
         for i in range(count):
             bit = unary + i + (positions[first + i] >> width)
             words[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
@@ -87,13 +87,7 @@ def _unpack(words, fields, num_unary, expected, positions):  # type: ignore[no-u
     if count != expected:
         return count
     for tensor in range(fields.shape[0]):
-        number, first, width, unary, low = (
-            fields[tensor, 0],
-            fields[tensor, 1],
-            fields[tensor, 2],
-            fields[tensor, 3],
-            fields[tensor, 5],
-        )
+        number, first, width, unary, low = _field(fields, tensor)
         mask = (np.int64(1) << width) - 1
         for i in range(number):
             bit = low + i * width

@@ -18,6 +18,7 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of flo
 INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
 
 _faults: list[str] = []  # why they are not to be used in this process
+_registered: set[Callable[..., Any]] = set()  # functions that others may call
 
 
 def is_installed() -> bool:
@@ -56,7 +57,8 @@ def register(*functions: Callable[..., Any], **options: Any) -> None:
     """Let functions be called by those that are compiled; with options of numba's."""
     from numba.extending import register_jitable
 
-    for function in functions:
+    for function in set(functions) - _registered:
+        _registered.add(function)
         (register_jitable(**options) if options else register_jitable)(function)
 
 

@@ -54,7 +54,7 @@ def prepare(device: torch.device) -> str | None:
     step, hours after the start, and the other nodes wait for it. So call this on all ranks at the start; if any has a
     reason, all call `disable`, or they round differently.
 
-    Takes seconds on a GPU for the first time, half a second on a CPU; both keep what they have compiled.
+    Takes seconds for the first time; what has been compiled is kept.
 
     Returns:
         None where the kernels work, or where there are none to use; else one sentence with the reason.

@@ -241,9 +241,7 @@ class Ends:
     def _meet_for_average(self, worker: ReplicaWorker) -> None:
         what = AVERAGE + self._workers.index(worker)
         places = self._meet(what)
-        while any(
-            place.what == BATCH for place in places
-        ):  # which is the last one of the others, too, as they know now
+        while any(place.what == BATCH for place in places):  # the last one of the others, too, as they know now
             places = self._meet(what)
         self._weigh(worker, places)
         if not self._can_finish and any(place.is_last for place in places):

@@ -34,7 +34,7 @@ from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, Watcher, make_data, make_trainer, sgd, weights_of
+from tests.tiny import Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, weights_of
 
 STEPS = 130
 WIDE = 160  # 160 * 160 elements are more than `min_numel`
@@ -226,17 +226,8 @@ def test_local_steps_are_not_taken_on_uneven_data() -> None:
     assert "not local_sgd, for the ranks have different or unknown numbers of batches" in said
 
 
-class Two(Wide):
+class Two(TwoOptimizers, Wide):
     """Two optimizers, both of which step in every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        half = list(self.wide.parameters())
-        rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
-        return [sgd(half), sgd(rest)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)

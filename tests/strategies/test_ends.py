@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy, Strategy
 from lightning_lowbw.engine.presets import preset
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Kill, Trace, uneven_loader, weights
-from tests.tiny import BATCH, Tiny, make_trainer, sgd
+from tests.tiny import BATCH, Constant, Tiny, TwoOptimizers, make_trainer
 
 
 class Stream(IterableDataset):
@@ -51,17 +50,8 @@ class Decaying(Tiny):
         ]
 
 
-class Two(Tiny):
-    """Two optimizers in manual optimization; the second one steps in every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        half = list(self.wide.parameters())
-        rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
-        return [sgd(half), sgd(rest)]
+class Two(TwoOptimizers):
+    """The second optimizer steps in every other batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.manual_backward(super().training_step(batch, batch_idx))
@@ -213,20 +203,6 @@ def test_a_step_that_comes_early_waits_for_those_who_accumulate() -> None:
 def test_timers_wait_until_all_ranks_are_there() -> None:
     timed = [Timer(duration={"hours": 1})]
     assert agreed(run_ranks(partial(fit_stream, callbacks=timed), 2, "local_sgd", "finish", Decaying, [6, 11])) == 22
-
-
-class Constant(pl.LightningModule):
-    """Its weight moves by 1 per step on rank 0, by 2 on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return -self.weight * (1.0 + self.global_rank)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 def average(k_steps: int, policy: str) -> float:

@@ -6,16 +6,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy
 from tests.ranks import run_ranks
 from tests.strategies.watching import Kill, Trace, uneven_loader, weights
-from tests.tiny import Tiny, make_trainer
+from tests.tiny import Constant, Tiny, make_trainer
 
 
 def fit_uneven(policy: str, max_steps: int = -1, **kwargs: Any) -> dict[str, Any]:
@@ -90,19 +89,6 @@ def test_a_stop_in_mid_epoch_leaves_a_consensus_on_uneven_data() -> None:
 
 
 def average_weighted() -> Tensor:
-    class Constant(pl.LightningModule):
-        """Its weight moves by 1 per step on rank 0, by 2 on rank 1."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(()))
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            return -self.weight * (1.0 + self.global_rank)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
     model = Constant()
     trainer = make_trainer(LocalSGDStrategy(k_steps=4, begin_step=0), 2)
     trainer.fit(model, uneven_loader([1, 3][dist.get_rank()]))
