@@ -81,9 +81,9 @@ def numels_of(slots: Sequence[Slot]) -> dict[str, int]:
     return {slot.name: slot.parameter.numel() for slot in slots}
 
 
-def is_taken(what: TopK, name: str, parameter: Parameter) -> bool:
+def is_taken(worker: Worker, what: TopK, name: str, parameter: Parameter) -> bool:
     """Return whether a parameter is sent sparse in sparse steps."""
-    return parameter.is_floating_point() and what.takes(name, parameter.numel())
+    return parameter.is_floating_point() and what.takes(name, parameter.numel(), worker.num_trained)
 
 
 def numels_by_kind(worker: Worker, what: TopK) -> tuple[list[int], list[int]]:
@@ -91,7 +91,7 @@ def numels_by_kind(worker: Worker, what: TopK) -> tuple[list[int], list[int]]:
     numels: tuple[list[int], list[int]] = [], []
     for name, parameter in worker.by_name().items():
         if parameter.requires_grad:
-            numels[not is_taken(what, name, parameter)].append(parameter.numel())
+            numels[not is_taken(worker, what, name, parameter)].append(parameter.numel())
     return numels
 
 
@@ -118,7 +118,7 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
                 parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
                 continue
             name = worker.name_of(parameter)
-            is_sparse = what is not None and is_taken(what, name, parameter)
+            is_sparse = what is not None and is_taken(worker, what, name, parameter)
             if name in worker.residuals and not is_sparse and worker.peers.num_senders > 1:
                 raise ConfigurationError(
                     f"Step {worker.step} would send {name!r} dense, but gradients that earlier sparse steps did not "

@@ -100,6 +100,9 @@ def _on(nodes: list[list[int]] | None) -> str:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
+EQUAL = ("step", "num_trained", "correction", "shapes", "num_participants")
+
+
 def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     """Return what differs from rank to rank, and the step."""
     parameters, optimizer = worker.by_name(), worker.optimizer
@@ -110,6 +113,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     }
     return {
         "step": worker.step,
+        "num_trained": worker.num_trained,
         "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
         "num_participants": worker.peers.num_senders,
@@ -135,7 +139,7 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        merged = merged or {key: state[key] for key in ("step", "correction", "shapes", "num_participants")}
+        merged = merged or {key: state[key] for key in EQUAL if key in state}
         for key in ("residuals", "velocities"):
             for name, part in state[key].items():
                 means[key].add(name, part, math.prod(state["shapes"][name]), state["local_rank"])
@@ -175,7 +179,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             "be. Resume with the payload of that run, or begin a new run with the weights alone."
         )
     is_own = state["local_rank"] is not None
-    worker.step = state["step"]
+    worker.step, worker.num_trained = state["step"], _num_trained(worker, state)
     worker.velocities.clear()
     if worker.narrow is not None:
         rounded = {
@@ -213,6 +217,7 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
         own = _saved(tensors if view.own is None else dict(zip(tensors, view.own, strict=True)))
     return {
         **{name: getattr(worker, name) for name in COUNTERS},
+        "num_trained": worker.num_trained,
         "local_since": worker._local_since,
         "highest_lr": worker._highest_lr,
         "period": None if worker._period is None else asdict(worker._period),
@@ -290,6 +295,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     """Take over `of_replica` of the same ranks, or `merge_replicas`; see `ReplicaWorker.load_state_dict`."""
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
+    worker.num_trained = _num_trained(worker, state)
     _check_replica(worker, state)
     targets = worker.consensus_view.tensors()
     for name, own in state["own"].items():
@@ -373,7 +379,7 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
 
 def equal_state(worker: Any) -> dict[str, Any]:
     """Return what is the same on all ranks: numbers, for the checkpoint itself."""
-    state: dict[str, Any] = {"step": worker.step}
+    state: dict[str, Any] = {"step": worker.step, "num_trained": worker.num_trained}
     if worker.method.averages_weights:
         state |= {name: getattr(worker, f"_{name}") for name in ("local_since", "highest_lr")}
         state["period"] = None if worker._period is None else asdict(worker._period)
@@ -382,10 +388,15 @@ def equal_state(worker: Any) -> dict[str, Any]:
 
 def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
     """Take over what `equal_state` returned."""
-    worker.step = state["step"]
+    worker.step, worker.num_trained = state["step"], _num_trained(worker, state)
     if worker.method.averages_weights:
         worker._local_since, worker._highest_lr = state["local_since"], state["highest_lr"]
         worker._period = None if state["period"] is None else Period(**state["period"])
+
+
+def _num_trained(worker: Worker, state: Mapping[str, Any]) -> int:
+    """Return what says which tensors are small; earlier versions did not keep it."""
+    return state.get("num_trained", worker.num_trained)
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

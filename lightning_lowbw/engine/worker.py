@@ -88,6 +88,11 @@ class Worker:
         """Return all parameters of the optimizer by name."""
         return {self.name_of(parameter): parameter for parameter in self.parameters()}
 
+    @functools.cached_property
+    def num_trained(self) -> int:
+        """The elements that are trained, as they were when it was first asked: what is small is decided once."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""

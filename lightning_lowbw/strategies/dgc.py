@@ -35,7 +35,7 @@ class DGCStrategy(Strategy):
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
         keep_momentum: whether velocities are not cleared in steps that send more than (1 - momentum) / 2, nor beta1
             lowered above 1 - beta1 (5 % and 10 %, with 0.9); None: with numbers that "auto" has chosen.
-        min_numel: tensors with fewer elements are sent dense.
+        min_numel: tensors with fewer elements are sent dense. None: a 256th of what is trained, but 1,024 to 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
@@ -78,7 +78,7 @@ class DGCStrategy(Strategy):
         pretrained: bool = False,
         momentum_masking: bool | None = None,
         keep_momentum: bool | None = None,
-        min_numel: int = 16384,
+        min_numel: int | None = None,
         exclude: Sequence[str] = (),
         selection: str = "sampled",
         value_dtype: str = "bfloat16",

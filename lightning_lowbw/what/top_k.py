@@ -40,6 +40,9 @@ Correction = Literal["auto", "error_feedback"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter", "dense")
 DENSE_NAMES = ("float32", *NARROW_NAMES)
 LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, or a norm or a bias would wait for ever
+# Where the user has not said which tensors are small: those below this share of what is trained, within these elements.
+# All matrices of a small model are small; sending even 1,024 elements whole costs less than work for a tensor more.
+SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 1 / 256, 1024, 16384
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class TopK:
             all where there are not so many.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
             rounded away is sent later.
-        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce.
+        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: a 256th of
+            what is trained, but 1,024 to 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
         decay: of what has been kept, from one round to the next, in [0, 1]; 1 forgets nothing.
@@ -109,7 +113,7 @@ class TopK:
     density: float = 0.001
     chunk: int | None = None
     value_dtype: str = "bfloat16"
-    min_numel: int = 16384
+    min_numel: int | None = None
     exclude: Sequence[str] = ()
     selection: str = "sampled"
     decay: float = 1.0
@@ -152,9 +156,11 @@ class TopK:
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not is_count and not (name == "chunk" and value is None):
-                choices_of = ", or None for whole tensors" if name == "chunk" else ""
-                raise ConfigurationError(f"{name}={value!r}: give a number of elements, an integer >= 1{choices_of}.")
+            if not is_count and value is not None:
+                choices_of = "for whole tensors" if name == "chunk" else "for a share of what is trained"
+                raise ConfigurationError(
+                    f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
+                )
 
         if self.needs_senders and self.exchange in ("reduce_scatter", "dense"):
             raise ConfigurationError(
@@ -186,9 +192,15 @@ class TopK:
         """The wire format."""
         return SparseCodec(self.value_dtype)
 
-    def takes(self, name: str, numel: int) -> bool:
+    def least_numel(self, num_trained: int) -> int:
+        """Return the elements that a tensor must have to be sent sparse, where so many are trained."""
+        return self.min_numel or min(max(int(num_trained * SMALL_SHARE), LEAST_NUMEL), MOST_NUMEL)
+
+    def takes(self, name: str, numel: int, num_trained: int) -> bool:
         """Return whether a parameter with this name and number of elements is sent sparse."""
-        return numel >= self.min_numel and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return numel >= self.least_numel(num_trained) and not any(
+            fnmatchcase(name, pattern) for pattern in self.exclude
+        )
 
     def layout(self, numel: int, density: float | None = None) -> ChunkLayout:
         """Return how many elements are sent of a tensor, at the payload's own density or at another one."""

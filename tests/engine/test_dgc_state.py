@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
-from lightning_lowbw import DGC, ConfigurationError, Method, Narrow
+from lightning_lowbw import DGC, ConfigurationError, Method, Narrow, TopK
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.state import merge
 from tests.engine.problem import (
     FLAT,
@@ -289,3 +290,33 @@ def test_a_state_takes_the_layout_of_the_parameter() -> None:
     assert loaded.equal(momentum_buffer)
     assert loaded.is_contiguous(memory_format=torch.channels_last)
     assert worker.state_dict()["exchange"]["thresholds"] == {"conv": 0.25}
+
+
+def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
+    """A layer that is unfrozen later is most of the model then; what has been sent sparse must stay so."""
+    small, large = make_parameters({"adapter": (50, 40)}), make_parameters({"layer": (2048, 2048)})
+    parameters = {**small, **large}
+    large["layer"].requires_grad_(False)
+
+    def attach() -> GradientWorker:
+        worker = DGC(sparsity=(0.99,)).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+        assert isinstance(worker, GradientWorker)
+        return worker
+
+    worker = attach()
+    what = worker.method.what
+    assert isinstance(what, TopK)
+    assert numels_by_kind(worker, what) == ([2000], [])
+    state = worker.state_dict()
+    large["layer"].requires_grad_(True)
+    resumed = attach()
+    assert resumed.num_trained == 2000 + 2048**2
+    for saved in (state, merge([state] * 2)):
+        resumed.load_state_dict(saved)
+        assert resumed.num_trained == 2000
+    for each_worker in (worker, resumed):
+        assert numels_by_kind(each_worker, what) == ([2000, 2048**2], [])
+    with_all = attach()
+    assert numels_by_kind(with_all, what) == ([2048**2], [2000])
+    with_all.load_state_dict({name: value for name, value in state.items() if name != "num_trained"})  # an older one
+    assert numels_by_kind(with_all, what) == ([2048**2], [2000])

@@ -280,7 +280,8 @@ def test_launches(
 @pytest.mark.parametrize("model", list(MODELS))
 def test_the_document_names_the_tensors(model: str) -> None:
     numels = [prod(shape) for shape in MODELS[model]()]
-    text, num_sparse = " ".join(DOCUMENT.read_text().split()), sum(DGC().what.takes("", numel) for numel in numels)
+    text = " ".join(DOCUMENT.read_text().split())
+    num_sparse = sum(DGC().what.takes("", numel, sum(numels)) for numel in numels)
     named = {
         "ResNet-50": f"ResNet-50 has {len(numels)} tensors, of which {num_sparse} are sent sparse",
         "transformer": f"{sum(numels) / 1e6:.0f}M parameters and {len(numels)} tensors, {num_sparse} of them sparse",

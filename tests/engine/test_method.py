@@ -72,7 +72,7 @@ def test_describe_names_everything() -> None:
             "density": 0.001,
             "chunk": None,
             "value_dtype": "bfloat16",
-            "min_numel": 16384,
+            "min_numel": None,
             "exclude": ("*.bias",),
             "selection": "sampled",
             "decay": 1.0,

@@ -179,6 +179,14 @@ def test_bits_per_parameter_and_step_of_the_preset() -> None:
     assert entropy + 1 + 2.25 > 10.25
 
 
+def test_what_is_small_depends_on_what_is_trained() -> None:
+    least = {num_trained: TopK().least_numel(num_trained) for num_trained in (0, 80_000, 1 << 20, 1 << 22, 7 << 30)}
+    assert least == {0: 1024, 80_000: 1024, 1 << 20: 4096, 1 << 22: 16384, 7 << 30: 16384}
+    assert TopK().takes("", 4096, 1 << 20)
+    assert not TopK().takes("", 4095, 1 << 20)
+    assert TopK(min_numel=5000).least_numel(1 << 20) == 5000
+
+
 @pytest.mark.parametrize(
     ("choice", "word"),
     [
@@ -187,7 +195,6 @@ def test_bits_per_parameter_and_step_of_the_preset() -> None:
         ({"density": math.nan}, "density=nan"),
         ({"chunk": 0}, "chunk=0"),
         ({"chunk": 64.0}, "chunk=64.0"),
-        ({"min_numel": None}, "min_numel=None"),
         ({"min_numel": True}, "min_numel=True"),
         ({"decay": 1.1}, "decay=1.1"),
         ({"value_dtype": "int3"}, "int2"),
