@@ -37,6 +37,7 @@ class Average:
     """An average that has been begun.
 
     Attributes:
+        step: optimizer steps completed when it was begun.
         parameters: it is of.
         whole: of what is averaged whole; `wait` returns the means and the control message.
         changes: of what the payload has taken; `wait` returns the mean changes by name: float32, flat.
@@ -45,6 +46,7 @@ class Average:
         buffer_snapshots: of the buffers, by name; as `snapshots`.
     """
 
+    step: int
     parameters: list[Parameter]
     whole: Work
     changes: Work
@@ -58,6 +60,7 @@ class Average:
         changes = self.changes.wait()
         self.whole, self.changes = Done((means, control)), Done(changes)
         return {
+            "step": self.step,
             "parameters": [name_of(parameter) for parameter in self.parameters],
             "means": [mean.cpu().clone() for mean in means],
             "changes": {name: change.cpu().clone() for name, change in changes.items()},
@@ -70,6 +73,7 @@ class Average:
     def from_state(cls, state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
         """Return the average that `state_dict` has described."""
         return cls(
+            state["step"],
             [parameters[name] for name in state["parameters"]],
             Done(([mean.to(device) for mean in state["means"]], state["control"].to(device))),
             Done({name: change.to(device) for name, change in state["changes"].items()}),
@@ -96,6 +100,13 @@ class Fragment:
     steps: int | None = None
     moved: dict[Parameter, None] = field(default_factory=dict)
     work: Average | None = None
+
+    def drop(self) -> None:
+        """Forget the average that has been begun: its parameters still differ between ranks."""
+        if self.work is not None:
+            moved = {*self.work.parameters, *self.moved}
+            self.moved = {parameter: None for parameter in self.parameters if parameter in moved}
+            self.work = None
 
 
 def make_fragments(
@@ -153,3 +164,13 @@ def note_steps(
     for parameter in parameters:
         if parameter.requires_grad:
             owner[parameter].moved[parameter] = None
+
+
+def uncount_step(fragments: Sequence[Fragment]) -> None:
+    """Take a step back that `note_steps` has counted; what it has trained remains noted.
+
+    In place:
+        The fragments.
+    """
+    for fragment in fragments:
+        fragment.steps = (fragment.steps or 0) - 1

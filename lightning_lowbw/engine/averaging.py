@@ -21,7 +21,8 @@ from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
-from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
+from lightning_lowbw.engine.sparse_exchange import SparseExchange
+from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.reference import are_not_finite, as_real, flat
@@ -127,6 +128,7 @@ class Averaging:
         whole = None if is_alone else MeanWork(rest, control, weight, self._peers)
         work = self._begin_changes(changes, control if is_alone else None)
         return Average(
+            worker.step,
             parameters,
             whole or _ControlWork(work),
             work if not isinstance(work, SparseWork) else _MeanChanges(work),
@@ -146,8 +148,22 @@ class Averaging:
         numels = {name: change.numel() for name, change in changes.items()}
         flats = {name: flat(change) for name, change in changes.items()}
         # A node is one participant: its change is the mean of its ranks'.
-        table = self.sparse.segments(self.sparse.parts_of_node_mean(flats), what.density)
-        return self.sparse.begin(self.sparse.compress(table), numels, what.density, control=control)
+        parts = self.sparse.parts_of_node_mean(flats)
+        selected = self.sparse.compress(self.sparse.segments(parts, what.density))
+        try:
+            return self.sparse.begin(selected, numels, what.density, control=control)
+        except BaseException:
+            self._take_out(parts)
+            raise
+
+    def _take_out(self, parts: Mapping[str, Tensor]) -> None:
+        """Undo that changes have entered the residuals, when all that was selected is there again.
+
+        The weights have their changes still, and the next average measures them again.
+        """
+        assert self.sparse is not None
+        for name, part in parts.items():
+            self.sparse.residuals[name].sub_(part).div_(self.sparse.payload.decay)
 
     def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
         if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:
@@ -206,13 +222,16 @@ class Averaging:
         worker, num_ranks = self._worker, self._peers.num_ranks
         means, numbers = average.whole.wait()
         control = Control.read(numbers, num_ranks)
-        self._check(control, average.parameters, worker.step - (fragment.steps or 0))
+        self._check(control, average.parameters, average.step)
         if worker.weighs_samples:
             if not control.sums[WEIGHT]:
                 return control
             for mean in means:
                 mean.div_(control.sums[WEIGHT])
         changes, remaining = average.changes.wait(), iter(means)
+        if fragment.takes_buffers:
+            self.buffers.agree_counts(self._peers)
+        # From here on nothing is communicated: what fails has failed before a weight has changed.
         names = {p: worker.name_of(p) for p in average.parameters}
         of_parameters = [
             self.start[p] + changes[name].view(self.start[p].shape) if name in changes else next(remaining)
@@ -226,7 +245,6 @@ class Averaging:
                 moment.zero_()
         if fragment.takes_buffers:
             self.buffers.apply(list(remaining), average.buffer_snapshots)
-            self.buffers.agree_counts(self._peers)
         return control
 
     def _check(self, control: Control, parameters: list[Parameter], begun_at: int) -> None:
@@ -289,6 +307,30 @@ class Averaging:
         if self.sparse is not None and backs:
             for name, back in self.sparse.parts_of_node_mean(backs).items():
                 self.sparse.residuals[name].add_(back)
+
+    def take_back(self, average: Average) -> None:
+        """Take back an average that could not be applied, or has not landed, on this rank.
+
+        In place:
+            The residuals, which get back what the message has; on two levels up to the differences in the node. What
+            few bits had rounded away remains as it is now.
+
+        Nothing is communicated, and nothing waited for.
+        """
+        changes = average.changes
+        if self.sparse is None:
+            return
+        now = average.snapshots or [as_real(p.detach()) for p in average.parameters]
+        snapshots = dict(zip(map(self._worker.name_of, average.parameters), now, strict=True))
+        starts = {self._worker.name_of(p): start for p, start in self.start.items()}
+        if isinstance(changes, _MeanChanges):
+            changes.work.take_back()
+            names = changes.work.numels
+            flats = {name: (snapshots[name].float() - starts[name].float()).reshape(-1) for name in names}
+            self._take_out({name: self.sparse.part(each) for name, each in flats.items()})
+        elif isinstance(changes, Done):  # nothing, or of a resume, which has not this rank's own message
+            for name, change in changes.value.items():
+                self.sparse.residuals[name].add_(self.sparse.part(recalled(change, snapshots[name], starts[name])))
 
     def average_in_node(self, fragment: Fragment) -> None:
         """Average what has moved over the ranks of the node, which have stepped alone.

@@ -230,7 +230,7 @@ class GradientWorker(Worker):
         self._is_prepared, self._num_backwards = True, num_backwards
         self._slots, self._unlooked, self._fault = [], [], None
         if self.large is not None and not self._has_begun:
-            self.large.forget()  # an exchange that failed
+            self.large.take_back()  # of an exchange that failed
         if self.peers.num_ranks == 1:
             return
         reduced = frozenset(reduced)
@@ -316,15 +316,15 @@ class GradientWorker(Worker):
 
     def after_step(self) -> None:
         self.give_back()
-        self.last_density = self.density
+        self.torn, self.last_density = "", self.density
         self.step += 1
         self.peers.ledger.steps += 1
 
     def give_back(self) -> None:
         self.correction.give_back()
         self._slots, self._unlooked, self._fault = [], [], None
-        if self.large is not None:
-            self.large.forget()
+        if self.large is not None and self.large.take_back():
+            self.torn = f"the exchange of gradients after step {self.step}"
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:

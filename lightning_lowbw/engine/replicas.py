@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
-from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps
+from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
 from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, OVER, SAVE, STOP, WEIGHT, Averaging
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control
@@ -268,11 +268,17 @@ class ReplicaWorker(Worker):
         self.peers.count_dense(sum(p.nbytes for p in self.parameters() if p.requires_grad))
         self.steps_since_average += 1
         note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes)
-        has_begun = self.average_due()
-        node_k_steps = self.when.node_k_steps if self.peers.is_two_level else 1  # 1: gradients have been averaged
-        if not has_begun and node_k_steps > 1 and self.steps_since_average % node_k_steps == 0:
-            (fragment,) = self.fragments
-            self.averaging.average_in_node(fragment)
+        try:
+            has_begun = self.average_due()
+            node_k_steps = self.when.node_k_steps if self.peers.is_two_level else 1  # 1: gradients have been averaged
+            if not has_begun and node_k_steps > 1 and self.steps_since_average % node_k_steps == 0:
+                self.averaging.average_in_node(*self.fragments)
+        except BaseException:  # Lightning has not counted the step, and a resume takes it again
+            self.torn = f"the average after step {self.step}"
+            self.step, self.steps_since_average = self.step - 1, self.steps_since_average - 1
+            uncount_step(self.fragments)
+            raise
+        self.torn = ""
         self.delay.end_after_step()
 
     @torch.no_grad()
@@ -342,21 +348,35 @@ class ReplicaWorker(Worker):
             self._average(fragment, finished, over)
 
     def _average(self, fragment: Fragment, finished: bool = False, over: bool = False) -> None:
-        step_s, begun_s = self.delay.step_s, time.perf_counter()
+        step_s, begun_s, is_hidden = self.delay.step_s, time.perf_counter(), self.delay_steps > 0
         fragment.work = self.averaging.begin(fragment, self.fragments, finished=finished, over=over)
+        if not is_hidden:
+            self._apply(fragment)  # what has not landed has changed nothing
         fragment.steps = self.steps_since_average = 0
         fragment.moved.clear()
         self.num_samples = 0.0
         self.loss.clear()
-        if not self.delay_steps:
-            self._apply(fragment)
+        if not is_hidden:
             self.delay.choose(self.fragments.index(fragment), time.perf_counter() - begun_s, step_s)
         self.delay.restart()
 
     def _apply(self, fragment: Fragment) -> None:
-        work, fragment.work = fragment.work, None
-        assert work is not None
-        self._read(self.averaging.apply(fragment, work))
+        assert fragment.work is not None
+        try:
+            control = self.averaging.apply(fragment, fragment.work)
+        except BaseException:
+            self.recall()
+            raise
+        fragment.work = None
+        self._read(control)
+
+    @torch.no_grad()
+    def recall(self) -> None:
+        for fragment in self.fragments:
+            if fragment.work is not None:
+                self.torn = self.torn or f"the average that was begun after step {fragment.work.step}"
+                self.averaging.take_back(fragment.work)
+                fragment.drop()
 
     def _read(self, control: Control) -> None:
         """Take in what the ranks have told each other with an average."""

@@ -230,9 +230,9 @@ def fault_error(
     if is_of_node and peers.topology is not None:
         node = peers.topology.node_of(rank)
         where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
-    lost = "What was sent during backward is lost: go on from a checkpoint."  # its residual was cleared
+    sent = "What was sent during backward is not applied."  # each rank takes its own back
     return NonFiniteGradientError(
-        f"Step {step}: the gradient of {name!r} {where} is not finite. {lost if is_sent else 'Nothing was exchanged.'} "
+        f"Step {step}: the gradient of {name!r} {where} is not finite. {sent if is_sent else 'Nothing was exchanged.'} "
         "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' such steps "
         "are skipped."
     )

@@ -11,19 +11,17 @@ What was not sent, or was rounded away, stays in e.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.positions import MAX_NUMEL
 from lightning_lowbw.what.residuals import Residuals
@@ -34,8 +32,6 @@ from lightning_lowbw.where.link import Choice, Link, choose
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
-
-Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
 
 _logger = logging.getLogger(LOGGER)
 
@@ -90,7 +86,7 @@ class SparseExchange:
         longest = max(row.numel() for row in rows)
         vector = torch.cat([pad(row, (0, longest - row.numel())) for row in rows])
         mine = self.peers.reduce_scatter_in_node(vector)[: rows[local_rank].numel()].div_(num_local)
-        sizes = self._local_numels({name: f.numel() for name, f in flats.items()}, local_rank)
+        sizes = self.local_numels({name: f.numel() for name, f in flats.items()}, local_rank)
         return dict(zip(flats, mine.split(sizes), strict=True))
 
     def segments(
@@ -168,11 +164,24 @@ class SparseExchange:
             control: numbers that all ranks get from all; float32, 1-d; with "all_gather".
             kind: one of `where.link.EXCHANGES`.
         """
-        if kind == "reduce_scatter":
-            return SparseWork(self, numels, density, means=self._reduce_scatter(selected, numels, density))
-        if kind == "dense":
+        if kind == "all_gather":
+            return self._send(selected, numels, density, control)
+        try:
+            if kind == "reduce_scatter":
+                return SparseWork(self, numels, density, means=self._reduce_scatter(selected, numels, density))
             return SparseWork(self, numels, density, dense=self._all_reduce(selected, numels))
-        return self._send(selected, numels, density, control)
+        except BaseException:
+            self.put_back(selected)
+            raise
+
+    def put_back(self, selected: Mapping[str, Sparse]) -> None:
+        """Return to the residuals what was taken out of them and reached nobody.
+
+        In place:
+            The residuals.
+        """
+        for name, (positions, values) in selected.items():
+            self.residuals[name].index_add_(0, positions, values)
 
     def _send(
         self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, control: Tensor | None
@@ -186,16 +195,21 @@ class SparseExchange:
             message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
         num_local = self.peers.num_local_ranks
         sizes = [
-            self.payload.nbytes(self._local_numels(numels, local_rank), density) for local_rank in range(num_local)
+            self.payload.nbytes(self.local_numels(numels, local_rank), density) for local_rank in range(num_local)
         ]
         if missing := max(sizes) - message.numel():
             message = pad(message, (0, missing))
         if control is not None:
             message = torch.cat([message, control.view(torch.uint8)])
-        work = self.peers.begin_gather(message)
-        return SparseWork(
-            self, numels, density, work=work, sizes=sizes, control_bytes=0 if control is None else control.nbytes
+        begun = SparseWork(
+            self, numels, density, sizes=sizes, control_bytes=0 if control is None else control.nbytes, message=message
         )
+        try:
+            begun.work = self.peers.begin_gather(message)
+        except BaseException:
+            begun.take_back()
+            raise
+        return begun
 
     def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
         """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 says which where it has changed.
@@ -235,7 +249,7 @@ class SparseExchange:
         self.peers.all_reduce_(message)
         return dict(zip(selected, message.split(sizes), strict=True))
 
-    def _local_numels(self, numels: Mapping[str, int], local_rank: int) -> list[int]:
+    def local_numels(self, numels: Mapping[str, int], local_rank: int) -> list[int]:
         """Return the elements of a local rank's part of each tensor."""
         parts = [self.peers.part(numel, local_rank) for numel in numels.values()]
         return [part.stop - part.start for part in parts]
@@ -265,178 +279,3 @@ def predict(payload: TopK, numels: Sequence[int], density: float, num_senders: i
     """Return what each way to sum the elements of tensors takes on a link, and which takes least."""
     counts = [payload.num_sent(numel, density) for numel in numels]
     return choose(numels, density, num_senders, 8 * payload.codec.nbytes(counts, numels) / sum(counts), link)
-
-
-@dataclass
-class SparseWork:
-    """Messages on their way, or what they have been made into.
-
-    Args:
-        exchange: whose they are.
-        numels: elements of each whole tensor, by name.
-        density: the fraction that is sent.
-        work: of the gather; has a `wait()`.
-        sizes: bytes of the elements in the message of each local rank.
-        control_bytes: of the numbers behind them.
-        means: sparse means that are there.
-        dense: dense means that are there.
-    """
-
-    exchange: SparseExchange
-    numels: Mapping[str, int]
-    density: float
-    work: Any = None
-    sizes: list[int] = field(default_factory=list)
-    control_bytes: int = 0
-    means: dict[str, Sparse] = field(default_factory=dict)
-    dense: dict[str, Tensor] = field(default_factory=dict)
-    _gathered: Tensor | None = field(default=None, init=False)
-
-    def wait(self) -> Tensor:
-        """Return the messages of all: uint8, shape (local ranks, participants, nbytes)."""
-        if self._gathered is None:
-            device = next(iter(self.exchange.residuals.values())).device
-            with self.exchange.peers.ledger.waiting(device):
-                self._gathered = self.work.wait()
-        return self._gathered
-
-    def controls(self) -> Tensor:
-        """Return the sum of the control messages of all ranks: float32, in one order, the same bits everywhere."""
-        gathered = self.wait()
-        controls = (
-            gathered[..., gathered.shape[-1] - self.control_bytes :].contiguous().view(torch.float32).flatten(0, 1)
-        )
-        first, *others = controls
-        return sum(others, first)
-
-    def average_(self, outs: Mapping[str, Tensor]) -> None:
-        """Write the means into dense tensors.
-
-        In place:
-            `outs`: of each tensor one of its size: float32, flat, contiguous; overwritten.
-        """
-        if self.dense:
-            for name, out in outs.items():
-                out.copy_(self.dense[name])
-        else:
-            self._apply({name: (out, None, 0.0) for name, out in outs.items()})
-
-    def step_(self, steps: Mapping[str, Step]) -> None:
-        """Step weights where any participant has sent an element: ``w = w - rate mean``.
-
-        In place:
-            The weights, and what is room to add in, which is left with anything in it.
-
-        Args:
-            steps: of each tensor room of its size, its weight, and the rate: float32, flat, contiguous.
-        """
-        self._apply(steps)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it is known which elements have been sent."""
-        return not self.dense
-
-    def _apply(self, steps: Mapping[str, Step]) -> None:
-        if not steps:
-            return
-        payload, device = self.exchange.payload, next(iter(steps.values()))[0].device
-        decoded = list(self._decode())
-        if gpu.is_available(device) and payload.mean_over == "ranks":
-            for each in decoded:
-                if arrivals := each.arrivals(steps):
-                    gpu.average_many_(arrivals, each.positions, each.values)
-            return
-        for name, (out, weight, rate) in steps.items():
-            parts = _joined([part for each in decoded for part in each.of(name)])
-            if weight is None:
-                payload.average_(out, parts)
-            else:
-                positions, means = payload.mean_at(parts, out)
-                weight[positions] = weight[positions].add_(means, alpha=-rate)
-
-    def _decode(self) -> Iterator[Decoded]:
-        """Yield what has come, for the local ranks with parts of equal sizes together."""
-        if self.means:
-            positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*self.means.values(), strict=True))
-            counts = [each.numel() for each, _ in self.means.values()]
-            yield Decoded(positions, values, _place(dict.fromkeys(self.means, slice(None)), counts, 0))
-            return
-        peers, gathered, payload = self.exchange.peers, self.wait(), self.exchange.payload
-        parts = [
-            {name: part for name, numel in self.numels.items() if (part := peers.part(numel, each)).stop > part.start}
-            for each in range(len(self.sizes))
-        ]
-        sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
-        for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
-            if numels:
-                mine = list(ranks)
-                messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
-                positions, values = payload.decode(messages, numels, self.density)
-                counts = [payload.num_sent(numel, self.density) for numel in numels]
-                places = [place for row, each in enumerate(mine) for place in _place(parts[each], counts, row)]
-                yield Decoded(positions, values, places)
-
-
-class Place(NamedTuple):
-    """Where the elements of a tensor, or a part of one, are among those that have come."""
-
-    name: str
-    part: slice  # of the tensor
-    row: int
-    first: int
-    num_sent: int
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What all participants have sent about parts of equal sizes.
-
-    Attributes:
-        positions: in the part: int64, shape (local ranks, participants, elements).
-        values: float32, of the same shape.
-        places: of the tensors.
-    """
-
-    positions: Tensor
-    values: Tensor
-    places: list[Place]
-
-    def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
-        """Return what a kernel takes."""
-        arrivals = []
-        for name, part, row, first, count in self.places:
-            if name in steps:
-                out, weight, rate = steps[name]
-                own = None if weight is None else weight[part]
-                arrivals.append(Arrival(out[part], row, first, count, own, rate))
-        return arrivals
-
-    def of(self, name: str) -> list[list[Sparse]]:
-        """Return the sparse vectors of a tensor, one per participant, for each part of it that is here."""
-        found = []
-        for other, part, row, first, count in self.places:
-            if other == name:
-                mine = slice(first, first + count)
-                positions, values = self.positions[row, :, mine], self.values[row, :, mine]
-                shifted = positions + part.start if part.start else positions
-                found.append(list(zip(shifted, values, strict=True)))
-        return found
-
-
-def _place(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[Place]:
-    ends = accumulate(counts)
-    return [
-        Place(name, part, row, end - count, count)
-        for (name, part), end, count in zip(parts.items(), ends, counts, strict=True)
-    ]
-
-
-def _joined(pieces: list[list[Sparse]]) -> list[Sparse]:
-    """Put the parts of the local ranks behind one another, for each participant."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return [
-        (torch.cat([positions for positions, _ in of_one]), torch.cat([values for _, values in of_one]))
-        for of_one in zip(*pieces, strict=True)
-    ]

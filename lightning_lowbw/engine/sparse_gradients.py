@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.engine.slots import Slot, by_group, keep_fields, numels_of, segment_fields, sparse_of
-from lightning_lowbw.engine.sparse_exchange import SparseExchange, SparseWork
+from lightning_lowbw.engine.sparse_exchange import SparseExchange
+from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.sparse_sum import Sparse
@@ -48,8 +49,23 @@ class SparseGradients:
         """The parameters whose elements have been sent."""
         return {slot.parameter for slots, _ in self.begun for slot in slots}
 
-    def forget(self) -> None:
-        """End the step."""
+    def take_back(self) -> bool:
+        """End a step; what an exception has kept from being averaged goes back into the residuals.
+
+        In place:
+            The residuals: with this step's gradients. Velocities that were cleared for it stay so.
+
+        Returns:
+            Whether gradients had been accumulated that were not averaged.
+        """
+        is_torn = bool(self._compressed)
+        for _, work in self.begun:
+            work.take_back()
+        self._exchange.put_back(self._selected)
+        self._forget()
+        return is_torn
+
+    def _forget(self) -> None:
         self.begun, self._compressed, self._selected = [], set(), {}
         self.faults.clear()
 
@@ -112,6 +128,8 @@ class SparseGradients:
         rest = [slot for slot in sparse_of(slots) if slot.parameter not in sent]
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
+        for _, work in self.begun:  # all of them, before the first weight changes: a rank may be gone
+            work.land()
         for mine, work in self.begun:
             for group, parameters in by_group(mine):
                 self._correction.decay_weights(parameters, group)
@@ -120,7 +138,7 @@ class SparseGradients:
             ]
             self._step([slot for slot, can in zip(mine, can_step, strict=True) if can], work)
             self._take([slot for slot, can in zip(mine, can_step, strict=True) if not can], work)
-        self.forget()
+        self._forget()
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:
         """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""

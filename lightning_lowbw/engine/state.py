@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_lowbw.engine.average import Average
 from lightning_lowbw.engine.averaging import recalled
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.ops.reference import as_real, is_finite
 from lightning_lowbw.when.adaptive import Period
 from lightning_lowbw.where.topology import part_of
 
@@ -84,6 +84,13 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
             "The state was written by an earlier version of lightning_lowbw, which kept something else. Resume with "
             "that version, or begin a new run with the weights alone."
         )
+    for key in ("residuals", "velocities", "rounded"):
+        for name, kept in state.get(key, {}).items():
+            if not is_finite(kept):
+                raise ConfigurationError(
+                    f"The state's {key} of {name!r}, which this rank has kept back for later steps, are not finite: "
+                    "they were saved so. Resume from an earlier checkpoint, or begin a new run with the weights alone."
+                )
     is_merged, nodes = state["local_rank"] is None, _nodes(worker)
     if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
         raise ConfigurationError(
@@ -124,6 +131,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
         "rounded": {} if worker.narrow is None else worker.narrow.residuals.state(),
         "local": local,
         "exchange": None if worker.sparse is None else worker.sparse.state_dict(),
+        "torn": worker.torn,
     }
 
 
@@ -218,6 +226,7 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
     return {
         **{name: getattr(worker, name) for name in COUNTERS},
         "num_trained": worker.num_trained,
+        "torn": worker.torn,
         "local_since": worker._local_since,
         "highest_lr": worker._highest_lr,
         "period": None if worker._period is None else asdict(worker._period),
@@ -382,6 +391,7 @@ def equal_state(worker: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"step": worker.step, "num_trained": worker.num_trained}
     if worker.method.averages_weights:
         state |= {name: getattr(worker, f"_{name}") for name in ("local_since", "highest_lr")}
+        state["num_averages"] = worker.num_averages
         state["period"] = None if worker._period is None else asdict(worker._period)
     return state
 

@@ -44,6 +44,7 @@ class Worker:
         optimizer: the user's own.
         peers: who this rank talks to.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
+        torn: what an exception has cut off, in words; empty when the step after it is complete.
     """
 
     # What a step communicates, as the strategies ask. reduces_in_backward: gradients are all-reduced during backward,
@@ -69,6 +70,7 @@ class Worker:
             )
         self.method, self.optimizer, self.peers = method, optimizer, peers
         self.step = 0
+        self.torn = ""
         self._names = names_of(named_parameters)
         self._is_prepared = self._is_exchanged = self._is_stepping = False
         self._is_taken = True  # whether the step is, as the last exchange has said
@@ -144,6 +146,13 @@ class Worker:
 
     def give_back(self) -> None:
         """Let the optimizer be as the user has it, after a step or an exception."""
+
+    def recall(self) -> None:
+        """Take back what is on its way to other ranks, before a state is saved while an exception unwinds.
+
+        Nothing is communicated, and nothing waited for.
+        """
+        self.give_back()
 
     def wrap_step(self) -> None:
         """Let `optimizer.step()` exchange, and count; on the optimizer itself, as torch's schedulers wrap it.

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.engine.state import equal_state, load_equal_state, merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
-from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.agreement import agree, failing_together
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
-FORMAT = 2  # of the shards; 1 was that of version 0.1.0
+FORMAT = 3  # of the shards; 1 was that of version 0.1.0
+PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
 Needs = Literal["exact", "weights and optimizer"]
-NUM_KEPT = 2  # of a rank's shards in a folder: the checkpoint that is there, and the one to replace it
+ALONE: Needs = "weights and optimizer"
 
 
 class Checkpoints:
@@ -42,9 +47,8 @@ class Checkpoints:
         self._strategy, self._needs_shards = strategy, needs == "exact"
         self._run_id = ""
         self._num_saves = 0
-        self._written: dict[str, list[str]] = {}  # this rank's shards by folder, the latest last
+        self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
         self._saved_as: dict[str, _PATH] = {}  # rank 0's path, by this rank's own
-        self._resume_path: _PATH | None = None
         self._rng_state: Mapping[str, Any] | None = None  # to be set before the first batch
         self._precision_state: dict[str, Any] | None = None
 
@@ -58,39 +62,71 @@ class Checkpoints:
 
     # Saving -----------------------------------------------------------------------------------------------------
 
-    def save_shard(self, checkpoint: dict[str, Any], filepath: _PATH) -> tuple[dict[str, Any], _PATH]:
-        """Write this rank's shard; return the checkpoint with what finds the shards again, and rank 0's path of it.
+    def save(self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]) -> None:
+        """Write the shards, then the checkpoint that names them; then delete those of the checkpoint before.
 
-        Collective: all ranks; not while an exception unwinds.
+        A rank that dies or fails on the way leaves the checkpoint before as it was.
+
+        Collective: all ranks. While an exception unwinds nothing is: each rank that comes here writes its own, and
+        nothing is deleted.
+
+        Args:
+            checkpoint: Lightning's.
+            filepath: this rank's own idea of where to.
+            write: writes the checkpoint, on rank 0.
+
+        Raises:
+            ConfigurationError: on all ranks; a rank could not write its file.
         """
         strategy = self._strategy
-        if not strategy.workers or "optimizer_states" not in checkpoint:  # weights only
-            return checkpoint, filepath
         filepath = self._path_of_rank_zero(filepath)
-        self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
-        folder = shards.folder_of(filepath)
-        metadata = {
+        has_shards = bool(strategy.workers) and "optimizer_states" in checkpoint  # else of the weights only
+        together = contextlib.nullcontext if strategy.is_interrupted else failing_together
+        if has_shards:
+            if strategy.is_interrupted:
+                for worker in strategy.workers:
+                    worker.recall()
+            self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
+            folder = shards.folder_of(filepath)
+            checkpoint = {**checkpoint, shards.METADATA_KEY: self._metadata(checkpoint, folder)}
+            metadata = checkpoint[shards.METADATA_KEY]
+            path = shards.shard_path(folder, strategy.global_rank, metadata)
+            with together():
+                strategy.checkpoint_io.save_checkpoint(self._shard(metadata), path)
+        with together():
+            stays_whole = has_shards and strategy.is_global_zero and type(strategy.checkpoint_io) is TorchCheckpointIO
+            if stays_whole and os.path.isfile(filepath):
+                # Lightning's file comes from the folder for temporary files. From another disk it would be copied, into
+                # the checkpoint that is there.
+                write(checkpoint, f"{folder}/{PART}")
+                os.replace(f"{folder}/{PART}", filepath)
+            else:
+                write(checkpoint, filepath)
+        if has_shards and not strategy.is_interrupted:
+            self._sweep(folder, path)
+
+    def _metadata(self, checkpoint: Mapping[str, Any], folder: str) -> dict[str, Any]:
+        strategy = self._strategy
+        return {
             "num_ranks": strategy.world_size,
             "folder": folder.replace("\\", "/").rsplit("/", 1)[-1],
             "save_id": f"{self._run_id}-{self._num_saves}",
+            "step": checkpoint["global_step"],
+            "is_interrupted": strategy.is_interrupted,
             "format": FORMAT,
             "kind": strategy.method.kind,
             "nodes": strategy.groups.nodes,
             "chosen": strategy.auto.state_dict(),
             "workers": [equal_state(worker) for worker in strategy.workers],
         }
-        # First the shards: where the checkpoint is, this node's shards are too.
-        path = shards.shard_path(folder, strategy.global_rank, metadata)
-        strategy.checkpoint_io.save_checkpoint(self._shard(metadata["save_id"]), path)
-        self._drop_old(folder, path)
-        return {**checkpoint, shards.METADATA_KEY: metadata}, filepath
 
-    def _shard(self, save_id: object) -> dict[str, Any]:
+    def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         strategy, own = self._strategy, self._strategy.regime.own_buffers
         module = strategy.lightning_module
         assert module is not None
         return {
-            "save_id": save_id,
+            **{name: metadata[name] for name in ("save_id", "step")},
+            "rank": strategy.global_rank,
             "workers": [worker.state_dict() for worker in strategy.workers],
             "rng": shards.rng_state(strategy.root_device),
             "precision": strategy.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
@@ -103,48 +139,62 @@ class Checkpoints:
         Collective: all ranks; not while an exception unwinds, where they need not all be here.
         """
         strategy = self._strategy
-        if strategy.world_size == 1 or strategy.trainer.interrupted:
+        if strategy.world_size == 1 or strategy.is_interrupted:
             return filepath
         path = strategy.broadcast(filepath)
         self._saved_as[str(filepath)] = path
         return path
 
-    def _drop_old(self, folder: str, path: str) -> None:
-        """Delete this rank's older shards in a folder, but the last: its checkpoint is still the one that is there."""
-        written = self._written.setdefault(folder, [])
-        written.append(path)
-        while len(written) > NUM_KEPT:
-            with contextlib.suppress(FileNotFoundError):
-                self._strategy.checkpoint_io.remove_checkpoint(written.pop(0))
+    def _sweep(self, folder: str, path: str) -> None:
+        """Delete what this rank has written beside a checkpoint before, and what ranks left that are no more."""
+        strategy, kept = self._strategy, {path}
+        before, self._latest[folder] = self._latest.get(folder), path
+        rank, num_ranks, is_first = strategy.global_rank, strategy.world_size, strategy.local_rank == 0
+        try:
+            if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
+                if before is None:
+                    return
+                kept.add(before)
+            elif before not in (None, path):  # also where a plugin keeps files that cannot be listed
+                strategy.checkpoint_io.remove_checkpoint(before)
+            shards.sweep(
+                strategy.checkpoint_io, folder, kept, lambda other: other == rank or (is_first and other >= num_ranks)
+            )
+        except OSError as error:
+            rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
     def remove_shards(self, filepath: _PATH) -> None:
         """Delete the shards of a checkpoint that has been deleted."""
         folder = shards.folder_of(self._saved_as.pop(str(filepath), filepath))
-        self._written.pop(folder, None)
+        self._latest.pop(folder, None)
         if self._strategy.local_rank == 0:  # of each node: disks need not be shared
             with contextlib.suppress(FileNotFoundError):  # another node was faster
                 self._strategy.checkpoint_io.remove_checkpoint(folder)
 
     # Loading ----------------------------------------------------------------------------------------------------
 
-    def note_path(self, checkpoint_path: _PATH) -> None:
-        """Keep where a checkpoint was loaded from: its shards are beside it."""
-        self._resume_path = checkpoint_path
-
-    def load_shards(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_shards(self, checkpoint: Mapping[str, Any], path: _PATH | None) -> None:
         """Give the workers the state that belongs to a checkpoint; in another world the mean of what ranks had.
 
         Collective: all ranks, blocking.
 
+        Args:
+            checkpoint: as it was loaded.
+            path: where from; its shards are beside it.
+
         Raises:
-            ConfigurationError: on all ranks; a shard is missing, or of another version, and a resume needs it.
+            ConfigurationError: on all ranks; a shard is missing, damaged, of another save or of another version, and a
+                resume needs it.
+            DisagreementError: on all ranks; they have loaded different checkpoints.
         """
         strategy = self._strategy
         metadata: Mapping[str, Any] | None = checkpoint.get(shards.METADATA_KEY)
+        save_id = None if metadata is None else metadata["save_id"]
+        agree("checkpoint that is resumed", {"global_step": checkpoint["global_step"], "save_id": save_id})
         is_of_another_version = metadata is not None and metadata.get("format") != FORMAT
         if metadata is not None and is_of_another_version and self._needs_shards:
             raise ConfigurationError(
-                f"{self._resume_path} was written by another version of lightning_lowbw: the ranks' own state beside "
+                f"{path} was written by another version of lightning_lowbw: the ranks' own state beside "
                 f"it has format {metadata.get('format', 1)}, and this version reads {FORMAT}. Finish the run with the "
                 f"version that wrote it, or {shards.GO_ON}."
             )
@@ -158,51 +208,84 @@ class Checkpoints:
                 "weights, the optimizer and the step in it, and with nothing else."
             )
             return
+        assert path is not None
         found, missing = None, ""
         with failing_together():
             try:
-                found = self._find(metadata)
+                found = self._find(metadata, path)
             except ConfigurationError as error:
-                if self._needs_shards:
+                if self._needs_shards and not metadata["is_interrupted"]:
                     raise
                 missing = str(error).split(". ")[0]
-        if not strategy.reduce_boolean_decision(found is not None):
-            self._go_on_without(checkpoint, metadata.get("workers", []))
+        reports = self._gather(missing)
+        if any(reports):
+            self._go_on_without(checkpoint, metadata["workers"])
+            cause = "It was saved while an exception ended the run" if self._needs_shards else f"resume={ALONE!r}"
             rank_zero_warn(
-                f"{missing or 'Shards of other ranks are missing'}. resume='weights and optimizer': "
+                f"Resuming from {path}. {_by_rank(reports)}. {cause}: "
                 f"{type(strategy).__name__} goes on from the checkpoint alone, with the weights, the optimizer, the "
                 "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
                 "momentum begins at zero."
             )
             return
         assert found is not None
-        states, shard = found
+        states, shard, torn = found
         with failing_together():
             for worker, state in zip(strategy.workers, states, strict=True):
                 worker.load_state_dict(state)
+        torn_on = self._gather(torn)
+        if any(torn_on):
+            rank_zero_warn(
+                f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
+                f"{_by_rank(torn_on)}. Nothing is lost, but those ranks take the step again, so that what it adds to "
+                "their weights, or to what they have not sent, counts twice."
+            )
         if shard is not None:
             self._restore(shard)
+            folder = shards.folder_of(path)
+            if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
+                self._sweep(folder, shard["path"])
             return
         rank_zero_info(
             f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is resumed "
             f"by {strategy.world_size}{_on(strategy.groups.nodes)}. Each starts with the mean of the ranks' own states."
         )
 
-    def _find(self, metadata: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]:
-        """Return the state of each worker, and this rank's shard where the world is that of the checkpoint.
+    def _find(
+        self, metadata: Mapping[str, Any], path: _PATH
+    ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]:
+        """Return the state of each worker, this rank's shard where the world is that of the checkpoint, and what was
+        interrupted in it.
 
         Raises:
-            ConfigurationError: on this rank; a shard is missing.
+            ConfigurationError: on this rank; a shard is missing, damaged or another one.
         """
-        strategy, path = self._strategy, self._resume_path
-        assert path is not None
+        strategy = self._strategy
         load = functools.partial(shards.load, strategy.checkpoint_io, path, metadata)
         if metadata["num_ranks"] == strategy.world_size and metadata.get("nodes") == strategy.groups.nodes:
             shard, own_path = load(strategy.global_rank)
-            self._written[shards.folder_of(path)] = [own_path]
-            return shard["workers"], shard
+            return shard["workers"], {**shard, "path": own_path}, _torn(shard)
         numbers, ranks = range(len(strategy.workers)), range(metadata["num_ranks"])
-        return [merge(load(rank)[0]["workers"][number] for rank in ranks) for number in numbers], None
+        torn: dict[int, str] = {}
+
+        def states(number: int) -> Iterator[Mapping[str, Any]]:
+            for rank in ranks:
+                shard, _ = load(rank)
+                torn[rank] = _torn(shard)
+                yield shard["workers"][number]
+
+        merged: list[Mapping[str, Any]] = [merge(states(number)) for number in numbers]
+        return merged, None, _by_rank([torn[rank] for rank in ranks])
+
+    def _gather(self, value: str) -> list[str]:
+        """Return what each rank says.
+
+        Collective: all ranks, blocking.
+        """
+        gathered: list[Any] = [value] * self._strategy.world_size
+        if self._strategy.world_size > 1:
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def _go_on_without(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint alone; with what is the same on all ranks, where it has that."""
@@ -228,6 +311,18 @@ class Checkpoints:
         if self._precision_state:
             self._strategy.precision_plugin.load_state_dict(self._precision_state)
         self._rng_state = self._precision_state = None
+
+
+def _torn(shard: Mapping[str, Any]) -> str:
+    return " and ".join(state["torn"] for state in shard["workers"] if state["torn"])
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """Return what ranks have to say, those together that say the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items() if text)
 
 
 def _on(nodes: list[list[int]] | None) -> str:

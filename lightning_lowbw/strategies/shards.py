@@ -8,20 +8,26 @@ until the new one is there, so that a job that dies in between resumes from the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import random
-from collections.abc import Mapping
+import re
+import zipfile
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_lowbw.errors import ConfigurationError
 
 METADATA_KEY = "lightning_lowbw"
 FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
+NAME = re.compile(r"rank-(\d+)-of-\d+-.+\.pt")
 
 GO_ON = (
     "give the strategy resume='weights and optimizer', which goes on from the file alone: with the step, the epoch, "
@@ -45,17 +51,90 @@ def load(
     """Load the shard of one rank; return it with its path.
 
     Raises:
-        ConfigurationError: on this rank; the shard is missing.
+        ConfigurationError: on this rank; the shard is missing, damaged, or that of another rank, save or step.
     """
     candidates = [shard_path(folder, rank, metadata) for folder in _folders(checkpoint_path, metadata["folder"])]
     for path in candidates:
         with contextlib.suppress(FileNotFoundError):
-            return io.load_checkpoint(path), path
+            shard = _read(io, path)
+            _check(shard, path, metadata, rank)
+            return shard, path
     raise ConfigurationError(
         f"The shard {candidates[0]!r} is missing. It belongs to {os.fspath(checkpoint_path)!r}, saved by "
         f"{metadata['num_ranks']} ranks: copy the folder along with the file (from all nodes, if their disks are not "
         f"shared), or {GO_ON}."
     )
+
+
+def _read(io: CheckpointIO, path: str) -> Any:
+    """Read a file of tensors and primitives.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ConfigurationError: it is damaged.
+    """
+    while isinstance(io, AsyncCheckpointIO):
+        assert io.checkpoint_io is not None
+        io = io.checkpoint_io
+    if type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint:  # the user's: it alone knows its files
+        is_asked = "weights_only" in inspect.signature(io.load_checkpoint).parameters  # not before Lightning 2.6
+        return io.load_checkpoint(path, **({"weights_only": True} if is_asked else {}))
+    try:
+        with get_filesystem(path).open(path, "rb") as file:
+            with zipfile.ZipFile(file) as archive:  # torch compares no checksums, and takes half of all damaged files
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of zipfile, of the unpickler, of the file system: anything
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ConfigurationError(
+            f"The shard {path!r} is damaged ({type(error).__name__}: {reason}). It must be the file that was saved: "
+            f"copy it again, or {GO_ON}."
+        ) from error
+
+
+def _check(shard: Mapping[str, Any], path: str, metadata: Mapping[str, Any], rank: int) -> None:
+    """Check that a shard is what its name says."""
+    is_one = isinstance(shard, Mapping)
+    expected = {"rank": rank, "save_id": metadata["save_id"], "step": metadata["step"]}
+    found = {name: shard.get(name, "none") if is_one else "none" for name in expected}
+    moments = [_moment(state) for state in shard["workers"]] if is_one and "workers" in shard else []
+    if found == expected and moments == [_moment(state) for state in metadata["workers"]]:
+        return
+    wrong = [f"{name} {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]
+    wrong = wrong or ["its optimizers have taken other steps, or averages, than those of rank 0"]
+    raise ConfigurationError(
+        f"The shard {path!r} does not belong to the checkpoint beside it: {', '.join(wrong)}. All shards must be of "
+        f"one save: copy the file and its folder once more, together, or {GO_ON}."
+    )
+
+
+def _moment(state: Mapping[str, Any]) -> tuple[Any, Any]:
+    return state["step"], state.get("num_averages")
+
+
+def sweep(io: CheckpointIO, folder: str, kept: Collection[str], is_mine: Callable[[int], bool]) -> None:
+    """Delete shards that no checkpoint names any more: of the save before, and of saves that were cut off.
+
+    Args:
+        io: what deletes them.
+        folder: of the shards; nothing else in it is touched.
+        kept: paths of shards.
+        is_mine: whether this rank deletes the shards of a rank.
+    """
+    files, names = get_filesystem(folder), {path.rsplit("/", 1)[-1] for path in kept}
+    files.invalidate_cache(folder)
+    with contextlib.suppress(FileNotFoundError):
+        for listed in files.ls(folder, detail=False):
+            name = str(listed).replace("\\", "/").rsplit("/", 1)[-1]
+            match = NAME.fullmatch(name)
+            if match is not None and name not in names and is_mine(int(match[1])):
+                with contextlib.suppress(FileNotFoundError):  # another node was faster
+                    io.remove_checkpoint(f"{folder}/{name}")
 
 
 def _folders(checkpoint_path: _PATH, name_when_saved: str) -> list[str]:

@@ -10,6 +10,7 @@ else there is to do is one concern per file; `choice.regime_of` decides which of
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
+from lightning_lowbw.strategies.interruption import InterruptibleDDP
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
@@ -55,7 +57,7 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 SETTLE_S = 0.02
 
 
-class Strategy(DDPStrategy):
+class Strategy(InterruptibleDDP):
     """DDP whose communication is a method's.
 
     Args:
@@ -271,7 +273,7 @@ class Strategy(DDPStrategy):
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         super().teardown()
-        if trainer is not None and not trainer.interrupted:  # no collective while an exception unwinds
+        if trainer is not None:
             # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
             # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
             time.sleep(SETTLE_S)
@@ -361,14 +363,14 @@ class Strategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.trainer.interrupted:  # the ranks of a node need not all be here
+        if self.is_interrupted:  # the ranks of a node need not all be here
             return state
         return with_whole_velocities(state, self.worker_of(optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        checkpoint, filepath = self._checkpoints.save_shard(checkpoint, filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        write = functools.partial(super().save_checkpoint, storage_options=storage_options)
+        self._checkpoints.save(checkpoint, filepath, write)
         self.regime.end_save()
 
     @override
@@ -377,11 +379,6 @@ class Strategy(DDPStrategy):
         self._checkpoints.remove_shards(filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._checkpoints.note_path(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._checkpoints.load_shards(checkpoint)
+        self._checkpoints.load_shards(checkpoint, self.trainer.ckpt_path)

@@ -1,0 +1,41 @@
+"""No collective while an exception unwinds: the other ranks need not be here, or are in another collective."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+T = TypeVar("T")
+
+
+class InterruptibleDDP(DDPStrategy):
+    """DDP whose ranks ask each other nothing once the training is interrupted.
+
+    Lightning does ask: `trainer.save_checkpoint` ends with a barrier, and `ModelCheckpoint` lets the ranks agree on
+    names. A callback that saves on an exception would wait there for ranks that never come, or meet them in the middle
+    of an exchange, which aborts the process.
+    """
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception has ended the training of this rank."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module._trainer.interrupted
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.is_interrupted:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self.is_interrupted:
+            return obj
+        received: T = super().broadcast(obj, src)
+        return received
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self.is_interrupted else bool(super().reduce_boolean_decision(decision, all))
