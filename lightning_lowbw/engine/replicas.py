@@ -236,7 +236,8 @@ class ReplicaWorker(Worker):
         flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
         num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
         self.peers.count_dense(sum(p.nbytes for p in mine))
-        self._agree_on_requests(num_stop, num_save)
+        self.stop_agreed, self.save_agreed = num_stop > 0, num_save > 0
+        self.save_requested &= not self.save_agreed
         if num_decayed and self.when.begin_step == FIRST_LR_DECAY and self._begin is None:
             self._local_since = self.step + 1  # this step's gradients are the mean already
         return True
@@ -381,7 +382,8 @@ class ReplicaWorker(Worker):
     def _read(self, control: Control) -> None:
         """Take in what the ranks have told each other with an average."""
         sums, num_ranks = control.sums, self.peers.num_ranks
-        self._agree_on_requests(sums[STOP], sums[SAVE])
+        self.stop_agreed, self.save_agreed = sums[STOP] > 0, sums[SAVE] > 0
+        self.save_requested &= not self.save_agreed
         self.is_over = sums[OVER] > 0
         self.num_finished = round(sums[FINISHED])
         if not sums[WEIGHT]:  # no rank has trained since the last average
@@ -397,11 +399,6 @@ class ReplicaWorker(Worker):
             )
         loss, schedule = sums[LOSS] / max(sums[NUM_LOSSES], 1.0), self.when.schedule
         self._period = schedule.next(self._period or schedule.first(), sums[LR] / num_ranks, loss)
-
-    def _agree_on_requests(self, num_stop: float, num_save: float) -> None:
-        self.stop_agreed, self.save_agreed = num_stop > 0, num_save > 0
-        if self.save_agreed:
-            self.save_requested = False
 
     # Consensus and state --------------------------------------------------------------------------------------------
 

@@ -194,9 +194,7 @@ class SparseExchange:
             sizes_here = [residual.numel() for residual in residuals]
             message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
         num_local = self.peers.num_local_ranks
-        sizes = [
-            self.payload.nbytes(self.local_numels(numels, local_rank), density) for local_rank in range(num_local)
-        ]
+        sizes = [self.payload.nbytes(self.local_numels(numels, local_rank), density) for local_rank in range(num_local)]
         if missing := max(sizes) - message.numel():
             message = pad(message, (0, missing))
         if control is not None:

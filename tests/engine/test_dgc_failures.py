@@ -19,6 +19,7 @@ from lightning_lowbw.engine import sparse_exchange
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.collectives import Collectives, Gathering
 from tests.engine.problem import Parameters, backward, each, make_parameters, message_of, take_step
 from tests.ranks import run_ranks
 
@@ -385,3 +386,63 @@ def test_a_tensor_of_too_many_elements_may_be_excluded_as_the_message_says() -> 
         assert message is not None
         assert "exclude=['matrix']" in message
     assert run_ranks(exclude_a_giant, 2, ["matrix"]) == [None, None]
+
+
+# The link is lost in the middle of an exchange ------------------------------------------------------------------------
+
+
+class LinkLost(RuntimeError):
+    pass
+
+
+def lose_the_link(*_: Any, **__: Any) -> None:
+    raise LinkLost
+
+
+CUT = [(Gathering, "wait"), (Collectives, "all_to_all"), (Collectives, "all_reduce_")]  # of one kind of exchange each
+
+
+def fail_in_the_exchange(options: dict[str, Any]) -> tuple[str, int, str]:
+    """Fail in the second step, and go on; momentum is 0, so that the residual is what has not been sent."""
+    method = DGC(sparsity=[0.9], min_numel=100, selection="exact", **options)
+    worker, parameters = make_worker(method, momentum=0.0, weight_decay=0.0)
+    take_step(worker, parameters, 0)
+    before = {name: v.clone() for name, v in worker.residuals.items()}
+    weights = digest(parameters.values())
+    worker.optimizer.zero_grad()
+    backward(parameters, 1)
+    gradients = {name: p.grad.flatten().clone() for name, p in parameters.items() if p.grad is not None}
+
+    def exchange() -> None:
+        with worker.stepping():
+            worker.begin(parameters.values())
+            worker.exchange()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in CUT:
+            patch.setattr(owner, name, lose_the_link)
+        assert message_of(exchange, LinkLost) is not None
+    assert digest(parameters.values()) == weights
+    for name, v in worker.residuals.items():
+        torch.testing.assert_close(v, before[name] + gradients[name], rtol=1e-6, atol=1e-6)
+    torn = worker.state_dict()["torn"]
+    for step in (1, 2):
+        take_step(worker, parameters, step)
+    return torn, worker.step, worker.state_dict()["torn"] + digest(parameters.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange": "all_gather", "value_dtype": "int8"},
+        {"exchange": "reduce_scatter", "value_dtype": "float32"},
+        {"exchange": "dense", "value_dtype": "float32"},
+        {"overlap": True, "exchange": "all_gather"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_what_an_exchange_has_taken_is_put_back_when_it_fails(options: dict[str, Any]) -> None:
+    first, second = run_ranks(fail_in_the_exchange, 2, options)
+    assert first == second
+    assert first[0] == "the exchange of gradients after step 1"
+    assert first[1] == 3

@@ -19,6 +19,7 @@ from lightning_lowbw.engine.state import merge
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.what.values import VALUE_NAMES
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.collectives import Gathering, Reduction
 from tests.engine.problem import NODES, Nodes, Shape, weights_of
 from tests.engine.replica_problem import (
     BASE,
@@ -246,3 +247,52 @@ def test_a_rank_that_has_not_moved_receives_like_the_others() -> None:
     for first, second in run_each(2, {str(clips): partial(stand_still, clips) for clips in (False, True)}).values():
         assert [a == b for a, b in zip(first, second, strict=True)] == [False, True] * 3
         assert len(set(first[1::2])) == 3
+
+
+# The link is lost in the middle of an average -------------------------------------------------------------------------
+
+
+class LinkLost(RuntimeError):
+    pass
+
+
+def lose_the_link(*_: Any, **__: Any) -> None:
+    raise LinkLost
+
+
+def fail_in_the_average(options: dict[str, Any]) -> dict[str, Any]:
+    """Average once, fail in the second average, and take the step again."""
+    method = LocalSGD(k_steps=3, begin_step=0, **options)
+    worker, parameters = attach(method, "sgd", SHAPES)
+    train_on(worker, parameters, range(5))
+    kept = residuals_of(worker)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gathering if options["compression"] else Reduction, "wait", lose_the_link)
+        with pytest.raises(LinkLost):
+            train_on(worker, parameters, range(5, 6 + worker.delay_steps))
+    state = worker.state_dict()
+    own = {name: digest([p]) for name, p in parameters.items()}
+    assert {name: digest([p]) for name, p in state["own"].items()} == own
+    assert not worker.parameters_agree
+    errors = [float((v - kept[name]).abs().max()) for name, v in residuals_of(worker).items()]
+    again = train_on(worker, parameters, range(worker.step, worker.step + 4))
+    with worker.consensus():
+        shown = digest(parameters.values())
+    return {"torn": state["torn"], "steps": worker.step, "errors": errors, "again": again, "shown": shown}
+
+
+SPARSE_OPTIONS = {"compression": Compression(**BASE)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compression": None}, SPARSE_OPTIONS, {**SPARSE_OPTIONS, "delay_steps": 2}],
+    ids=["whole", "sparse", "hidden"],
+)
+def test_an_average_that_fails_leaves_each_rank_what_it_had(options: dict[str, Any]) -> None:
+    first, second = run_ranks(fail_in_the_average, 2, options)
+    assert first["shown"] == second["shown"]
+    assert set(first["again"]) != set(second["again"])  # local steps
+    for result in (first, second):
+        assert "the average" in result["torn"]
+        assert all(error < 1e-5 for error in result["errors"])

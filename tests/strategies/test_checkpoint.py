@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError
@@ -159,37 +158,6 @@ def test_a_missing_shard_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for message in run_ranks(expect_error, 2, path.format(7), str(shard)):
         assert shard.name in message
         assert "missing" in message
-
-
-class DiesBetween(TorchCheckpointIO):
-    """The job is preempted when its shards are written and the checkpoint is not."""
-
-    def __init__(self) -> None:
-        self.num_saves = 0
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        self.num_saves += "state_dict" in checkpoint
-        if "state_dict" not in checkpoint or self.num_saves < 2:
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-
-def overwrite_and_die(path: str) -> int:
-    """Save at steps 5 and 7 to one place, without the second checkpoint; then resume."""
-    num_ranks = dist.get_world_size()
-    options = {"max_steps": STEPS, "max_epochs": -1}
-    strategy = make_strategy("dgc", checkpoint_io=DiesBetween())
-    trainer = make_trainer(strategy, num_ranks, callbacks=[Watcher(path, (5, 7))], **options)
-    trainer.fit(Tiny(data_by_step=True), make_data(num_ranks, STEPS))
-    again = make_trainer(make_strategy("dgc"), num_ranks, callbacks=[Watcher(path, (8, 9, 10))], **options)
-    again.fit(Tiny(data_by_step=True), make_data(num_ranks, STEPS), ckpt_path=path)
-    assert weights_of(again.lightning_module) == weights_of(trainer.lightning_module)
-    dist.barrier()
-    return len(os.listdir(f"{path}.ranks"))
-
-
-def test_a_checkpoint_is_overwritten_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    # Each rank keeps its last two shards, and the one whose checkpoint never came.
-    assert run_ranks(overwrite_and_die, 2, str(tmp_path / "last.ckpt")) == [6, 6]
 
 
 def test_a_checkpoint_may_be_moved_with_its_shards(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_version_is_resumed_too(tmp_path: Path) -> None:
     del checkpoint["lightning_lowbw"]["format"]  # as in version 0.1.0
     torch.save(checkpoint, tmp_path / "dgc.ckpt")
     for message, result in run_ranks(resume_of_another_version, 2, str(tmp_path)):
-        assert "format 1, and this version reads 2" in message
+        assert "format 1, and this version reads 3" in message
         assert f"resume={RESUME!r}" in message
         assert (result["begin"]["step"], result["worker"]) == (SAVED, 3 * EPOCH)
 

@@ -1,0 +1,366 @@
+"""Faults around checkpoints on real ranks: saves that are cut off, exceptions in mid-step, shards of something else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
+from lightning_lowbw.strategies import shards
+from lightning_lowbw.where.collectives import Gathering, Reduction
+from tests.ranks import run_ranks
+from tests.strategies.watching import SPARSE
+from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, weights_of
+
+STEPS = 10
+SAVES = (5, 7)  # to one place
+
+
+def make(name: str, **options: Any) -> Strategy:
+    if name == "dgc":
+        strategy = make_strategy("dgc", **options)
+        assert isinstance(strategy, Strategy)
+        return strategy
+    averages: dict[str, Any] = {
+        "local_sgd": {"k_steps": 4},
+        "sparse_loco": {"k_steps": 4, "compression": SPARSE},
+        "delayed": {"k_steps": 4, "compression": SPARSE, "delay_steps": 3},
+    }
+    return LocalSGDStrategy(begin_step=0, **averages[name], **options)
+
+
+def fit(
+    name: str,
+    path: str = "",
+    save_at: tuple[int, ...] = (),
+    resume: str | None = None,
+    callbacks: tuple[pl.Callback, ...] = (),
+    **options: Any,
+) -> str:
+    """Return a digest of the weights at the end; of all weights and random numbers on the way to it."""
+    num_ranks, model = dist.get_world_size(), Tiny(dropout=0.3, data_by_step=True)
+    torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
+    watching = [Watcher(path, save_at), *callbacks]
+    settings: dict[str, Any] = {"callbacks": watching, "max_steps": STEPS, "max_epochs": -1}
+    trainer = make_trainer(make(name, **options), num_ranks, enable_checkpointing=bool(callbacks), **settings)
+    trainer.fit(model, make_data(num_ranks, STEPS), ckpt_path=resume)
+    assert trainer.global_step == STEPS
+    return weights_of(model)
+
+
+# Saves that are cut off -----------------------------------------------------------------------------------------------
+
+
+def break_the_disk(patch: pytest.MonkeyPatch, victim: int, file: int, fail: Callable[[], None]) -> None:
+    """Let a rank write half of its so many-th file; temporary files are on another disk than checkpoints."""
+    num_files = 0
+
+    def copy(source: str, target: str) -> None:
+        nonlocal num_files
+        num_files += dist.get_rank() == victim
+        content = Path(source).read_bytes()
+        os.remove(source)
+        is_last = num_files == file
+        Path(target).write_bytes(content[: len(content) // 2] if is_last else content)
+        if is_last:
+            fail()
+
+    patch.setattr(shutil, "move", copy)
+
+
+def have_no_room() -> None:
+    raise OSError("No space left on device")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+CUTS = {"shard": (1, 2), "checkpoint": (0, 4)}  # the rank, and which of its files: rank 0 writes two per save
+
+
+def fail_while_saving(name: str, folder: str) -> list[str]:
+    whole, messages = fit(name, f"{folder}/whole.ckpt", SAVES), []
+    for what, (victim, file) in CUTS.items():
+        path = f"{folder}/{what}.ckpt"
+        with pytest.MonkeyPatch.context() as patch:
+            break_the_disk(patch, victim, file, have_no_room)
+            with pytest.raises((OSError, ConfigurationError)) as caught:
+                fit(name, path, SAVES)
+        messages.append(str(caught.value))
+        assert fit(name, path, (9,), resume=path) == whole, what
+        dist.barrier()
+        assert len(os.listdir(f"{path}.ranks")) == 2, "what the failed save has left is swept"
+    return messages
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(name: str, tmp_path: Path) -> None:
+    first, second = run_ranks(fail_while_saving, 2, name, str(tmp_path))
+    assert second[0] == first[1] == "No space left on device"
+    assert "rank 1: OSError: No space left on device" in first[0]
+    assert "rank 0: OSError: No space left on device" in second[1]
+
+
+def die_while_saving(name: str, path: str, cut: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if cut in CUTS:
+            break_the_disk(patch, *CUTS[cut], die)
+        elif dist.get_rank() == 0:  # the new checkpoint is there, the shards of the one before have not been deleted
+            replace = os.replace
+            patch.setattr(os, "replace", lambda *args: (replace(*args), die()))
+        fit(name, path, SAVES)
+
+
+def resume_after_death(name: str, path: str, folder: str) -> tuple[str, str, int]:
+    whole = fit(name, f"{folder}/whole.ckpt", SAVES)
+    resumed = fit(name, path, (9,), resume=path)
+    dist.barrier()
+    return whole, resumed, len(os.listdir(f"{path}.ranks"))
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("dgc", "shard"), ("dgc", "before sweeping"), ("local_sgd", "shard"), ("local_sgd", "checkpoint")],
+)
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_last_whole_checkpoint(
+    name: str, cut: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(die_while_saving, 2, name, path, cut, fresh=True)
+    for whole, resumed, num_files in run_ranks(resume_after_death, 2, name, path, str(tmp_path)):
+        assert resumed == whole
+        assert num_files == 2
+
+
+def save_in_the_background(path: str) -> tuple[str, str, int]:
+    whole = fit("dgc", path, SAVES, checkpoint_io=AsyncCheckpointIO(TorchCheckpointIO()))
+    dist.barrier()
+    return whole, fit("dgc", resume=path), len(os.listdir(f"{path}.ranks"))
+
+
+def test_saves_in_the_background_keep_the_shards_of_two(tmp_path: Path) -> None:
+    for whole, resumed, num_files in run_ranks(save_in_the_background, 2, str(tmp_path / "last.ckpt")):
+        assert resumed == whole
+        assert num_files in (2, 4)  # which of the two is deleted by the resume, as far as this rank sees
+
+
+# Exceptions in the middle of a step -----------------------------------------------------------------------------------
+
+
+class LinkLost(RuntimeError):
+    pass
+
+
+class LosesTheLink(pl.Callback):
+    """From a step on nothing that has been sent arrives, on any rank."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, step: int) -> None:
+        self.patch, self.step = patch, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            for work in (Gathering, Reduction):
+                self.patch.setattr(work, "wait", self.fail)
+
+    @staticmethod
+    def fail(*_: Any) -> None:
+        raise LinkLost
+
+
+def warned(function: Callable[[], Any]) -> tuple[Any, str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    return result, "\n".join(str(each.message) for each in caught)
+
+
+def lose_the_link(name: str, folder: str) -> dict[str, Any]:
+    path = f"{folder}/{name}.ckpt"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LinkLost):
+        fit(name, callbacks=(LosesTheLink(patch, 5), OnExceptionCheckpoint(folder, name)))
+    dist.barrier()
+    weights, warning = warned(lambda: fit(name, resume=path))
+    shard = next(Path(f"{path}.ranks").glob(f"rank-{dist.get_rank()}-*"))
+    (state,) = torch.load(shard, weights_only=True)["workers"]
+    kept = {key: state.get(key) for key in ("torn", "own", "step")}
+    return {"weights": weights, "warning": warning, **kept}
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd", "sparse_loco", "delayed"])
+def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(name: str, tmp_path: Path) -> None:
+    first, second = run_ranks(lose_the_link, 2, name, str(tmp_path))
+    assert first["weights"] == second["weights"]
+    # That of a gradient, of the average after step 8, of the one that has been begun after step 4.
+    assert first["step"] == second["step"] == {"dgc": 5, "delayed": 6}.get(name, 7)
+    assert first["torn"] == second["torn"] != ""
+    assert f"rank 0, 1: {first['torn']}. Nothing is lost" in first["warning"]
+    if name != "dgc":
+        assert not torch.equal(first["own"]["wide.weight"], second["own"]["wide.weight"])
+
+
+class RaisesOnOneRank(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 5:
+            raise KeyError("a bug of one rank")
+        return super().training_step(batch, batch_idx)
+
+
+def raise_on_one_rank(name: str, folder: str) -> float:
+    """The rank with the bug ends, as a process would, and the other one meets the end of its connection."""
+    model, begun_s = RaisesOnOneRank(data_by_step=True), time.monotonic()
+    saver = OnExceptionCheckpoint(folder, name)
+    trainer = make_trainer(make(name), 2, callbacks=[saver], max_steps=STEPS, enable_checkpointing=True)
+    with pytest.raises((KeyError, RuntimeError)):
+        trainer.fit(model, make_data(2, STEPS))
+    del model, trainer, saver
+    dist.destroy_process_group()
+    gc.collect()
+    return time.monotonic() - begun_s
+
+
+def resume_with_warning(name: str, path: str) -> tuple[str, str]:
+    return warned(lambda: fit(name, resume=path))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dgc", "rank 0: the exchange of gradients after step 5. Nothing is lost"),
+        ("local_sgd", "step 5 instead of 7"),  # the others were two steps ahead
+    ],
+)
+def test_ranks_that_are_interrupted_apart_save_and_end(name: str, expected: str, tmp_path: Path) -> None:
+    for seconds in run_ranks(raise_on_one_rank, 2, name, str(tmp_path), fresh=True, timeout_s=60.0):
+        assert seconds < 20.0
+    first, second = run_ranks(resume_with_warning, 2, name, str(tmp_path / f"{name}.ckpt"))
+    assert first[0] == second[0]
+    assert expected in first[1]
+    (tmp_path / f"{name}.ckpt.ranks").rename(tmp_path / "gone")  # as where the other rank was killed
+    first, second = run_ranks(resume_with_warning, 2, name, str(tmp_path / f"{name}.ckpt"))
+    assert first[0] == second[0]
+    assert "is missing" in first[1]
+
+
+# Shards that are not those of the save --------------------------------------------------------------------------------
+
+
+def swap(own: list[Path], other: list[Path]) -> None:
+    for one, two in ((own[0], own[1]), (own[1], own[0])):
+        two.write_bytes((other[0].parent.parent / "kept" / one.name).read_bytes())
+
+
+def replace_by_another(own: list[Path], other: list[Path]) -> None:
+    own[1].write_bytes(other[1].read_bytes())
+
+
+def cut(own: list[Path], other: list[Path]) -> None:
+    own[1].write_bytes(own[1].read_bytes()[:-100])
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("executed"),)
+
+
+def run_code(own: list[Path], other: list[Path]) -> None:
+    torch.save(Evil(), own[1])
+
+
+def poison(own: list[Path], other: list[Path]) -> None:
+    shard = torch.load(own[1], weights_only=True)
+    shard["workers"][0]["residuals"]["wide.weight"][3] = float("nan")
+    torch.save(shard, own[1])
+
+
+DAMAGES: dict[str, tuple[Callable[[list[Path], list[Path]], None], str]] = {
+    "swapped": (swap, "does not belong to the checkpoint beside it"),
+    "of another save": (replace_by_another, "save_id "),
+    "cut": (cut, "is damaged"),
+    "code": (run_code, "is damaged"),
+    "NaN": (poison, "residuals of 'wide.weight'"),
+}
+
+
+def resume_damaged(folder: str) -> dict[str, str]:
+    os.chdir(folder)
+    fit("dgc", "one.ckpt", (7,))
+    fit("dgc", "two.ckpt", (7,))
+    dist.barrier()
+    own, other = (sorted(Path(f"{name}.ckpt.ranks").iterdir()) for name in ("one", "two"))
+    messages = {}
+    if dist.get_rank() == 0:
+        shutil.copytree("one.ckpt.ranks", "kept")
+    for what, (damage, _) in DAMAGES.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.copytree("kept", "one.ckpt.ranks", dirs_exist_ok=True)
+            damage(own, other)
+        dist.barrier()
+        with pytest.raises(ConfigurationError) as caught:
+            fit("dgc", resume="one.ckpt")
+        messages[what] = str(caught.value)
+    assert not Path("executed").exists()
+    return messages
+
+
+def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    for messages in run_ranks(resume_damaged, 2, str(tmp_path)):
+        for what, (_, expected) in DAMAGES.items():
+            assert expected in messages[what], what
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    at, size = rng.randrange(len(content)), rng.choice([1, 8, 200])
+    kind = rng.choice(["flip", "cut", "random", "zeros"])
+    if kind == "cut":
+        return content[:at]
+    if kind == "flip":
+        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    piece = rng.randbytes(size) if kind == "random" else bytes(size)
+    return (content[:at] + piece + content[at + size :])[: len(content)]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> None:
+    """torch.load alone takes half of these files, with other numbers in them."""
+    rng, folder = random.Random(0), tmp_path / "some.ckpt.ranks"
+    metadata = {"num_ranks": 1, "save_id": "a-1", "folder": folder.name, "step": 3, "workers": [{"step": 3}]}
+    residuals = {"weight": torch.randn(100), "bias": torch.randn(7)}
+    shard = {"rank": 0, "save_id": "a-1", "step": 3, "workers": [{"step": 3, "residuals": residuals}]}
+    folder.mkdir()
+    path = shards.shard_path(str(folder), 0, metadata)
+    torch.save(shard, path)
+    content, num_errors = Path(path).read_bytes(), 0
+    for _ in range(400):
+        Path(path).write_bytes(mutated(content, rng))
+        try:
+            loaded, _ = shards.load(TorchCheckpointIO(), tmp_path / "some.ckpt", metadata, 0)
+        except ConfigurationError:
+            num_errors += 1
+        else:
+            assert equal(loaded, shard)
+    assert num_errors > 300
