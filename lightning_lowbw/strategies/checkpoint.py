@@ -233,11 +233,12 @@ class Checkpoints:
         with failing_together():
             for worker, state in zip(strategy.workers, states, strict=True):
                 worker.load_state_dict(state)
-        torn_on = self._gather(torn)
-        if any(torn_on):
+        if shard is not None:
+            torn = _by_rank(self._gather(torn))
+        if torn:
             rank_zero_warn(
                 f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
-                f"{_by_rank(torn_on)}. Nothing is lost, but those ranks take the step again, so that what it adds to "
+                f"{torn}. Nothing is lost, but those ranks take the step again, so that what it adds to "
                 "their weights, or to what they have not sent, counts twice."
             )
         if shard is not None:
@@ -254,8 +255,7 @@ class Checkpoints:
     def _find(
         self, metadata: Mapping[str, Any], path: _PATH
     ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]:
-        """Return the state of each worker, this rank's shard where the world is that of the checkpoint, and what was
-        interrupted in it.
+        """Return each worker's state, this rank's shard if the world is that of the checkpoint, and what was cut off.
 
         Raises:
             ConfigurationError: on this rank; a shard is missing, damaged or another one.

@@ -15,6 +15,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -71,6 +72,17 @@ def test_sgd_runs_the_closure_before_it_reads_its_groups() -> None:
 def test_checkpoints_go_through_these() -> None:
     assert "self.is_global_zero" in inspect.getsource(Strategy.save_checkpoint)
     assert list(inspect.signature(Strategy.load_optimizer_state_dict).parameters) == ["self", "checkpoint"]
+
+
+def test_the_path_of_a_resume_is_known_before_it_is_loaded() -> None:
+    source = inspect.getsource(_CheckpointConnector.resume_start)
+    assert source.index("self._ckpt_path = checkpoint_path") < source.index("strategy.load_checkpoint(")
+    assert "self._checkpoint_connector._ckpt_path" in inspect.getsource(Trainer.ckpt_path.fget)  # type: ignore[attr-defined]
+
+
+def test_a_trainer_is_interrupted_before_callbacks_hear_of_the_exception() -> None:
+    source = inspect.getsource(_interrupt)
+    assert source.index("TrainerStatus.INTERRUPTED") < source.index('"on_exception"')
 
 
 def test_the_hook_may_be_a_bound_method_with_annotations() -> None:
