@@ -99,22 +99,25 @@ def _read(io: CheckpointIO, path: str) -> Any:
 
 def _check(shard: Mapping[str, Any], path: str, metadata: Mapping[str, Any], rank: int) -> None:
     """Check that a shard is what its name says."""
-    is_one = isinstance(shard, Mapping)
-    expected = {"rank": rank, "save_id": metadata["save_id"], "step": metadata["step"]}
-    found = {name: shard.get(name, "none") if is_one else "none" for name in expected}
-    moments = [_moment(state) for state in shard["workers"]] if is_one and "workers" in shard else []
-    if found == expected and moments == [_moment(state) for state in metadata["workers"]]:
+    expected = {"rank": rank, "save_id": metadata["save_id"]}
+    if metadata["is_interrupted"]:  # else all ranks were at the same place, with uneven data after different batches
+        expected |= {"step": metadata["step"], "progress": [_progress(state) for state in metadata["workers"]]}
+    found = dict.fromkeys(expected, "none")
+    if isinstance(shard, Mapping):
+        progress = [_progress(state) for state in shard.get("workers", [])]
+        found = {name: {**shard, "progress": progress}.get(name, "none") for name in expected}
+    if found == expected:
         return
     wrong = [f"{name} {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]
-    wrong = wrong or ["its optimizers have taken other steps, or averages, than those of rank 0"]
     raise ConfigurationError(
         f"The shard {path!r} does not belong to the checkpoint beside it: {', '.join(wrong)}. All shards must be of "
         f"one save: copy the file and its folder once more, together, or {GO_ON}."
     )
 
 
-def _moment(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    return state["step"], state.get("num_averages")
+def _progress(state: Mapping[str, Any]) -> str:
+    averages = f" and {state['num_averages']} averages" if "num_averages" in state else ""
+    return f"{state['step']} steps{averages}"
 
 
 def sweep(io: CheckpointIO, folder: str, kept: Collection[str], is_mine: Callable[[int], bool]) -> None:

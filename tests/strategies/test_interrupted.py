@@ -354,7 +354,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> None:
     """torch.load alone takes half of these files, with other numbers in them."""
     rng, folder = random.Random(0), tmp_path / "some.ckpt.ranks"
-    metadata = {"num_ranks": 1, "save_id": "a-1", "folder": folder.name, "step": 3, "workers": [{"step": 3}]}
+    metadata = {"num_ranks": 1, "save_id": "a-1", "folder": folder.name, "is_interrupted": False}
     residuals = {"weight": torch.randn(100), "bias": torch.randn(7)}
     shard = {"rank": 0, "save_id": "a-1", "step": 3, "workers": [{"step": 3, "residuals": residuals}]}
     folder.mkdir()
