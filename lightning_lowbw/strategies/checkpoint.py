@@ -177,11 +177,13 @@ class Checkpoints:
             return
         assert found is not None
         states, shard = found
-        with failing_together():
-            for worker, state in zip(strategy.workers, states, strict=True):
-                worker.load_state_dict(state)
+        with strategy.regime.loading():
+            with failing_together():
+                for worker, state in zip(strategy.workers, states, strict=True):
+                    worker.load_state_dict(state)
+            if shard is not None:
+                self._restore(shard)
         if shard is not None:
-            self._restore(shard)
             return
         rank_zero_info(
             f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is resumed "

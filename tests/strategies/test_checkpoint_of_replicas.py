@@ -17,7 +17,7 @@ from lightning_lowbw import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrat
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
-from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
+from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_trainer
 
 STEPS = 10
 
@@ -170,3 +170,50 @@ def test_another_number_of_ranks_resumes_from_the_consensus(tmp_path: Path) -> N
         results = run_ranks(partial(fit_resumable, {"k_steps": 4}, path, resume=True), num_ranks)
         assert len({result["end"] for result in results}) == 1
         assert len(results[0]["after"]) == STEPS - 6
+
+
+# With nothing left to train ------------------------------------------------------------------------------------------
+
+FINISHED: dict[str, Any] = {
+    "local_sgd": lambda: LocalSGDStrategy(k_steps=4),
+    "diloco": lambda: LocalSGDStrategy(k_steps=4, outer="nesterov"),
+    "streaming": lambda: LocalSGDStrategy(k_steps=4, num_fragments=3, delay_steps=2, mixing=0.5),
+    "sparse_loco": lambda: LocalSGDStrategy(k_steps=4, compression=SPARSE),
+    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=100),
+}
+
+
+def state_of(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def resume_finished(name: str, folder: str) -> dict[str, Any]:
+    """Train and save; resume with no step left, look, and save again; then go on, from the one and from the other."""
+    path, again = f"{folder}/first.ckpt", f"{folder}/again.ckpt"
+    ends: dict[str, Any] = {}
+    for resume, save_as, steps in ((None, path, STEPS), (path, again, STEPS), (path, "", 15), (again, "", 15)):
+        model, watcher = Tiny(data_by_step=True), Watcher(path, (STEPS,) if resume is None else ())
+        options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "callbacks": [watcher]}
+        trainer = make_trainer(FINISHED[name](), 2, **options)
+        # Looks before the first batch, too: at the beginning.
+        trainer.fit(model, make_data(2, STEPS), make_data(2, 1), ckpt_path=resume)
+        shown = state_of(model)
+        if resume == path and steps == STEPS:
+            trainer.save_checkpoint(again)
+            trainer.test(model, make_data(2, 1), verbose=False)
+            assert weights(model) == digest([*model.parameters(), *model.buffers()])
+            ends["tested"] = state_of(model)
+        ends[f"{resume is None} {save_as == again} {resume == again}"] = shown
+    return ends
+
+
+@pytest.mark.parametrize("name", list(FINISHED))
+def test_a_finished_run_that_is_resumed_has_the_weights_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    first, second = run_ranks(resume_finished, 2, name, str(tmp_path))
+    saved = torch.load(tmp_path / "first.ckpt", weights_only=True)["state_dict"]
+    for mine, theirs in zip(first.values(), second.values(), strict=True):
+        for key, value in mine.items():
+            assert torch.equal(value, theirs[key]), key
+    for which in ("tested", "False True False"):
+        for key, value in saved.items():
+            assert torch.equal(first[which][key], value), (which, key)
