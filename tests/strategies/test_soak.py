@@ -14,12 +14,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_lowbw import DGCStrategy, LocalSGDStrategy
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, weights
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
+from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer
 
 STEPS, NUM_FITS = 240, 6
 STRATEGIES: dict[str, Any] = {
@@ -29,17 +30,17 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Uneven(Tiny):
-    """Batches of a size that each rank draws for itself, and steps that all ranks skip."""
+    """Batches of a size that each rank draws for itself; now and then a loss that is infinite on a rank."""
 
     def __init__(self) -> None:
         super().__init__(data_by_step=True)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         step = self.trainer.global_step
-        if random.Random(step).random() < 0.05:
-            return None
-        size = random.Random(f"{step} {self.global_rank}").randint(2, 4)
-        return super().training_step((batch[0][:size], batch[1][:size]), batch_idx)
+        draws = random.Random(f"{step} {self.global_rank}")
+        size = draws.randint(2, 4)
+        loss = super().training_step((batch[0][:size], batch[1][:size]), batch_idx)
+        return loss * torch.inf if draws.random() < 0.03 else loss
 
 
 class Disturb(pl.Callback):
@@ -80,6 +81,7 @@ def fit_disturbed(name: str, path: str) -> tuple[str, list[dict[str, int]]]:
             callbacks=[Disturb(random_numbers, path, last)],
             max_steps=last,
             max_epochs=-1,
+            plugins=[amp_with_scaler()],  # which skips steps
             **options,
         )
         trainer.fit(model, make_data(2, 20), make_data(2, 1), ckpt_path=resume)
@@ -91,7 +93,7 @@ def fit_disturbed(name: str, path: str) -> tuple[str, list[dict[str, int]]]:
 
 def fit_in_peace(name: str) -> str:
     model = Uneven()
-    trainer = make_trainer(STRATEGIES[name](), 2, max_steps=STEPS, max_epochs=-1)
+    trainer = make_trainer(STRATEGIES[name](), 2, max_steps=STEPS, max_epochs=-1, plugins=[amp_with_scaler()])
     trainer.fit(model, make_data(2, 20))
     return weights(model)
 
