@@ -25,13 +25,18 @@ class KillOnce(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Model(Tiny):
+    def train_dataloader(self) -> Any:  # made when the process group is there
+        return make_data(2, STEPS)
+
+
 class Begin(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.step = trainer.global_step
 
 
 def train(folder: str) -> None:
-    model, begin = Tiny(data_by_step=True), Begin()
+    model, begin = Model(data_by_step=True), Begin()
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
     trainer = make_trainer(
         LocalSGDStrategy(k_steps=4, begin_step=0, compression=SPARSE),
@@ -41,7 +46,7 @@ def train(folder: str) -> None:
         callbacks=[KillOnce(), save, begin],
         enable_checkpointing=True,
     )
-    trainer.fit(model, make_data(2, STEPS), ckpt_path="last")
+    trainer.fit(model, ckpt_path="last")
     (Path(folder) / f"rank{trainer.global_rank}").write_text(f"{begin.step} {weights(model)}")
 
 

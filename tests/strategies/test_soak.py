@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, weights
 from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer
 
-STEPS, NUM_FITS = 240, 6
+STEPS, NUM_FITS = 160, 5
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(rampup_begin_step=10, rampup_step=20, sparsity=[0.75, 0.95], min_numel=MIN_NUMEL),
     "sparse_loco": lambda: LocalSGDStrategy(k_steps=5, delay_steps=2, compression=SPARSE),
