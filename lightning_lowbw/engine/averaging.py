@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_lowbw.engine.replicas import ReplicaWorker
 
 # The sums of the control message of an average.
-WEIGHT, NUM_LOSSES, LOSS, LR, STOP, SAVE, FINISHED, OVER = range(8)
+WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE, FINISHED, OVER = range(8)
 NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
 
 _logger = logging.getLogger(LOGGER)
@@ -178,8 +178,7 @@ class Averaging:
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
         device = worker.device
-        faults = are_not_finite([p.detach() for p in parameters])
-        fault = first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
+        fault = fault_of(parameters, device)
         # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
@@ -261,13 +260,7 @@ class Averaging:
                 f"{', '.join(f'{bits} on rank {rank}' for rank, (bits, _) in enumerate(marks))}. Begin with the same "
                 "weights on all ranks, also of parameters that are added later."
             )
-        if control.first_fault is not None:
-            rank, fault = control.first_fault
-            raise NonFiniteGradientError(
-                f"The local steps of rank {rank} up to step {begun_at} left parameter "
-                f"{self._worker.name_of(parameters[fault - 1])!r} infinite or NaN. "
-                "Nothing was averaged. Lower the learning rate, or clip gradients."
-            )
+        check_faults(control, [self._worker.name_of(parameter) for parameter in parameters], begun_at)
 
     def _apply_parameters(self, average: Average, means: list[Tensor], lr: float) -> None:
         when = self._worker.when
@@ -378,6 +371,28 @@ class Averaging:
         for exchange in (self.sparse, self.narrow):
             if exchange is not None:
                 exchange.to(device)
+
+
+def fault_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return 1 + the number of the first parameter that is not finite, else 0; a scalar."""
+    faults = are_not_finite([parameter.detach() for parameter in parameters])
+    return first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
+
+
+def check_faults(control: Control, names: Sequence[str], step: int) -> None:
+    """Raise NonFiniteGradientError where a rank has told a fault, as `fault_of` numbers it.
+
+    Args:
+        control: what all ranks have told.
+        names: of the parameters.
+        step: optimizer steps completed when they were looked at.
+    """
+    if control.first_fault is not None:
+        rank, fault = control.first_fault
+        raise NonFiniteGradientError(
+            f"The local steps of rank {rank} up to step {step} left parameter {names[fault - 1]!r} infinite or NaN. "
+            "Nothing was averaged. Lower the learning rate, or clip gradients."
+        )
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw.engine.averaging import check_faults, fault_of
+from lightning_lowbw.engine.control import Control, control_message
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.mean import MeanWork
 
@@ -41,6 +43,9 @@ class Consensus:
         """Put the mean of the replicas into the model, until `hide`.
 
         Collective: all ranks, unless they are equal already; blocking.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing is shown.
         """
         if self.is_there or self.own is not None:
             return
@@ -50,20 +55,37 @@ class Consensus:
     def _show(self) -> None:
         worker, peers = self._worker, self._worker.peers
         buffers = worker.averaging.buffers
-        self.own = [tensor.detach().clone() for tensor in self.tensors().values()]
         unequal: dict[Parameter, None] = {}
         for fragment in worker.fragments:
             unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
             unequal.update(fragment.moved)
         parameters = list(unequal)
-        nothing = torch.zeros(1, dtype=torch.float32, device=worker.device)
-        means, _ = MeanWork([*parameters, *buffers.changes()], nothing, 1.0 / peers.num_ranks, peers).wait()
+        fault = fault_of(parameters, worker.device)
+        is_faulty = (fault > 0).float().reshape(1)  # one number: which rank's and what is asked only where there is one
+        means, num_faulty = MeanWork([*parameters, *buffers.changes()], is_faulty, 1.0 / peers.num_ranks, peers).wait()
+        if float(num_faulty):
+            self._raise_fault(parameters, fault)
+        self.hold()
         for parameter, mean in zip(parameters, means[: len(parameters)], strict=True):
             as_real(parameter).copy_(mean)
         kept = {name: start.clone() for name, start in buffers.start.items()}
         buffers.apply(means[len(parameters) :], {})
         buffers.start = kept
         buffers.agree_counts(peers)
+
+    def hold(self) -> None:
+        """Keep this rank's own tensors until `hide`: something else is about to be shown."""
+        self.own = [tensor.detach().clone() for tensor in self.tensors().values()]
+
+    def _raise_fault(self, parameters: list[Parameter], fault: Tensor) -> None:
+        """Ask which rank has a parameter that is not finite, and raise.
+
+        Collective: all ranks, blocking.
+        """
+        worker, peers = self._worker, self._worker.peers
+        message = control_message([], fault, 0, peers.rank, peers.num_ranks, worker.device)
+        peers.all_reduce_(message)
+        check_faults(Control.read(message, peers.num_ranks), [worker.name_of(p) for p in parameters], worker.step)
 
     @torch.no_grad()
     def hide(self) -> None:

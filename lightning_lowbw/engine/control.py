@@ -2,11 +2,14 @@
 
 Some numbers are sums (how many ranks have a gradient, the mean loss, who asks for a stop); then each rank has two
 places of its own: a fault, which names the tensor that is not finite, and a mark, which is the same on all ranks that
-are at the same step and have the same weights.
+are at the same step and have the same weights. The bits above the mark are requests, to stop or to save, where these
+are not among the sums: they cost no byte.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +19,8 @@ from torch import Tensor
 from lightning_lowbw.ops.table import constant, upload
 from lightning_lowbw.where.agreement import checksum
 
-MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20, which float32 carries exactly
+MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
+STOP, SAVE = 1, 2  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,21 @@ class Control:
         faults: of each rank: 0, or the number, from 1, of the first tensor that is not finite; negative for one that is
             not dense.
         marks: of each rank.
+        requests: of any rank: `STOP` and `SAVE`.
     """
 
     sums: list[float]
     faults: list[int]
     marks: list[int]
+    requests: int = 0
 
     @classmethod
     def read(cls, numbers: Tensor, num_ranks: int) -> Control:
         """Read the sum of the ranks' messages; the one wait for the device."""
         values = numbers.tolist()
         sums, others = values[: -2 * num_ranks], [round(value) for value in values[-2 * num_ranks :]]
-        return cls(sums, others[:num_ranks], others[num_ranks:])
+        requests, marks = zip(*(divmod(number, MODULUS**2) for number in others[num_ranks:]), strict=True)
+        return cls(sums, others[:num_ranks], list(marks), functools.reduce(operator.or_, requests))
 
     @property
     def first_fault(self) -> tuple[int, int] | None:
@@ -48,12 +55,18 @@ class Control:
 
 
 def control_message(
-    sums: Sequence[float], fault: Tensor | float, mark: Tensor | int, rank: int, num_ranks: int, device: torch.device
+    sums: Sequence[float],
+    fault: Tensor | float,
+    mark: Tensor | int,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    requests: int = 0,
 ) -> Tensor:
     """Return a rank's message: float32, shape (sums + 2 ranks,); summed over the ranks it is read by `Control`."""
     numbers, own = [*sums, *[0.0] * (2 * num_ranks)], len(sums) + rank
     places: dict[int, Tensor] = {}
-    for place, number in ((own, fault), (own + num_ranks, mark)):
+    for place, number in ((own, fault), (own + num_ranks, mark + MODULUS**2 * requests if requests else mark)):
         if isinstance(number, Tensor):
             places[place] = number
         else:
@@ -62,6 +75,11 @@ def control_message(
     for place, number in places.items():
         message[place] = number
     return message
+
+
+def requests_of(num_stop: float, num_save: float) -> int:
+    """Return the requests, where the sums of a message say how many ranks have each."""
+    return STOP * (num_stop > 0) | SAVE * (num_save > 0)
 
 
 def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:

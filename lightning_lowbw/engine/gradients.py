@@ -22,7 +22,6 @@ nodes, G is the node's mean gradient, and each rank keeps a part of u and v, whi
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -173,26 +172,6 @@ class GradientWorker(Worker):
         if self._last_residual_norm is not None:
             shown["residual_norm"] = self._last_residual_norm
         return shown
-
-    @property
-    def note(self) -> str:
-        """What the user is to be told about the optimizer when steps become sparse; empty for nothing."""
-        what = self.method.what
-        return self.correction.note_of(isinstance(what, TopK) and bool(what.keep_momentum))
-
-    def warn_if_incomplete(self) -> None:
-        """Warn, on rank 0, where sparse steps train by error feedback alone, and nobody has asked for that."""
-        what = self.method.what
-        is_asked_for = not isinstance(what, TopK) or what.correction == "error_feedback"
-        if self.correction.is_complete or is_asked_for or self.peers.num_senders == 1 or self.peers.rank > 0:
-            return
-        advice = "" if self.when.rampup_begin_step else "; a dense phase (rampup_begin_step > 0) helps"
-        warnings.warn(
-            f"{type(self.optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
-            f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
-            "torch.optim.SGD, Adam and AdamW have corrections.",
-            stacklevel=3,  # who has called `Method.attach`
-        )
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
@@ -366,11 +345,12 @@ class GradientWorker(Worker):
         fault = self._fault
         assert fault is not None
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
-        message = control_of(self._slots, fault, make_mark(self._num_backwards, every), self.peers)
+        message = control_of(self._slots, fault, make_mark(self._num_backwards, every), self.peers, self.requests)
         self.peers.count_dense(sum(slot.parameter.nbytes for slot in self._slots))
         num_ranks = self.peers.num_ranks
         means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers).wait()
         control = Control.read(numbers, num_ranks)
+        self.agree_on(control.requests)
         if len(set(control.marks)) > 1:
             raise DisagreementError(
                 f"Step {self.step}: the ranks have come here after different numbers of backward passes, or their "

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping
+from lightning_lowbw.engine.checks import warn_if_incomplete
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -277,6 +278,8 @@ class Method:
                 topology does not go with the world.
             DisagreementError: on all ranks; their methods differ.
         """
+        from lightning_lowbw.engine.gradients import GradientWorker
+
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 "attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
@@ -305,7 +308,8 @@ class Method:
             )
         if method.uses_kernels(worker.device):
             prepare_kernels(worker.device, process_group)
-        worker.warn_if_incomplete()
+        if isinstance(worker, GradientWorker):
+            warn_if_incomplete(worker)
         worker.wrap_step()
         return worker
 

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
-from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, OVER, SAVE, STOP, WEIGHT, Averaging
+from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, OVER, WEIGHT, Averaging
 from lightning_lowbw.engine.consensus import Consensus
-from lightning_lowbw.engine.control import Control
+from lightning_lowbw.engine.control import Control, requests_of
 from lightning_lowbw.engine.delay import Delay
 from lightning_lowbw.engine.running_loss import RunningLoss
 from lightning_lowbw.engine.worker import Worker
@@ -57,10 +57,6 @@ class ReplicaWorker(Worker):
         consensus_view: the mean of the replicas, shown in the model.
         steps_since_average: local steps since the last average was begun, of any fragment.
         num_averages: averages done, each of a fragment.
-        stop_requested: to be set on any rank, to ask all to stop.
-        stop_agreed: whether a rank has asked for it, as told by the last average; equal on all ranks.
-        save_requested: to be set on any rank, to ask all to save.
-        save_agreed: as `stop_agreed`.
         num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
         num_finished: ranks that are out of data, as told by the last average.
@@ -86,8 +82,6 @@ class ReplicaWorker(Worker):
                 f"node_k_steps={self.when.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
             )
         self.steps_since_average = self.num_averages = 0
-        self.stop_requested = self.stop_agreed = False
-        self.save_requested = self.save_agreed = False
         self.num_samples = 0.0
         self.weighs_samples = False
         self.num_finished = 0
@@ -236,8 +230,7 @@ class ReplicaWorker(Worker):
         flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
         num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
         self.peers.count_dense(sum(p.nbytes for p in mine))
-        self.stop_agreed, self.save_agreed = num_stop > 0, num_save > 0
-        self.save_requested &= not self.save_agreed
+        self.agree_on(requests_of(num_stop, num_save))
         if num_decayed and self.when.begin_step == FIRST_LR_DECAY and self._begin is None:
             self._local_since = self.step + 1  # this step's gradients are the mean already
         return True
@@ -382,8 +375,7 @@ class ReplicaWorker(Worker):
     def _read(self, control: Control) -> None:
         """Take in what the ranks have told each other with an average."""
         sums, num_ranks = control.sums, self.peers.num_ranks
-        self.stop_agreed, self.save_agreed = sums[STOP] > 0, sums[SAVE] > 0
-        self.save_requested &= not self.save_agreed
+        self.agree_on(requests_of(sums[NUM_STOP], sums[NUM_SAVE]))
         self.is_over = sums[OVER] > 0
         self.num_finished = round(sums[FINISHED])
         if not sums[WEIGHT]:  # no rank has trained since the last average

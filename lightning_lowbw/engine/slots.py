@@ -128,10 +128,10 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
     return slots
 
 
-def control_of(slots: Sequence[Slot], fault: Tensor, mark: Tensor | int, peers: Peers) -> Tensor:
+def control_of(slots: Sequence[Slot], fault: Tensor, mark: Tensor | int, peers: Peers, requests: int) -> Tensor:
     """Return the control message of a step; its sums count the ranks that have a gradient of each parameter."""
     used = [float(slot.parameter.grad is not None) for slot in slots]
-    return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
+    return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, requests)
 
 
 def take_means(

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.arguments import names_of
+from lightning_lowbw.engine.control import SAVE, STOP
 from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import is_finite
@@ -45,6 +46,10 @@ class Worker:
         peers: who this rank talks to.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         torn: what an exception has cut off, in words; empty when the step after it is complete.
+        stop_requested: to be set on any rank, to ask all to stop.
+        stop_agreed: whether a rank has asked for it, as told by the last control message; equal on all ranks.
+        save_requested: to be set on any rank, to ask all to save.
+        save_agreed: as `stop_agreed`.
     """
 
     # What a step communicates, as the strategies ask. reduces_in_backward: gradients are all-reduced during backward,
@@ -74,6 +79,8 @@ class Worker:
         self._names = names_of(named_parameters)
         self._is_prepared = self._is_exchanged = self._is_stepping = False
         self._is_taken = True  # whether the step is, as the last exchange has said
+        self.stop_requested = self.stop_agreed = False
+        self.save_requested = self.save_agreed = False
 
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter, by which its state is kept."""
@@ -252,13 +259,23 @@ class Worker:
         """Whether hooks of the optimizer's step see the gradients that it steps with."""
         return has_step_hooks(self.optimizer)
 
+    # What the ranks ask of each other -------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> int:
+        """What this rank asks of all, for a control message."""
+        return STOP * self.stop_requested | SAVE * self.save_requested
+
+    def agree_on(self, requests: int) -> None:
+        """Take in what the ranks have asked for with a control message."""
+        self.stop_agreed, self.save_agreed = bool(requests & STOP), bool(requests & SAVE)
+        if self.save_agreed:
+            self.save_requested = False
+
     # What the strategies ask beside it ------------------------------------------------------------------------------
 
     def check_schedule(self) -> None:
         """Raise where the coming step does not go with the state; called when the training starts."""
-
-    def warn_if_incomplete(self) -> None:
-        """Warn where the method does less for this optimizer than for others; called when it is known what it does."""
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return what is worth logging after a step; what costs a pass over memory only where `is_due`."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_lowbw.engine.checks import warn_if_incomplete
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
@@ -55,10 +56,13 @@ def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer) -> None:
 
 
 def tell_notes(workers: Iterable[Worker]) -> None:
-    """Say where the arithmetic of an optimizer is another one in sparse steps."""
+    """Say where the arithmetic of an optimizer is another one in sparse steps; warn where it is not complete."""
     for worker in workers:
-        if isinstance(worker, GradientWorker) and worker.note:
-            rank_zero_info(worker.note)
+        if isinstance(worker, GradientWorker):
+            warn_if_incomplete(worker)
+            what = worker.method.what
+            if note := worker.correction.note_of(isinstance(what, TopK) and bool(what.keep_momentum)):
+                rank_zero_info(note)
 
 
 def tell_what_stays_whole(workers: Iterable[Worker]) -> None:

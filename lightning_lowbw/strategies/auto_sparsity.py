@@ -184,8 +184,6 @@ class AutoSparsity:
             if chosen is not None:
                 tell_notes(strategy.workers)
                 tell_what_stays_whole(strategy.workers)
-                for each in strategy.workers:
-                    each.warn_if_incomplete()
 
     def _chosen_by(self, measured: Measured, run: Run, trainer: pl.Trainer) -> tuple[Method | EveryStep | None, str]:
         """Return the method, of DGC its schedule alone, or None for dense steps; and why.

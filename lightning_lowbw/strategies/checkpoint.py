@@ -230,9 +230,12 @@ class Checkpoints:
             return
         assert found is not None
         states, shard, torn = found
-        with failing_together():
-            for worker, state in zip(strategy.workers, states, strict=True):
-                worker.load_state_dict(state)
+        with strategy.regime.loading():
+            with failing_together():
+                for worker, state in zip(strategy.workers, states, strict=True):
+                    worker.load_state_dict(state)
+            if shard is not None:
+                self._restore(shard)
         if shard is not None:
             torn = _by_rank(self._gather(torn))
         if torn:
@@ -242,7 +245,6 @@ class Checkpoints:
                 "their weights, or to what they have not sent, counts twice."
             )
         if shard is not None:
-            self._restore(shard)
             folder = shards.folder_of(path)
             if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
                 self._sweep(folder, shard["path"])

@@ -5,6 +5,8 @@ Looking changes nothing: afterwards each rank goes on with its own weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,6 +64,22 @@ class ConsensusView:
         for worker in self._shown:
             worker.consensus_view.hide()
         self.keep()
+
+    @contextmanager
+    def loading(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> Iterator[None]:
+        """Let the consensus of a checkpoint, which is in the model, be shown until `hide` instead of what is loaded."""
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        shown = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        yield
+        if all(worker.consensus_view.is_there for worker in workers):
+            return
+        self.own_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        for worker in workers:
+            worker.consensus_view.hold()
+        self._shown = list(workers)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(shown[name])
 
     def keep(self) -> None:
         """Leave in the model what is shown."""

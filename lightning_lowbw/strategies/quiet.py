@@ -1,15 +1,13 @@
-"""Between two averages no rank sends anything: neither DDP, nor Lightning's signals and timers.
+"""Between two averages no rank sends anything: neither DDP, nor Lightning's timers. For its signals see `signals`.
 
-DDP's reductions, broadcasts of buffers and bitmaps of unused parameters are off. Lightning (2.6) broadcasts before
-every batch whether rank 0 got a SIGTERM, and timers ask rank 0 after every batch: both wait for an average.
+DDP's reductions, broadcasts of buffers and bitmaps of unused parameters are off. Timers ask rank 0 after every batch:
+they wait for an average.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import signal
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, Timer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.audit import CollectiveAudit
 
@@ -32,27 +29,18 @@ def is_timed(callback: Callback) -> bool:
 
 
 class Quiet:
-    """Turns off and defers what would communicate in local steps, and audits it if asked to.
-
-    Attributes:
-        save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
-    """
+    """Turns off and defers what would communicate in local steps, and audits it if asked to."""
 
     def __init__(self, strategy: Strategy, audit: bool) -> None:
         self._strategy = strategy
         self._audit = CollectiveAudit() if audit else None
         self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
         self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
-        self.save_is_due = False
 
     # The fit ----------------------------------------------------------------------------------------------------
 
-    def defer(self, trainer: pl.Trainer, workers: list[ReplicaWorker]) -> None:
-        """Let signals and timers wait for averages."""
-        loop = trainer.fit_loop.epoch_loop
-        if hasattr(loop, "_broadcast_sigterm_tensor"):
-            self._replace(loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._defer_signals(trainer, workers)
+    def defer(self, trainer: pl.Trainer) -> None:
+        """Let timers wait for averages."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
             if self._audit is not None and isinstance(callback, Checkpoint):
                 hook = functools.partial(self._allow, callback.on_train_batch_end)
@@ -77,28 +65,6 @@ class Quiet:
     def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
         setattr(owner, name, value)
         self._replaced.append((owner, name))
-
-    def _defer_signals(self, trainer: pl.Trainer, workers: list[ReplicaWorker]) -> None:
-        """Let SIGTERM and SLURM's signal set a request, which the next average tells all ranks."""
-        connector = trainer._signal_connector
-
-        def request_stop(signum: int, frame: Any) -> None:
-            for worker in workers:
-                worker.stop_requested = True
-
-        def request_save(signum: int, frame: Any) -> None:
-            for worker in workers:
-                worker.save_requested = True
-
-        if threading.current_thread() is not threading.main_thread():
-            return
-        deferred = {connector._sigterm_notifier_fn: request_stop, connector._slurm_sigusr_handler_fn: request_save}
-        if connector.received_sigterm:  # on this rank, before there were others to tell
-            connector.received_sigterm = False
-            request_stop(signal.SIGTERM, None)
-        for signum in signal.valid_signals():
-            handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
-            handlers[:] = [deferred.get(each, each) for each in handlers]
 
     def _allow(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         assert self._audit is not None
@@ -152,17 +118,3 @@ class Quiet:
         if self._audit is not None:
             self._audit.check()
             self._audit.pause()
-
-    def hear(self, worker: ReplicaWorker) -> None:
-        """Take in what the ranks have asked of each other with the last average."""
-        if worker.stop_agreed:
-            self._strategy.trainer._signal_connector.received_sigterm = True  # Lightning raises it after the batch
-        self.save_is_due |= worker.save_agreed
-
-    def save(self, trainer: pl.Trainer) -> None:
-        """Save and requeue, as SLURM's signal asked for."""
-        self.save_is_due = False
-        trainer._signal_connector._slurm_sigusr_handler_fn(
-            signal.SIGUSR1,
-            None,  # type: ignore[arg-type]  # the frame, of which it makes no use
-        )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ class Regime:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self._callback: Callback = EndOfBatch(self)
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
@@ -40,7 +42,15 @@ class Regime:
         return None
 
     def set_up(self, trainer: pl.Trainer) -> None:
-        """Called at the end of the strategy's `setup`, for validation and the like as well."""
+        """Let the regime's callback be the first; called at the end of `setup`, for validation and the like as well."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self.strategy.workers and self.strategy.world_size > 1 and self._callback not in callbacks:
+            callbacks.insert(0, self._callback)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Enclose the loading of a rank's own state: what the checkpoint shows to all stays until the first batch."""
+        yield
 
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Called when the state of a resume has been loaded, and callbacks have set schedules."""
@@ -78,6 +88,11 @@ class Regime:
         assert isinstance(model, DistributedDataParallel)
         return worker.reduces_in_backward or (worker.reduces_in_node and not model.find_unused_parameters)
 
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """Save if SLURM's signal asked for it; called after each batch, before the callbacks."""
+        if self.strategy.signals.save_is_due:
+            self.strategy.signals.save(trainer)
+
     def begin_validation(self) -> None:
         """Called before validation."""
 
@@ -96,6 +111,20 @@ class Regime:
 
     def tear_down(self) -> None:
         """Give Lightning's objects back as they were."""
+        module = self.strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+
+
+class EndOfBatch(Callback):
+    """Tells a regime that a batch is over, before all other callbacks."""
+
+    def __init__(self, regime: Regime) -> None:
+        self._regime = regime
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._regime.end_batch(trainer)
 
 
 def choose_buffers(model: DistributedDataParallel, choose: Callable[[list[Tensor]], list[Tensor]]) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -23,7 +22,7 @@ from lightning_lowbw.strategies.advice import num_steps_of, warn_if_never_local
 from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.ends import Ends, is_over
 from lightning_lowbw.strategies.quiet import Quiet
-from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.strategies.regime import EndOfBatch, Regime
 from lightning_lowbw.strategies.uneven import Policy, Uneven
 from lightning_lowbw.when.every_k import EveryK
 
@@ -95,7 +94,6 @@ class Replicas(Regime):
         self.view.keep()
         self.uneven.begin_fit()
         self.ends.begin_fit()
-        self.quiet.save_is_due = False
 
     @override
     def buffers_of(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -104,10 +102,12 @@ class Replicas(Regime):
         return buffers_by_optimizer(module, self.strategy.optimizers)[id(optimizer)]
 
     @override
-    def set_up(self, trainer: pl.Trainer) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        if self.strategy.workers and self.strategy.world_size > 1 and self._callback not in callbacks:
-            callbacks.insert(0, self._callback)
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        module = self.strategy.lightning_module
+        assert module is not None
+        with self.view.loading(self.workers, module):
+            yield
 
     @override
     def begin_training(self, trainer: pl.Trainer) -> None:
@@ -121,7 +121,7 @@ class Replicas(Regime):
         self.uneven.compare_data(trainer, self.workers)
         self.ends.begin_training(trainer, self.uneven.is_unknown)
         self.uneven.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        self.quiet.defer(trainer, self.workers)
+        self.quiet.defer(trainer)
         for worker in self.workers:
             worker.begin_local()
         self.quiet.choose_backward_sync()
@@ -130,10 +130,9 @@ class Replicas(Regime):
     @override
     def tear_down(self) -> None:
         self.quiet.restore()
-        module = self.strategy.lightning_module
-        trainer = None if module is None else module._trainer
-        if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+        if self.view.is_shown and not self.strategy.trainer.interrupted:  # a resume with no batch left to train
+            self._keep_consensus()
+        super().tear_down()
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -174,9 +173,10 @@ class Replicas(Regime):
         self.quiet.end_backward(worker)
 
     def _hear(self, worker: ReplicaWorker) -> None:
-        self.quiet.hear(worker)
+        self.strategy.signals.hear(worker)
         self.uneven.hear(worker)
 
+    @override
     def end_batch(self, trainer: pl.Trainer) -> None:
         """Wait for ranks with more batches, and save if that was asked for; on uneven data at the end of the epoch."""
         self.uneven.end_batch(trainer)
@@ -184,8 +184,8 @@ class Replicas(Regime):
         if not self.ends.all_are_here:
             self.quiet.forbid()
         can_save = self.ends.all_are_here and not self.uneven.is_uneven
-        if self.quiet.save_is_due and (can_save or self.uneven.has_ended_epoch or self.ends.has_ended):
-            self.quiet.save(trainer)
+        if can_save or self.uneven.has_ended_epoch or self.ends.has_ended:
+            super().end_batch(trainer)
 
     # The consensus view -----------------------------------------------------------------------------------------
 
@@ -202,7 +202,8 @@ class Replicas(Regime):
 
     @override
     def end_validation(self) -> None:
-        self.view.hide()
+        if not self.strategy.trainer.sanity_checking:  # after which there may be nothing to train
+            self.view.hide()
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -233,6 +234,10 @@ class Replicas(Regime):
         self.uneven.finish_epoch(is_over=True)  # a callback may have stopped the training in mid-epoch
         self.ends.finish_epoch(is_over=True)
         self.show()
+        self._keep_consensus()
+
+    def _keep_consensus(self) -> None:
+        """Leave in the model the consensus, which is shown or of equal replicas."""
         self.view.keep()
         for worker in self.workers:
             worker.finish()
@@ -245,14 +250,12 @@ class Replicas(Regime):
             agree_on_weights_(module, self.strategy.ledger, self.strategy.root_device)
 
 
-class FirstCallback(Callback):
+class FirstCallback(EndOfBatch):
     """Is the first in the list of callbacks, so that all others see the consensus, and metrics that agree."""
 
     def __init__(self, replicas: Replicas) -> None:
+        super().__init__(replicas)
         self._replicas = replicas
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._replicas.end_batch(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._replicas.begin_epoch(trainer)

@@ -47,6 +47,7 @@ from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
+from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.velocities import with_whole_velocities
 from lightning_lowbw.strategies.words import in_words, where_in_words
@@ -112,6 +113,7 @@ class Strategy(InterruptibleDDP):
         self.clipping = Clipping(self)
         self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
         self.auto = AutoSparsity(self)
+        self.signals = Signals(self)
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
@@ -177,8 +179,8 @@ class Strategy(InterruptibleDDP):
             ConfigurationError, DisagreementError: on all ranks.
         """
         facts.agree_on_configuration(type(self).__name__, method.facts())
-        steps = [worker.step for worker in self.workers]
-        regime = self.regime
+        before, regime = self.workers, self.regime
+        self.signals.settle()  # a rank that asks goes on asking
         take(self, method)
         if self.regime is not regime:
             with failing_together():
@@ -186,8 +188,9 @@ class Strategy(InterruptibleDDP):
             self.regime.begin_fit()
             self.groups.make_for_averages(method, self._timeout)
         self._make_workers()
-        for worker, step in zip(self.workers, steps, strict=True):
-            worker.step = step
+        for worker, old in zip(self.workers, before, strict=True):
+            worker.step = old.step
+            worker.stop_requested, worker.save_requested = old.stop_requested, old.save_requested
         if self.regime is not regime:
             self.regime.set_up(self.trainer)
 
@@ -204,6 +207,7 @@ class Strategy(InterruptibleDDP):
         self.ledger = TrafficLedger()
         self._workers.clear()
         self._backwards.begin_fit()
+        self.signals.begin_fit()
         self.regime.begin_fit()
         super().setup(trainer)
         assert isinstance(self.model, DistributedDataParallel)
@@ -250,6 +254,7 @@ class Strategy(InterruptibleDDP):
     def on_train_start(self) -> None:
         super().on_train_start()
         warn_if_not_distributed(self.trainer, self)
+        self.signals.defer(self.trainer)
         self.regime.begin_training(self.trainer)
 
     @override
@@ -265,6 +270,7 @@ class Strategy(InterruptibleDDP):
     @override
     def teardown(self) -> None:
         self.regime.tear_down()
+        self.signals.restore()
         self.clipping.restore()
         self.groups.close()
         self._guard.release()
@@ -349,6 +355,8 @@ class Strategy(InterruptibleDDP):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        if self.trainer.state.fn == TrainerFn.FITTING:  # the sanity check comes before the training
+            self.signals.defer(self.trainer)
         self.regime.begin_validation()
 
     @override

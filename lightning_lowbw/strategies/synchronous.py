@@ -47,6 +47,12 @@ class Synchronous(Regime):
         self._has_stepped = True
 
     @override
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        with self._batch_norm.loading():
+            yield
+
+    @override
     def begin_training(self, trainer: pl.Trainer) -> None:
         super().begin_training(trainer)
         method = self.strategy.method
@@ -57,8 +63,6 @@ class Synchronous(Regime):
         self.strategy.auto.begin_training(trainer)
         if not method.when.is_auto:
             warn_if_never_sparse(method.when, trainer)
-            for worker in self.strategy.workers:
-                worker.warn_if_incomplete()
             tell_notes(self.strategy.workers)
             tell_what_stays_whole(self.strategy.workers)
 
@@ -81,6 +85,7 @@ class Synchronous(Regime):
 
     @override
     def begin_batch(self, batch: Any) -> None:
+        self._batch_norm.hide()  # since a resume
         model = self._choose_backward_sync()
         if self.strategy.trainer.lightning_module.automatic_optimization and not model.require_backward_grad_sync:
             # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In
@@ -100,6 +105,7 @@ class Synchronous(Regime):
     @contextmanager
     def stepping(self, worker: Worker) -> Iterator[None]:
         yield
+        self.strategy.signals.end_step(worker)
         self.strategy.auto.end_step(worker, self.strategy.trainer)
         if self.strategy.regime is self:  # in manual optimization the next backward pass is of the same batch
             self._choose_backward_sync()
@@ -118,11 +124,19 @@ class Synchronous(Regime):
 
     @override
     def end_validation(self) -> None:
-        self._batch_norm.hide()
+        if not self.strategy.trainer.sanity_checking:  # after which there may be nothing to train
+            self._batch_norm.hide()
         self.strategy.auto.restart_clock()
 
     @override
     def end_training(self) -> None:
+        self.strategy.signals.settle()
         for worker in self.strategy.workers:
             leave_whole_velocities_(worker)
+        self._batch_norm.keep()  # without a batch since a resume
         self._batch_norm.leave()
+
+    @override
+    def tear_down(self) -> None:
+        self._batch_norm.keep()
+        super().tear_down()

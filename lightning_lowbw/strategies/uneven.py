@@ -175,10 +175,10 @@ class Uneven:
             )
         worker.num_finished = 0
         while worker.num_finished < self._strategy.world_size:
+            if worker.stop_agreed:  # all ranks leave after the average that told it, wherever they are in their epochs
+                raise SIGTERMException
             worker.average(finished=True, over=is_over)
             self._hear(worker)
-            if worker.stop_agreed:  # the others leave after this average, in mid-epoch
-                raise SIGTERMException
         self.has_ended_epoch = True
 
     def check_view(self, trainer: pl.Trainer) -> None:

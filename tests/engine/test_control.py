@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
+from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message, first_fault, make_mark
 from lightning_lowbw.ops.reference import is_finite
 
 CPU = torch.device("cpu")
@@ -40,6 +40,18 @@ def test_marks_are_exact_in_float32() -> None:
     largest = make_mark(MODULUS - 1, [torch.tensor([MODULUS - 1], dtype=torch.int32).view(torch.float32)])
     assert int(largest) == MODULUS**2 - 1
     assert Control.read(sum(messages([0.0] * 2, [largest] * 2), torch.zeros(6)), 2).marks == [MODULUS**2 - 1] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_requests_are_told_beside_the_largest_mark_at_no_cost(rank: int) -> None:
+    mark = MODULUS**2 - 1
+    rows = [control_message([], 0.0, mark, 0, 2, CPU), control_message([], 0.0, torch.tensor(mark), 1, 2, CPU)]
+    quiet = rows[0] + rows[1]
+    rows[rank] = control_message([], 0.0, [mark, torch.tensor(mark)][rank], rank, 2, CPU, STOP | SAVE)
+    control = Control.read(rows[0] + rows[1], 2)
+    assert control == Control([], [0, 0], [mark, mark], STOP | SAVE)
+    assert Control.read(quiet, 2).requests == 0
+    assert len(quiet) == len(rows[rank])
 
 
 def test_marks_tell_counts_and_weights_apart() -> None:

@@ -132,6 +132,24 @@ def test_other_ranks_hold_the_same_unsent_gradient(num_ranks: int, momentum: flo
             torch.testing.assert_close(facts["applied"][name], mean, rtol=0, atol=2e-6)
 
 
+def pass_on(state: dict[str, Any]) -> dict[str, Any]:
+    """Load a state and save it, without a step."""
+    worker, _ = make_worker(METHOD, momentum=0.0, nesterov=False)
+    worker.load_state_dict(state)
+    return worker.state_dict()
+
+
+def test_a_world_that_shrinks_to_one_rank_and_grows_holds_the_same_unsent_gradient() -> None:
+    old = run_ranks(train_to_a_state, 2, 0.0)
+    (alone,) = run_ranks(pass_on, 1, merge(facts["worker"] for facts in old))
+    for facts in run_ranks(send_everything, 2, merge([alone]), old[0]["weights"], 0.0):
+        assert facts["left"] == 0.0
+        for name in ("large", "conv"):
+            mean = sum(each["worker"]["residuals"][name].double() for each in old).view(SHAPES[name]) / 2
+            assert mean.norm() > 1
+            torch.testing.assert_close(facts["applied"][name], mean, rtol=0, atol=2e-6)
+
+
 def test_merging_keeps_dtypes_and_copies() -> None:
     velocities = [torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0, 4.0]).bfloat16()]
     states = [

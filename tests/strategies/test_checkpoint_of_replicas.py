@@ -17,7 +17,7 @@ from lightning_lowbw import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrat
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
-from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
+from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_trainer
 
 STEPS = 10
 
@@ -170,3 +170,51 @@ def test_another_number_of_ranks_resumes_from_the_consensus(tmp_path: Path) -> N
         results = run_ranks(partial(fit_resumable, {"k_steps": 4}, path, resume=True), num_ranks)
         assert len({result["end"] for result in results}) == 1
         assert len(results[0]["after"]) == STEPS - 6
+
+
+# With nothing left to train ------------------------------------------------------------------------------------------
+
+FINISHED: dict[str, Any] = {
+    "local_sgd": lambda: LocalSGDStrategy(k_steps=4),
+    "diloco": lambda: LocalSGDStrategy(k_steps=4, outer="nesterov"),
+    "streaming": lambda: LocalSGDStrategy(k_steps=4, num_fragments=3, delay_steps=2, mixing=0.5),
+    "sparse_loco": lambda: LocalSGDStrategy(k_steps=4, compression=SPARSE),
+    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=100),
+}
+
+
+def state_of(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def resume_finished(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
+    """Train and save on the way; resume with no step left, test and save; resume with the steps that are left."""
+    path, again = f"{folder}/first.ckpt", f"{folder}/again.ckpt"
+    states = {}
+    for leg, resume, last in (("straight", None, 15), ("finished", path, STEPS), ("resumed", path, 15)):
+        model, watcher = Tiny(data_by_step=True), Watcher(path, () if resume else (STEPS,))
+        trainer = make_trainer(FINISHED[name](), 2, max_steps=last, max_epochs=-1, callbacks=[watcher])
+        # With a look before the first batch, too.
+        trainer.fit(model, make_data(2, STEPS), make_data(2, 1), ckpt_path=resume)
+        states[leg] = state_of(model)
+        if leg == "finished":
+            trainer.save_checkpoint(again)
+            trainer.test(model, make_data(2, 1), verbose=False)
+            states["tested"] = state_of(model)
+    return states
+
+
+@pytest.mark.parametrize("name", list(FINISHED))
+def test_a_finished_run_that_is_resumed_has_the_weights_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    results = run_ranks(resume_finished, 2, name, str(tmp_path))
+    first, again = (
+        torch.load(tmp_path / f"{which}.ckpt", weights_only=True)["state_dict"] for which in ("first", "again")
+    )
+    for states in results:
+        for mine, expected in (
+            (states["finished"], first),
+            (states["tested"], first),
+            (again, first),
+            (states["resumed"], states["straight"]),
+        ):
+            assert all(torch.equal(value, expected[key]) for key, value in mine.items())

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_lowbw import LocalSGDStrategy
+from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
@@ -123,3 +123,44 @@ def fit_with_swa() -> list[str]:
 def test_weights_that_a_callback_leaves_at_the_end_are_averaged_too() -> None:
     first, second = run_ranks(fit_with_swa, 2)
     assert first == second
+
+
+class Spoil(Callback):
+    """A weight of rank 1 becomes NaN after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            with torch.no_grad():
+                module.wider.weight[0, 0] = torch.nan
+
+
+def diverge(folder: str, spoiled: int, kwargs: dict[str, Any]) -> tuple[str, int]:
+    callbacks: list[Callback] = [Spoil(spoiled)]
+    if folder:
+        callbacks.append(ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False))
+    strategy = LocalSGDStrategy(**{"k_steps": 20, "begin_step": 0, **kwargs})
+    trainer = make_trainer(strategy, 2, callbacks=callbacks, enable_checkpointing=bool(folder))
+    with pytest.raises(NonFiniteGradientError) as caught:
+        trainer.fit(Tiny(), make_data(2, STEPS))
+    return str(caught.value), trainer.global_step
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"k_steps": 4, "delay_steps": 3, "compression": SPARSE}])
+def test_a_nan_between_averages_reaches_no_checkpoint(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_ranks(diverge, 2, str(tmp_path), 5, kwargs)
+    assert first == second
+    assert "rank 1 up to step" in first[0]
+    assert "infinite or NaN" in first[0]
+    (path,) = tmp_path.glob("*.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["global_step"] == 3
+    assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
+
+
+def test_a_nan_after_the_last_average_ends_no_fit_unseen() -> None:
+    first, second = run_ranks(diverge, 2, "", STEPS, {})
+    assert first == second
+    assert "'wider.weight'" in first[0]

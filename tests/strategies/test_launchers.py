@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import forget_launcher, run_python
+from tests.programs import TORCHRUN, forget_launcher, run_python
 from tests.ranks import run_ranks
+from tests.strategies import restarted
 from tests.strategies.launched import train
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
+RESTARTED = str(Path(__file__).with_name("restarted.py"))
 
 
 def check(folder: Path, strategy: str) -> None:
@@ -51,3 +53,18 @@ def test_started_as_a_script(tmp_path: Path) -> None:
     run_python(tmp_path, SCRIPT, str(tmp_path), "dgc", "local_sgd")
     for strategy in ("dgc", "local_sgd"):
         check(tmp_path / strategy, strategy)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is killed in mid-interval; torchrun starts both anew, and they end with the bits of a run without that."""
+    # Else restarted ranks find the addresses of those before in torchrun's store, and gloo connects to them.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    folder, straight = tmp_path / "restarted", tmp_path / "straight"
+    folder.mkdir()
+    run_python(tmp_path, *TORCHRUN, "--max-restarts=1", RESTARTED, str(folder))
+    run_ranks(restarted.train, 2, str(straight))
+    for rank in (0, 1):
+        step, weights = (folder / f"rank{rank}").read_text().split()
+        assert int(step) == 6  # the last checkpoint before the kill
+        assert weights == (straight / f"rank{rank}").read_text().split()[1]

@@ -123,7 +123,9 @@ def test_sigterm_is_broadcast_before_each_batch_by_one_method_if_at_all() -> Non
 def test_sigterm_comes_through_a_list_of_handlers_and_is_acted_on_at_the_end_of_a_batch() -> None:
     handlers = _HandlersCompose([print])
     assert handlers.signal_handlers == [print]
-    assert "self._sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    register = inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "self._sigterm_notifier_fn" in register
+    assert "self._slurm_sigusr_handler_fn" in register
     assert "self._signal_connector.received_sigterm" in inspect.getsource(Trainer.received_sigterm.fget)  # type: ignore[attr-defined]
     assert "received_sigterm" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
     run = inspect.getsource(Trainer._run)

@@ -45,17 +45,19 @@ def test_the_last_step_of_one_rank_ends_the_training_of_all() -> None:
     assert len({result["end"] for result in results}) == 1
 
 
-def fit_uneven_until_killed() -> int:
-    trainer = make_trainer(LocalSGDStrategy(k_steps=4, begin_step=0), 2, callbacks=[Kill()])
+def fit_uneven_until_killed(policy: str, num_batches: int) -> int:
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4, begin_step=0, uneven=policy), 2, callbacks=[Kill()])
     try:  # rank 0 is out of data after 2 batches, rank 1 gets its signal after 3
-        trainer.fit(Tiny(), uneven_loader([2, 9][dist.get_rank()]), uneven_loader(1))
+        trainer.fit(Tiny(), uneven_loader([2, num_batches][dist.get_rank()]), uneven_loader(1))
     except SIGTERMException:
         return trainer.global_step
     return -1
 
 
-def test_a_sigterm_ends_those_who_wait_for_data_of_others() -> None:
-    assert run_ranks(fit_uneven_until_killed, 2) == [2, 4]
+@pytest.mark.parametrize("policy", ["finish", "stop"])
+@pytest.mark.parametrize("num_batches", [9, 4])  # 4: the average that tells it ends the epoch of rank 1
+def test_a_sigterm_ends_those_who_wait_for_data_of_others(policy: str, num_batches: int) -> None:
+    assert run_ranks(fit_uneven_until_killed, 2, policy, num_batches) == [2, 4]
 
 
 def fit_uneven_with(what: str) -> tuple[int, str]:

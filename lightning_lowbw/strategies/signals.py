@@ -1,0 +1,132 @@
+"""SIGTERM, and SLURM's signal to save and requeue: a rank that gets one tells all, and they end or save together.
+
+Lightning acts where the signal arrives: that rank leaves, or saves, and the others wait for it in the next collective.
+Lightning 2.6 broadcasts in the handler, too, and before each batch whether rank 0 has got one. Here a signal sets a
+request, which goes to all ranks in a control message: that of a compressed step, of a synchronous step of local SGD, or
+of an average. A step whose gradients DDP reduces has none: after it a message of its own is begun, which is waited for
+after the next step, when it has long been there.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.engine.control import SAVE, STOP, requests_of
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.ops.table import upload
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+
+class Signals:
+    """Defers signals, and does what the ranks have agreed on.
+
+    Args:
+        strategy: whose workers tell the other ranks.
+
+    Attributes:
+        save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._loop: Any = None  # Lightning's, in which a broadcast is replaced
+        self._asked: tuple[dist.Work, Tensor] | None = None  # a message that has been begun
+        self.save_is_due = False
+
+    def begin_fit(self) -> None:
+        """Forget the last fit."""
+        self._asked, self.save_is_due = None, False
+
+    def defer(self, trainer: pl.Trainer) -> None:
+        """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
+        if self._strategy.world_size == 1:
+            return
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, "_broadcast_sigterm_tensor"):
+            loop._broadcast_sigterm_tensor, self._loop = (lambda: None), loop  # type: ignore[method-assign]
+        if threading.current_thread() is not threading.main_thread():
+            return
+        connector = trainer._signal_connector
+        deferred = {
+            connector._sigterm_notifier_fn: self._request_stop,
+            connector._slurm_sigusr_handler_fn: self._request_save,
+        }
+        if connector.received_sigterm:  # on this rank, before there were others to tell
+            connector.received_sigterm = False
+            self._request_stop()
+        for signum in signal.valid_signals():
+            handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
+            handlers[:] = [deferred.get(each, each) for each in handlers]
+
+    def restore(self) -> None:
+        """Give Lightning's loop back as it was; its connector puts the handlers back."""
+        if self._loop is not None:
+            vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+            self._loop = None
+
+    def _request_stop(self, *_: Any) -> None:
+        for worker in self._strategy.workers:
+            worker.stop_requested = True
+
+    def _request_save(self, *_: Any) -> None:
+        for worker in self._strategy.workers:
+            worker.save_requested = True
+
+    # Telling the other ranks ------------------------------------------------------------------------------------
+
+    def end_step(self, worker: Worker) -> None:
+        """Hear what the ranks have asked for; tell them where the coming step has no control message.
+
+        Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of two
+        numbers is begun where DDP reduces the coming gradients, and the one that was begun a step ago is waited for.
+        """
+        if self._strategy.world_size == 1:
+            return
+        agreed = STOP * worker.stop_agreed | SAVE * worker.save_agreed  # in the step's control message, if it had one
+        agreed |= self.settle()
+        worker.agree_on(agreed)
+        self.hear(worker)
+        worker.agree_on(0)  # a step without a control message would repeat it
+        if worker.reduces_in_backward and not agreed & STOP:
+            flags = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
+            assert work is not None
+            self._asked = work, flags
+
+    def settle(self) -> int:
+        """Wait for the message that has been begun, if one has; return the requests in it.
+
+        Collective: all ranks.
+        """
+        if self._asked is None:
+            return 0
+        work, flags = self._asked
+        self._asked = None
+        work.wait()
+        return requests_of(*flags.tolist())
+
+    def hear(self, worker: Worker) -> None:
+        """Take in what the ranks have asked of each other with the last control message."""
+        if worker.stop_agreed:
+            self._strategy.trainer._signal_connector.received_sigterm = True  # Lightning raises it after the batch
+        self.save_is_due |= worker.save_agreed
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Save and requeue, as SLURM's signal asked for.
+
+        Collective: all ranks.
+        """
+        self.save_is_due = False
+        trainer._signal_connector._slurm_sigusr_handler_fn(
+            signal.SIGUSR1,
+            None,  # type: ignore[arg-type]  # the frame, of which it makes no use
+        )

@@ -1,0 +1,249 @@
+"""SIGTERM on any rank ends all after the same step; Ctrl-C ends them soon, wherever they are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from tests.programs import forget_launcher, free_port
+from tests.ranks import run_ranks
+from tests.strategies.watching import weights
+from tests.tiny import MIN_NUMEL, Tiny, TwoOptimizers, make_data, make_trainer
+
+STEPS = 12
+KILLED_AFTER = 3
+
+
+def make(name: str) -> DDPStrategy:
+    sparse: dict[str, Any] = {"sparsity": [0.9], "min_numel": MIN_NUMEL}
+    strategies: dict[str, Any] = {
+        "dense": lambda: DGCStrategy(rampup_begin_step=100, **sparse),
+        "hand-over": lambda: DGCStrategy(rampup_begin_step=4, **sparse),
+        "sparse": lambda: DGCStrategy(**sparse),
+        "int8": lambda: Strategy(NarrowGradients("int8")),
+        "hierarchical": lambda: HierarchicalStrategy(ranks_per_node=1),
+        "two levels": lambda: HierarchicalStrategy(ranks_per_node=2),
+        "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),
+        "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
+    }
+    return strategies[name]()
+
+
+class KillAfter(pl.Callback):
+    """A signal for some ranks, after a step."""
+
+    def __init__(self, ranks: list[int], number: signal.Signals = signal.SIGTERM) -> None:
+        self.ranks, self.number = ranks, number
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == KILLED_AFTER and trainer.global_rank in self.ranks:
+            os.kill(os.getpid(), self.number)
+
+
+def fit_until_killed(name: str, ranks: list[int], folder: str, **options: Any) -> tuple[int, str]:
+    num_ranks = dist.get_world_size()
+    model = options.pop("model", Tiny)()
+    callbacks = [KillAfter(ranks), OnExceptionCheckpoint(folder, name)]
+    trainer = make_trainer(make(name), num_ranks, callbacks=callbacks, enable_checkpointing=True, **options)
+    try:
+        trainer.fit(model, make_data(num_ranks, 4 * STEPS))
+    except SIGTERMException:
+        return trainer.global_step, weights(model)
+    return -1, ""
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("dense", 5), ("hand-over", 5), ("sparse", 4), ("int8", 4), ("hierarchical", 5), ("local_sgd", 4)],
+)
+def test_a_sigterm_ends_all_ranks_after_the_same_step(name: str, last: int, ranks: list[int], tmp_path: Path) -> None:
+    first, second = run_ranks(fit_until_killed, 2, name, ranks, str(tmp_path), timeout_s=60)
+    assert first[0] == second[0] == last
+    assert torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] == last
+
+
+class EachInTurn(TwoOptimizers):
+    """The second optimizer steps in every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:  # type: ignore[index]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fit_variants(name: str, folder: str) -> list[int]:
+    """Return the last steps where gradients are accumulated, and with two optimizers."""
+    accumulated = fit_until_killed(name, [1], f"{folder}/accumulated", accumulate_grad_batches=2)[0]
+    return [accumulated, fit_until_killed(name, [1], f"{folder}/two", model=EachInTurn)[0]]
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_also_while_gradients_are_accumulated_and_with_two_optimizers(name: str, tmp_path: Path) -> None:
+    first, second = run_ranks(fit_variants, 2, name, str(tmp_path))
+    assert first == second
+    assert all(KILLED_AFTER < last <= KILLED_AFTER + 4 for last in first)
+
+
+def fit_on_nodes(name: str, folder: str) -> list[int]:
+    return [fit_until_killed(name, ranks, f"{folder}/{ranks}")[0] for ranks in ([3], [0, 1, 2, 3])]
+
+
+@pytest.mark.parametrize(("name", "last"), [("two levels", 5), ("sparse on two levels", 4)])
+def test_on_two_levels_too(name: str, last: int, tmp_path: Path) -> None:
+    assert run_ranks(fit_on_nodes, 4, name, str(tmp_path)) == [[last, last]] * 4
+
+
+NUM_TIMES = 6
+
+
+class SignalsSoon(Tiny):
+    """A signal for this process, some time after the first step."""
+
+    delay_s = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 1:
+            self.timer = threading.Timer(self.delay_s, os.kill, (os.getpid(), signal.SIGTERM))
+            self.timer.start()
+
+
+def fit_until_killed_at_some_time(name: str) -> list[tuple[int, str]]:
+    """Signals come to all ranks, not quite together: in forward or backward, in an exchange, between batches."""
+    ends = []
+    signal.signal(signal.SIGTERM, lambda *_: None)  # one may come when the other rank's has ended the fit
+    for number in range(NUM_TIMES):
+        model = SignalsSoon()
+        model.delay_s = 0.004 * number * (1 + dist.get_rank())
+        trainer = make_trainer(make(name), 2, max_epochs=1000)
+        try:
+            trainer.fit(model, make_data(2, STEPS))
+        except SIGTERMException:
+            ends.append((trainer.global_step, str(trainer.state.status)))
+        model.timer.join()
+    return ends
+
+
+@pytest.mark.parametrize("name", ["hand-over", "hierarchical", "local_sgd"])
+def test_signals_that_come_to_all_at_any_time_end_all_after_the_same_step(name: str) -> None:
+    first, second = run_ranks(fit_until_killed_at_some_time, 2, name)
+    assert first == second
+    assert len(first) == NUM_TIMES
+
+
+def resume_after_a_signal(folder: str) -> tuple[str, str]:
+    straight, resumed = (Tiny(data_by_step=True, dropout=0.2) for _ in range(2))
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
+    torch.manual_seed(dist.get_rank())
+    make_trainer(make("sparse"), 2, **options).fit(straight, make_data(2, STEPS))
+    torch.manual_seed(dist.get_rank())
+    fit_until_killed("sparse", [1], folder, model=lambda: resumed)
+    resumed = Tiny(data_by_step=True, dropout=0.2)
+    make_trainer(make("sparse"), 2, **options).fit(resumed, make_data(2, STEPS), ckpt_path=f"{folder}/sparse.ckpt")
+    return weights(straight), weights(resumed)
+
+
+def test_the_checkpoint_of_a_sigterm_resumes_to_the_bit(tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(resume_after_a_signal, 2, str(tmp_path)):
+        assert straight == resumed
+
+
+# SLURM ---------------------------------------------------------------------------------------------------------------
+
+
+class Slurm(KillAfter):
+    """What SLURM's environment registers, and its signal."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(ranks, signal.SIGUSR1)
+        self.saved: list[tuple[int, str]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        connector = trainer._signal_connector
+        connector._slurm_sigusr_handler_fn = lambda *_: self.saved.append((trainer.global_step, weights(module)))
+        connector._register_signal(signal.SIGUSR1, _HandlersCompose([connector._slurm_sigusr_handler_fn]))
+
+
+def fit_until_requeued(name: str) -> list[tuple[int, str]]:
+    slurm = Slurm([1])
+    trainer = make_trainer(make(name), 2, callbacks=[slurm])
+    trainer.fit(Tiny(), make_data(2, STEPS))
+    assert trainer.global_step == STEPS
+    return slurm.saved
+
+
+@pytest.mark.parametrize(("name", "step"), [("hand-over", 5), ("sparse", 4), ("hierarchical", 5), ("local_sgd", 4)])
+def test_slurms_signal_on_one_rank_saves_once_on_all(name: str, step: int) -> None:
+    first, second = run_ranks(fit_until_requeued, 2, name)
+    assert [saved for saved, _ in first] == [saved for saved, _ in second] == [step]
+
+
+# Ctrl-C --------------------------------------------------------------------------------------------------------------
+
+SOON_S = 5.0
+
+
+class Announces(Tiny):
+    """Trains until it is told to stop, and says when it has begun."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == KILLED_AFTER:
+            self.file.touch()
+
+
+def train_for_ever(name: str, rank: int, port: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests", LOCAL_WORLD_SIZE="2", GROUP_RANK="0")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    trainer = make_trainer(make(name), 2, max_epochs=100_000)
+    trainer.fit(Announces(Path(folder) / f"rank{rank}"), make_data(2, STEPS))
+
+
+def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any]]:
+    """Return for how many seconds two programs go on after Ctrl-C, and their exit codes."""
+    forget_launcher()
+    context, port = multiprocessing.get_context("fork"), free_port()
+    programs = [context.Process(target=train_for_ever, args=(name, rank, port, folder)) for rank in range(2)]
+    for program in programs:
+        program.start()
+    while len(list(Path(folder).glob("rank*"))) < 2:
+        time.sleep(0.01)
+    begun = time.monotonic()
+    for rank in ranks:
+        os.kill(programs[rank].pid or 0, signal.SIGINT)
+    for program in programs:
+        program.join(2 * SOON_S)
+    seconds, codes = time.monotonic() - begun, [program.exitcode for program in programs]
+    for program in programs:
+        program.kill()
+        program.join()
+    return seconds, codes
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "int8", "hierarchical", "local_sgd"])
+def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path) -> None:
+    ((seconds, codes),) = run_ranks(interrupt, 1, name, ranks, str(tmp_path), fresh=True, timeout_s=60)
+    assert seconds < SOON_S, codes
+    assert all(codes), codes

@@ -1,0 +1,112 @@
+"""Some hundred steps among slow ranks, skipped steps, batches of other sizes, looks, checkpoints and resumes.
+
+None of them changes the weights, and nothing grows.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw import DGCStrategy, LocalSGDStrategy
+from tests.ranks import run_ranks
+from tests.strategies.watching import SPARSE, weights
+from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer
+
+STEPS, NUM_FITS = 160, 5
+STRATEGIES: dict[str, Any] = {
+    "dgc": lambda: DGCStrategy(rampup_begin_step=10, rampup_step=20, sparsity=[0.75, 0.95], min_numel=MIN_NUMEL),
+    "sparse_loco": lambda: LocalSGDStrategy(k_steps=5, delay_steps=2, compression=SPARSE),
+}
+
+
+class Uneven(Tiny):
+    """Batches of a size that each rank draws for itself; now and then a loss that is infinite on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(data_by_step=True)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        step = self.trainer.global_step
+        draws = random.Random(f"{step} {self.global_rank}")
+        size = draws.randint(2, 4)
+        loss = super().training_step((batch[0][:size], batch[1][:size]), batch_idx)
+        return loss * torch.inf if draws.random() < 0.03 else loss
+
+
+class Disturb(pl.Callback):
+    """Makes ranks wait, and saves."""
+
+    def __init__(self, random_numbers: random.Random, path: str, last: int) -> None:
+        self.random, self.path, self.last = random_numbers, path, last
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        slow, saves = self.random.randrange(10 * trainer.world_size), self.random.random() < 0.05
+        if trainer.global_rank == slow:
+            time.sleep(0.01)
+        if saves or trainer.global_step == self.last:
+            trainer.save_checkpoint(self.path)
+
+
+def held() -> dict[str, int]:
+    """Return what a process holds."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return {
+        "tensors": len(tensors),
+        "elements": sum(each.numel() for each in tensors),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def fit_disturbed(name: str, path: str) -> tuple[str, list[dict[str, int]]]:
+    random_numbers, resume, holds = random.Random(1), None, []
+    stops = sorted(random_numbers.sample(range(10, STEPS, 3), NUM_FITS - 1))
+    for last in [*stops, STEPS]:
+        model = Uneven()
+        options: dict[str, Any] = {"val_check_interval": random_numbers.randint(5, 20), "num_sanity_val_steps": 1}
+        trainer = make_trainer(
+            STRATEGIES[name](),
+            2,
+            callbacks=[Disturb(random_numbers, path, last)],
+            max_steps=last,
+            max_epochs=-1,
+            plugins=[amp_with_scaler()],  # which skips steps
+            **options,
+        )
+        trainer.fit(model, make_data(2, 20), make_data(2, 1), ckpt_path=resume)
+        resume, end = path, weights(model)
+        del model, trainer
+        holds.append(held())
+    return end, holds
+
+
+def fit_in_peace(name: str) -> str:
+    model = Uneven()
+    trainer = make_trainer(STRATEGIES[name](), 2, max_steps=STEPS, max_epochs=-1, plugins=[amp_with_scaler()])
+    trainer.fit(model, make_data(2, 20))
+    return weights(model)
+
+
+def soak(name: str, folder: str) -> tuple[str, str, list[dict[str, int]]]:
+    return fit_in_peace(name), *fit_disturbed(name, f"{folder}/some.ckpt")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path) -> None:
+    results = run_ranks(soak, 2, name, str(tmp_path))
+    assert len({end for peace, disturbed, _ in results for end in (peace, disturbed)}) == 1
+    for _, _, holds in results:
+        settled = holds[1:]  # the first fit loads and makes what stays
+        assert all(each == settled[0] for each in settled), holds
