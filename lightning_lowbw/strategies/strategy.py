@@ -96,7 +96,7 @@ class Strategy(DDPStrategy):
         resume: Needs = "exact",
         **kwargs: Unpack[DDPKeywords],
     ) -> None:
-        super().__init__(**given_keywords(type(self), kwargs))
+        super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
         self.method = as_method(method).at(topology)
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
