@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -162,8 +162,12 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
             raise ConfigurationError(
                 f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(allowed)}."
             )
-        if TYPES.get(name) is bool and not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r}: give True or False.")
+        if TYPES.get(name) in (bool, bool | None) and not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r}: give True or False, or leave it out.")
+        if name == "bucket_cap_mb" and not (is_number(value) and value > 0):
+            raise ConfigurationError(f"{name}={value!r}: give a number of MiB, above 0, or leave it out.")
+        if name == "start_method" and value not in get_args(TYPES[name]):
+            raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(get_args(TYPES[name]))}.")
     if given.get("timeout") is not None:
         given["timeout"] = as_timeout(given["timeout"])
     return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release

@@ -42,6 +42,7 @@ from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
+from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
@@ -113,6 +114,7 @@ class Strategy(DDPStrategy):
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
+        self._lost_peers = LostPeers(self)
         self._checkpoints = Checkpoints(self, self._options["resume"])
 
     accelerator = property(DDPStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
@@ -192,6 +194,14 @@ class Strategy(DDPStrategy):
     # Setting up -------------------------------------------------------------------------------------------------
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
+            self._lost_peers.begin_fit()
+            others = {**facts.plain_values(self._ddp_kwargs), **facts.settings_of(self.trainer)}
+            facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
@@ -229,8 +239,7 @@ class Strategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, self._ddp_kwargs)
-        facts.agree_on_model(self.model)
+        facts.agree_on_model(self.model, compares_weights=self._ddp_kwargs.get("init_sync") is False)
         group = self._ddp_kwargs.get("process_group")
         self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
@@ -258,6 +267,7 @@ class Strategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain_(exception, self)  # before Lightning would do so
+        self._lost_peers.explain_(exception)
         super().on_exception(exception)
 
     @override
@@ -266,6 +276,7 @@ class Strategy(DDPStrategy):
         self.clipping.restore()
         self.groups.close()
         self._guard.release()
+        self._lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         module = self.lightning_module

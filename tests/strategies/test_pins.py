@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -22,7 +24,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.where.roll_call import _server
 
 
 def test_ddp_strategy_wraps_then_registers_hooks() -> None:
@@ -77,6 +81,34 @@ def test_the_hook_may_be_a_bound_method_with_annotations() -> None:
     signature = inspect.signature(GradientHook.reduce)
     assert signature.parameters["bucket"].annotation is torch.distributed.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+
+
+def test_settings_are_compared_before_callbacks_are_set_up() -> None:
+    run = inspect.getsource(Trainer._run)
+    assert run.index("strategy.connect(") < run.index("strategy.setup_environment()") < run.index("_call_setup_hook")
+    trainer = Trainer(accelerator="cpu", max_time={"minutes": 2}, logger=False, enable_checkpointing=False)
+    for name in SETTINGS:
+        assert hasattr(trainer, name), name
+    assert settings_of(trainer)["Trainer(max_time)"] == [120]
+    keys = [ModelCheckpoint(every_n_train_steps=steps).state_key for steps in (1, 2)]
+    assert keys[0] != keys[1], "not what it does"
+
+
+def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        server = _server()
+        assert isinstance(server, dist.TCPStore)
+        client = dist.TCPStore(
+            server.host, server.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
+        )
+        client.set("key", "value")
+        assert client.check(["key"])
+        assert client.delete_key("key")
+        assert not client.check(["key"])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_trainer_keeps_the_name_that_it_was_given() -> None:
