@@ -32,7 +32,7 @@ def names_arguments(called: Called) -> Called:
 
 def _naming(function: Called, name: str) -> Called:
     signature = inspect.signature(function)
-    allowed = ", ".join(each for each in signature.parameters if each != "self")
+    allowed = ", ".join(each for each in signature.parameters if each not in ("self", "cls"))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -255,7 +255,7 @@ def test_small_tensors_train_as_in_float32() -> None:
 def overflow(dtype: str, value: float) -> list[str | float]:
     weight = torch.nn.Parameter(torch.zeros(300))
     optimizer = torch.optim.SGD([weight], lr=1e-39)
-    worker: Any = Method(what=Narrow(value_dtype=dtype)).attach(optimizer, [("weight", weight)])
+    Method(what=Narrow(value_dtype=dtype)).attach(optimizer, [("weight", weight)])
     seen: list[str | float] = []
     for _ in range(3):
         weight.grad = torch.full((300,), value)

@@ -1,4 +1,4 @@
-"""A rank that has gone is named on all others, soon, with what it did last; nothing hangs. Real processes, real signals."""
+"""A rank that has gone is named on all others, soon; nothing hangs. Real processes, real signals."""
 
 from __future__ import annotations
 

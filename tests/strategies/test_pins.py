@@ -26,6 +26,7 @@ from torch.optim import SGD
 
 from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.where.groups import group_of
 from lightning_lowbw.where.roll_call import _server
 
 
@@ -109,6 +110,19 @@ def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
         assert not client.check(["key"])
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        timeouts = []
+        for timeout in (None, timedelta(seconds=3)):
+            group = group_of((0,), f"test {timeout}", timeout)
+            assert group is not None
+            timeouts.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    finally:
+        dist.destroy_process_group()
+    assert timeouts == [7, 3]
 
 
 def test_the_trainer_keeps_the_name_that_it_was_given() -> None:
