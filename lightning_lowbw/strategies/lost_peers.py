@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # What torch says where a peer has gone, or does not come.
 IS_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out")
 LOST = "a peer was lost"
+FIT = "_call_and_handle_interrupt"  # of Lightning, the outermost
 # By the name of a function on the stack, the innermost first.
 PHASES = {
     "exchange": "the exchange of gradients",
@@ -122,6 +123,8 @@ class LostPeers:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             frames = reversed([each for each, _ in traceback.walk_stack(frame)])
         names = [frame.f_code.co_name for frame in frames]
+        if FIT in names:  # what calls it may have any name
+            names = names[names.index(FIT) :]
         phase = next((PHASES[name] for name in reversed(names) if name in PHASES), "the training")
         module = self._strategy.lightning_module
         step = "" if module is None or module._trainer is None else f" after step {module._trainer.global_step}"

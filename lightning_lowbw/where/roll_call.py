@@ -67,8 +67,10 @@ class RollCall:
         Args:
             place: of this rank, for people.
         """
+        if not dist.is_initialized() or dist.get_world_size() == 1 or self.has_begun:
+            return
         store = _server()
-        if store is None or dist.get_world_size() == 1 or self.has_begun:
+        if store is None:
             return
         self._rank, self._num_ranks, self._is_over = dist.get_rank(), dist.get_world_size(), False
         self._host, self._port = store.host, store.port

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 
-
 MOST_RANKS = 1 << 20  # more is a mistake, and a list of them fills the memory
 
 
