@@ -7,7 +7,6 @@ process that has ended or is stopped does not answer; one that waits in a collec
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 ANSWER_S = 2.0  # within which a rank answers
+SOON_S = 0.01  # within which the store says that a key is there
 STORE_S = 10.0  # within which the store must have been asked about all ranks
 FOREVER = timedelta(days=365)
 
@@ -76,8 +76,9 @@ class RollCall:
         self._host, self._port = store.host, store.port
         self.address = f"{self._host}:{self._port}"
         own = self._connect()
-        for key in ("call", "here", "failed"):  # of an earlier fit, or of processes before a restart
+        for key in ("call", "here"):  # of an earlier fit, or of processes before a restart
             own.delete_key(f"{key}/{self._rank}")
+        own.set(f"failed/{self._rank}", "")
         own.set(f"place/{self._rank}", place)
         self._thread = threading.Thread(target=self._answer, args=(own,), name="lightning_lowbw roll call", daemon=True)
         self._thread.start()
@@ -119,20 +120,19 @@ class RollCall:
     def _call(self) -> Answers:
         store = self._connect()
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        called = [rank for rank in others if not store.check([f"failed/{rank}"])]
+        called = [rank for rank in others if not _read(store, f"failed/{rank}")]
         for rank in called:
             store.delete_key(f"here/{rank}")  # an earlier answer
             store.set(f"call/{rank}", "")
-        with contextlib.suppress(RuntimeError):  # some are silent
-            store.wait([f"here/{rank}" for rank in called], timedelta(seconds=ANSWER_S))
-        present = {rank: _read(store, f"here/{rank}") for rank in called if store.check([f"here/{rank}"])}
-        failed = {rank: _read(store, f"failed/{rank}") for rank in others if store.check([f"failed/{rank}"])}
-        silent = [rank for rank in called if rank not in present and rank not in failed]
+        _has(store, [f"here/{rank}" for rank in called], ANSWER_S)
+        answered = [rank for rank in called if _has(store, [f"here/{rank}"], SOON_S)]
+        reasons = {rank: _read(store, f"failed/{rank}") for rank in others}
+        failed = {rank: reason for rank, reason in reasons.items() if reason}
         return Answers(
-            {rank: phase for rank, phase in present.items() if rank not in failed},
-            failed,
-            silent,
-            {rank: _read(store, f"place/{rank}") for rank in range(self._num_ranks)},
+            present={rank: _read(store, f"here/{rank}") for rank in answered if rank not in failed},
+            failed=failed,
+            silent=[rank for rank in called if rank not in answered and rank not in failed],
+            places={rank: _read(store, f"place/{rank}") for rank in range(self._num_ranks)},
         )
 
 
@@ -142,6 +142,15 @@ def _server() -> dist.TCPStore | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None
+
+
+def _has(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Return whether all keys are there, or come in time."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _read(store: dist.Store, key: str) -> str:

@@ -105,9 +105,10 @@ def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
             server.host, server.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
         )
         client.set("key", "value")
-        assert client.check(["key"])
+        client.wait(["key"], timedelta(milliseconds=10))
         assert client.delete_key("key")
-        assert not client.check(["key"])
+        with pytest.raises(RuntimeError):
+            client.wait(["key"], timedelta(milliseconds=10))
     finally:
         dist.destroy_process_group()
 
