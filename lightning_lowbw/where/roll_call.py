@@ -147,7 +147,8 @@ def _server() -> dist.TCPStore | None:
 def _has(store: dist.Store, keys: list[str], seconds: float) -> bool:
     """Return whether all keys are there, or come in time."""
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        if keys:
+            store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
         return False
     return True
