@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.facts import agree_on_configuration
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.replicas import Replicas
 from lightning_lowbw.strategies.synchronous import Synchronous
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.words import in_words
+from lightning_lowbw.where.agreement import failing_together
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -41,3 +43,27 @@ def take(strategy: Strategy, method: Method) -> None:
     if is_other:
         strategy.regime.tear_down()
         strategy.regime = regime_of(strategy, strategy._options["uneven"], strategy._options["audit"])
+
+
+def adopt(strategy: Strategy, method: Method) -> None:
+    """Go on with another method, from a step after which all ranks have the same weights and nothing is kept back.
+
+    Collective: all ranks.
+
+    Raises:
+        ConfigurationError, DisagreementError: on all ranks.
+    """
+    agree_on_configuration(type(strategy).__name__, method.facts())
+    steps = [worker.step for worker in strategy.workers]
+    regime = strategy.regime
+    take(strategy, method)
+    if strategy.regime is not regime:
+        with failing_together():
+            strategy.regime.check(strategy.trainer)
+        strategy.regime.begin_fit()
+        strategy.groups.make_for_averages(method, strategy._timeout)
+    strategy._make_workers()
+    for worker, step in zip(strategy.workers, steps, strict=True):
+        worker.step = step
+    if strategy.regime is not regime:
+        strategy.regime.set_up(strategy.trainer)

@@ -36,7 +36,7 @@ from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
-from lightning_lowbw.strategies.choice import regime_of, take
+from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
@@ -167,29 +167,6 @@ class Strategy(DDPStrategy):
         self.method = method
         for worker in self.workers:
             worker.method = method
-
-    def adopt(self, method: Method) -> None:
-        """Go on with another method, from a step after which all ranks have the same weights and nothing is kept back.
-
-        Collective: all ranks.
-
-        Raises:
-            ConfigurationError, DisagreementError: on all ranks.
-        """
-        facts.agree_on_configuration(type(self).__name__, method.facts())
-        steps = [worker.step for worker in self.workers]
-        regime = self.regime
-        take(self, method)
-        if self.regime is not regime:
-            with failing_together():
-                self.regime.check(self.trainer)
-            self.regime.begin_fit()
-            self.groups.make_for_averages(method, self._timeout)
-        self._make_workers()
-        for worker, step in zip(self.workers, steps, strict=True):
-            worker.step = step
-        if self.regime is not regime:
-            self.regime.set_up(self.trainer)
 
     # Setting up -------------------------------------------------------------------------------------------------
 
