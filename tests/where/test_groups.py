@@ -1,4 +1,4 @@
-"""The private things of torch's process groups and stores that are relied on. A test here fails when they have moved."""
+"""The private things of torch's groups and stores that are relied on. A test here fails when they have moved."""
 
 from __future__ import annotations
 
