@@ -49,5 +49,5 @@ lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m mypy
 
 clean:  ## remove the virtual environment and everything that was generated
-	rm -rf $(VENV) $(VENV)-oldest demo_results outputs multirun lightning_logs build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest demo_results outputs multirun lightning_logs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -12,6 +15,34 @@ from torch.nn import Parameter
 from lightning_lowbw.errors import ConfigurationError
 
 Value = TypeVar("Value")
+Called = TypeVar("Called", bound=Callable[..., Any])
+LARGEST = 2**1023  # what a float still holds
+
+
+def names_arguments(called: Called) -> Called:
+    """Decorate a class or a function: a call with unknown, missing or too many arguments raises ConfigurationError.
+
+    Python's own TypeError does not say which arguments there are.
+    """
+    if isinstance(called, type):
+        called.__init__ = _naming(called.__init__, called.__name__)  # type: ignore[misc]
+        return called
+    return _naming(called, called.__name__)
+
+
+def _naming(function: Called, name: str) -> Called:
+    signature = inspect.signature(function)
+    allowed = ", ".join(each for each in signature.parameters if each not in ("self", "cls"))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigurationError(f"{name}: {error}. Its arguments are: {allowed or 'none'}.") from error
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) -> Value:
@@ -25,7 +56,7 @@ def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) 
     Raises:
         ConfigurationError: an argument is unknown, or out of range.
     """
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    names = [each.name for each in fields(kind) if each.init]  # type: ignore[arg-type]
     unknown = [str(name) for name in arguments if name not in names]
     if unknown:
         raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {', '.join(names)}.")
@@ -54,5 +85,12 @@ def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Paramete
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a real number; True and False are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return whether a value is a finite real number; True and False are none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Return whether a value is an integer of at least so much; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

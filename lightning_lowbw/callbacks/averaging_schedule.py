@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_lowbw.arguments import is_number, names_arguments
 from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import LocalSGD
@@ -16,6 +17,7 @@ from lightning_lowbw.strategies import Strategy
 from lightning_lowbw.when.every_k import EveryK
 
 
+@names_arguments
 class AveragingSchedule(Callback):
     """Set when local SGD begins, and after how many steps replicas are averaged.
 
@@ -48,10 +50,10 @@ class AveragingSchedule(Callback):
     ) -> None:
         if begin_epoch is not None and begin_step is not None:
             raise ConfigurationError(
-                f"AveragingSchedule(begin_epoch={begin_epoch}, begin_step={begin_step!r}): give one of the two."
+                f"AveragingSchedule(begin_epoch={begin_epoch!r}, begin_step={begin_step!r}): give one of the two."
             )
-        if begin_epoch is not None and not begin_epoch >= 0:
-            raise ConfigurationError(f"begin_epoch={begin_epoch!r}: give a number >= 0.")
+        if begin_epoch is not None and not (is_number(begin_epoch) and begin_epoch >= 0):
+            raise ConfigurationError(f"begin_epoch={begin_epoch!r}: give a number of epochs, >= 0.")
         changes = {"k_steps": k_steps, "begin_step": begin_step, "max_k_steps": max_k_steps}
         self._changes: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         self._begin_epoch = begin_epoch

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
 from lightning_lowbw.engine.presets import DGC_SPARSITY
 from lightning_lowbw.errors import ConfigurationError
@@ -16,6 +17,7 @@ from lightning_lowbw.strategies import Strategy
 from lightning_lowbw.when.every_step import AUTO, EveryStep
 
 
+@names_arguments
 class SparsityWarmup(Callback):
     """Set when deep gradient compression begins, and over how long it becomes as sparse as wanted.
 
@@ -56,14 +58,18 @@ class SparsityWarmup(Callback):
                 f"SparsityWarmup(begin_epoch={begin_epoch}, epochs={epochs}, begin_step={begin_step}, steps={steps}): "
                 "give epochs or steps, not both."
             )
+        for name, value in (("begin_epoch", begin_epoch), ("epochs", epochs)):
+            if value is not None and not (is_number(value) and value >= 0):
+                raise ConfigurationError(f"{name}={value!r}: give a number of epochs, >= 0.")
+        for name, value in (("begin_step", begin_step), ("steps", steps)):
+            if value is not None and not is_count(value, 0):
+                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 0.")
         self._in_steps = in_steps
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
         self._length: float = (1 if steps is None else steps) if in_steps else 3 if epochs is None else epochs
         self._sparsity = EveryStep(sparsity=sparsity).stairs  # checked now
-        if not (self._begin >= 0 and self._length >= 0):
-            raise ConfigurationError(
-                f"SparsityWarmup: begins at {self._begin}, lasts {self._length}; give numbers >= 0."
-            )
+        if not self._sparsity:
+            raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
 
     def schedule(self, steps_per_epoch: int) -> EveryStep:
         """Return the warm-up in optimizer steps."""

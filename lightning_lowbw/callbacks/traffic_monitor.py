@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy
@@ -32,6 +33,7 @@ class _Totals:
         return (self.inter_bytes, self.dense_inter_bytes) if has_levels else (self.sent_bytes, self.dense_bytes)
 
 
+@names_arguments
 class TrafficMonitor(Callback):
     """Log this rank's traffic of each training step, without a collective and without waiting for a GPU.
 
@@ -64,10 +66,13 @@ class TrafficMonitor(Callback):
         prog_bar: whether the bytes sent and the compression ratio are shown in the progress bar.
 
     Raises:
-        ConfigurationError: the strategy exchanges no gradients (a single device), or not as DDP does.
+        ConfigurationError: `prog_bar` is neither True nor False; the strategy exchanges no gradients (a single
+            device), or not as DDP does.
     """
 
     def __init__(self, *, prog_bar: bool = True) -> None:
+        if not isinstance(prog_bar, bool):
+            raise ConfigurationError(f"prog_bar={prog_bar!r}: give True or False.")
         self.prog_bar = prog_bar
         self._last = _Totals()
         self._at_last_send = self._last

@@ -345,7 +345,7 @@ class GradientWorker(Worker):
         fault = self._fault
         assert fault is not None
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
-        message = control_of(self._slots, fault, make_mark(self._num_backwards, every), self.peers, self.requests)
+        message = control_of(self, self._slots, fault, make_mark(self._num_backwards, every))
         self.peers.count_dense(sum(slot.parameter.nbytes for slot in self._slots))
         num_ranks = self.peers.num_ranks
         means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers).wait()
@@ -360,7 +360,7 @@ class GradientWorker(Worker):
             )
         if control.first_fault is not None:
             rank, number = control.first_fault
-            if skip_nonfinite and number > 0:
+            if skip_nonfinite and 0 < number <= len(self._slots):
                 return False
             raise fault_error(
                 number,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping
+from lightning_lowbw.arguments import from_mapping, names_arguments
 from lightning_lowbw.engine.checks import warn_if_incomplete
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
@@ -35,6 +35,7 @@ WHEN: dict[str, type] = {"step": EveryStep, "k": EveryK}
 WHAT: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Where:
     """Who talks to whom.
@@ -71,6 +72,7 @@ class Where:
         return None if self.inter_dtype == "float32" else getattr(torch, self.inter_dtype)
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """When the ranks talk, what is sent, and who talks to whom.

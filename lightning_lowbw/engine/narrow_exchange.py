@@ -26,11 +26,13 @@ class NarrowExchange:
 
     Attributes:
         residuals: what this rank has rounded away of each tensor. On two levels that of its part, and zeros elsewhere.
+        left: the sum of what the last exchange has left there, which tells whether it is finite; None before it.
     """
 
     value_dtype: str
     peers: Peers
     residuals: Residuals = field(default_factory=Residuals, init=False)
+    left: Tensor | None = field(default=None, init=False)
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of tensors over the participants: float32 (or wider), flat, the same bits on all ranks.
@@ -74,7 +76,7 @@ class NarrowExchange:
         self.residuals.ensure(numels, next(iter(signals.values())).device)
         residuals = [self.residuals[name] for name in signals]
         value_format = make_narrow_format(self.value_dtype)
-        narrow_mean_(list(signals.values()), residuals, list(means.values()), value_format, self.peers)
+        self.left = narrow_mean_(list(signals.values()), residuals, list(means.values()), value_format, self.peers)
 
     def to(self, device: torch.device) -> None:
         """Move the residuals."""

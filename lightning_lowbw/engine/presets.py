@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.engine.method import Method, Where, sorted_into
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -20,6 +21,7 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 DGC_SPARSITY = (0.999,)
 
 
+@names_arguments
 def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     """Return deep gradient compression: every step, the k largest elements of each tensor.
 
@@ -47,6 +49,7 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     return Method(when=EveryStep(**when), what=TopK(**what), where=Where(topology=topology, algorithm="sharded"))
 
 
+@names_arguments
 def LocalSGD(
     k_steps: int = 8,
     begin_step: int | float | str = 1,
@@ -82,6 +85,7 @@ def LocalSGD(
     return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=sparse or what, where=topology)  # type: ignore[arg-type]
 
 
+@names_arguments
 def AdaptiveLocalSGD(
     init_k_steps: int = 1,
     max_k_steps: int = 16,
@@ -109,9 +113,10 @@ def AdaptiveLocalSGD(
     return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
 
 
+@names_arguments
 def Hierarchical(
     ranks_per_node: int | None = None,
-    algorithm: Algorithm | None = "sharded",
+    algorithm: Algorithm | None = None,
     *,
     inter_dtype: str = "float32",
     topology: TopologyChoice = "auto",
@@ -129,11 +134,16 @@ def Hierarchical(
     """
     if ranks_per_node is not None:
         if topology != "auto":
-            raise ConfigurationError("ranks_per_node and topology: give one of the two.")
+            raise ConfigurationError(
+                f"ranks_per_node={ranks_per_node!r} and topology={topology!r}: give one of the two."
+            )
+        if not is_count(ranks_per_node):
+            raise ConfigurationError(f"ranks_per_node={ranks_per_node!r}: give an integer >= 1.")
         topology = ranks_per_node
     return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
 
 
+@names_arguments
 def NarrowGradients(
     value_dtype: str = "int8", *, rampup_begin_step: int = 0, topology: TopologyChoice = "flat"
 ) -> Method:
@@ -171,7 +181,7 @@ FAMILIES = {
     "narrow_gradients": NarrowGradients,
 }
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
-STREAMING: dict[str, Any] = {"num_fragments": 4, "delay_steps": AUTO, "mixing": 0.5}
+STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": AUTO, "mixing": 0.5}
 PRESETS = {
     "dgc": Preset("dgc", {"sparsity": "auto"}),
     "int8": Preset("narrow_gradients", {"value_dtype": "int8"}),

@@ -95,7 +95,8 @@ class ReplicaWorker(Worker):
         if isinstance(method.what, TopK):
             method.what.check_names(self._names.values())
         self.averaging = Averaging(self, named_buffers)
-        self.fragments = make_fragments(self.parameters(), self.when.num_fragments, self.averaging.sent_bytes)
+        num_fragments = self.when.num_fragments_of(len(self.parameters()))
+        self.fragments = make_fragments(self.parameters(), num_fragments, self.averaging.sent_bytes)
         self.consensus_view = Consensus(self)
 
     # What the strategies ask ----------------------------------------------------------------------------------------

@@ -128,10 +128,21 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
     return slots
 
 
-def control_of(slots: Sequence[Slot], fault: Tensor, mark: Tensor | int, peers: Peers, requests: int) -> Tensor:
-    """Return the control message of a step; its sums count the ranks that have a gradient of each parameter."""
+def control_of(worker: GradientWorker, slots: Sequence[Slot], fault: Tensor, mark: Tensor | int) -> Tensor:
+    """Return the control message of a step; its sums count the ranks that have a gradient of each parameter.
+
+    Args:
+        worker: of the optimizer. Where what its exchange in few bits has left is not finite, the fault is one more than
+            there are slots: before those of the gradients, which may be a consequence.
+        slots: of the step.
+        fault: see `first_fault_of`.
+        mark: see `make_mark`.
+    """
+    peers, narrow = worker.peers, worker.narrow
+    if narrow is not None and narrow.left is not None:
+        fault = torch.where(narrow.left.isfinite(), fault, len(slots) + 1)
     used = [float(slot.parameter.grad is not None) for slot in slots]
-    return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, requests)
+    return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, worker.requests)
 
 
 def take_means(
@@ -221,7 +232,14 @@ def fault_error(
         is_of_node: whether the gradient is the mean of the rank's node already.
         is_sent: whether other gradients have been sent during backward.
     """
-    name, where = slots[abs(fault) - 1].name, f"on rank {rank}"
+    where = f"on rank {rank}"
+    if fault > len(slots):
+        return NonFiniteGradientError(
+            f"Step {step}: what was kept of earlier gradients {where} has become too large for float32: their sum over "
+            "the ranks was not finite, or the value_dtype ends below them (float16 at 65504). Lower the learning rate, "
+            "or clip the gradients, and go on from an earlier checkpoint."
+        )
+    name = slots[abs(fault) - 1].name
     if fault < 0:
         return ConfigurationError(
             f"The gradient of {name!r} {where} is sparse; only dense ones are exchanged. Build the layer with "

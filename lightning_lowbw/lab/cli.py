@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import signal
 import sys
 from pathlib import Path
 
-from lightning_lowbw.lab.launcher import Report, launch
-from lightning_lowbw.lab.network import ENDING, Network, parse_rate
+from lightning_lowbw.lab.launcher import MAX_S, Report, check_run, launch
+from lightning_lowbw.lab.network import ENDING, MAX_NODES, Network, parse_rate
 from lightning_lowbw.lab.permission import LabError
 
 
@@ -43,15 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("give the command to run behind --, for instance: lowbw-lab --nodes 2 -- python train.py")
-    if options.nodes < 1 or options.ranks_per_node < 1:
-        parser.error(f"--nodes {options.nodes} --ranks-per-node {options.ranks_per_node}: give numbers >= 1")
+    if not 1 <= options.nodes <= MAX_NODES:
+        parser.error(f"--nodes {options.nodes}: give a number from 1 to {MAX_NODES}")
     ending = [number for number in ENDING[1:] if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
     before = {number: signal.signal(number, _terminate) for number in ending}
     try:
+        check_run(options.ranks_per_node, options.timeout)
         rates = _rates(options.inter, options.nodes)
         changes = [_change(text) for text in options.change]
-        if options.report is not None and not options.report.absolute().parent.is_dir():
-            raise LabError(f"--report {options.report}: there is no such folder; make it first.")
+        if options.report is not None:
+            _check_report(options.report)
         with Network(rates, delay_ms=options.delay) as network:
             report = launch(
                 network,
@@ -87,14 +88,24 @@ def _rates(text: str, num_nodes: int) -> list[float | None]:
     return rates
 
 
+def _check_report(path: Path) -> None:
+    """Before the run, whose numbers would be lost."""
+    if path.is_dir():
+        raise LabError(f"--report {path}: this is a folder; give the name of a file.")
+    if not path.absolute().parent.is_dir():
+        raise LabError(f"--report {path}: there is no such folder; make it first.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise LabError(f"--report {path}: this may not be written here; give another file.")
+
+
 def _change(text: str) -> tuple[float, float | None]:
     seconds, _, rate = text.partition(":")
     try:
         change = float(seconds), parse_rate(rate)
     except (ValueError, LabError) as error:
         raise LabError(f"--change {text}: give SECONDS:RATE, for instance 30:100mbit ({error}).") from error
-    if not 0 <= change[0] < math.inf:
-        raise LabError(f"--change {text}: give a time >= 0, in seconds after the start.")
+    if not 0 <= change[0] <= MAX_S:
+        raise LabError(f"--change {text}: give a time from 0 to {MAX_S:g}, in seconds after the start.")
     return change
 
 

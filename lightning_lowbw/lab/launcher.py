@@ -21,6 +21,7 @@ MASTER_PORT = 29500  # free in a namespace of our own
 POLL_S = 0.02
 GRACE_S = 5.0  # between asking the ranks to end and ending them
 TAIL_LINES, TAIL_BYTES = 30, 1 << 16  # of a failed rank's output
+MAX_RANKS_PER_NODE, MAX_S = 1000, 1e8  # more is a mistake
 TIMED_OUT = 124  # as the command `timeout` has it
 
 
@@ -55,6 +56,18 @@ class Report:
         return asdict(self)
 
 
+def check_run(ranks_per_node: int, timeout_s: float | None) -> None:
+    """Check what a run is to be like, before anything is started.
+
+    Raises:
+        LabError: a value is out of range.
+    """
+    if not 1 <= ranks_per_node <= MAX_RANKS_PER_NODE:
+        raise LabError(f"ranks per node {ranks_per_node}: give a number from 1 to {MAX_RANKS_PER_NODE}.")
+    if timeout_s is not None and not 0 < timeout_s <= MAX_S:
+        raise LabError(f"timeout {timeout_s:g}: give a number of seconds, above 0 and up to {MAX_S:g}.")
+
+
 def launch(
     network: Network,
     command: Sequence[str],
@@ -79,9 +92,10 @@ def launch(
         output: where rank 0's output goes; by default to this process's own.
 
     Raises:
-        LabError: a rate could not be changed.
+        LabError: a value is out of range, or a rate could not be changed.
         KeyboardInterrupt: handed on, after the ranks have ended.
     """
+    check_run(ranks_per_node, timeout_s)
     num_ranks = network.num_nodes * ranks_per_node
     before = [network.traffic(node) for node in range(network.num_nodes)]
     started = time.monotonic()

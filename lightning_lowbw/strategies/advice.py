@@ -14,7 +14,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_k import MOST_FRAGMENTS, EveryK
 from lightning_lowbw.when.every_step import EveryStep
 
 MUCH = 0.5  # of the trained elements; where less can be compressed the user is told
@@ -100,7 +100,7 @@ def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:
             f"This run has {num_steps:.0f} optimizer steps, and the first {begin} are synchronous (begin_step): it "
             "trains as DDP. Let the local phase begin earlier, or train longer."
         )
-    elif begin + when.k_steps // when.num_fragments > num_steps:
+    elif begin + when.k_steps // when.num_fragments_of(MOST_FRAGMENTS) > num_steps:
         rank_zero_warn(
             f"This run has {num_steps:.0f} optimizer steps, and with begin_step={begin}, k_steps={when.k_steps} it is "
             "over before the first average: each rank trains alone, and only the end is averaged. Give a smaller "

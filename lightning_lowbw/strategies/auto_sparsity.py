@@ -25,7 +25,7 @@ from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes, tell_what_stays_whole
-from lightning_lowbw.strategies.choice import take
+from lightning_lowbw.strategies.choice import adopt, take
 from lightning_lowbw.strategies.uneven import lengths_of_data
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
@@ -371,7 +371,7 @@ class AutoSparsity:
         if type(method.what) is type(strategy.method.what) and type(method.when) is type(strategy.method.when):
             strategy.reconfigure(method)
         else:
-            strategy.adopt(method)
+            adopt(strategy, method)
         self._adopted = method
 
 

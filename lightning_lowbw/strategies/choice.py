@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.facts import agree_on_configuration
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.replicas import Replicas
 from lightning_lowbw.strategies.synchronous import Synchronous
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.words import in_words
+from lightning_lowbw.where.agreement import failing_together
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -41,3 +43,28 @@ def take(strategy: Strategy, method: Method) -> None:
     if is_other:
         strategy.regime.tear_down()
         strategy.regime = regime_of(strategy, strategy._options["uneven"], strategy._options["audit"])
+
+
+def adopt(strategy: Strategy, method: Method) -> None:
+    """Go on with another method, from a step after which all ranks have the same weights and nothing is kept back.
+
+    Collective: all ranks.
+
+    Raises:
+        ConfigurationError, DisagreementError: on all ranks.
+    """
+    agree_on_configuration(type(strategy).__name__, method.facts())
+    before, regime = strategy.workers, strategy.regime
+    strategy.signals.settle()  # a rank that asks goes on asking
+    take(strategy, method)
+    if strategy.regime is not regime:
+        with failing_together():
+            strategy.regime.check(strategy.trainer)
+        strategy.regime.begin_fit()
+        strategy.groups.make_for_averages(method, strategy._timeout)
+    strategy._make_workers()
+    for worker, old in zip(strategy.workers, before, strict=True):
+        worker.step = old.step
+        worker.stop_requested, worker.save_requested = old.stop_requested, old.save_requested
+    if strategy.regime is not regime:
+        strategy.regime.set_up(strategy.trainer)

@@ -139,7 +139,7 @@ class Ends:
         """Whether replicas may have weights of their own."""
         method = self._strategy.method
         assert isinstance(method.when, EveryK)
-        return not (method.sends_changes or method.when.delay_steps or method.when.num_fragments > 1)
+        return not (method.sends_changes or method.when.delay_steps or method.when.has_fragments)
 
     @property
     def _can_finish(self) -> bool:

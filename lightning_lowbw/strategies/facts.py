@@ -5,13 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler, Timer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.agreement import agree, failing_together
+from lightning_lowbw.namespaces import twins
+from lightning_lowbw.where.agreement import agree, digest, failing_together
 
+# Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
+SETTINGS = (
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "precision",
+)
 PLAIN = (bool, int, float, str, tuple, type(None))  # what can be compared between ranks
 
 
@@ -20,36 +40,56 @@ def plain_values(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
 
+def settings_of(trainer: pl.Trainer) -> dict[str, object]:
+    """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    shared = [each for each in callbacks if isinstance(each, twins(Checkpoint) + twins(EarlyStopping))]
+    schedulers = [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
+    timers = [each for each in callbacks if isinstance(each, twins(Timer))]
+    return {
+        **{f"Trainer({name})": getattr(trainer, name) for name in SETTINGS},
+        "Trainer(max_time)": [round((each.time_remaining() or 0.0) + each.time_elapsed()) for each in timers],
+        "callbacks": [each.state_key for each in shared],
+        "GradientAccumulationScheduler": [each.scheduling for each in schedulers],
+    }
+
+
 def agree_on_configuration(
-    strategy: str, method: Mapping[str, object], ddp_kwargs: Mapping[str, object] = MappingProxyType({})
+    strategy: str, method: Mapping[str, object], others: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Check that all ranks were given the same strategy, method and keywords of DDP.
+    """Check that all ranks were given the same strategy and method, and the same of something else.
 
     Collective: all ranks, blocking.
 
     Raises:
         DisagreementError: on all ranks.
     """
-    agree(f"configuration of {strategy}", {"class": strategy, **method, **plain_values(ddp_kwargs)})
+    agree(f"configuration of {strategy}", {"class": strategy, **method, **others})
 
 
-def agree_on_model(module: torch.nn.Module) -> None:
+def agree_on_model(module: torch.nn.Module, compares_weights: bool = False) -> None:
     """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
 
     DDP's own error about models that differ does not say where they do.
+
+    Args:
+        module: the one that is fitted.
+        compares_weights: whether the weights must be equal already, for nobody will make them so.
 
     Collective: all ranks, blocking.
 
     Raises:
         ConfigurationError: on all ranks; a layer has gradients of torch's sparse layout.
-        DisagreementError: on all ranks; names, shapes, dtypes, layouts or what is frozen differ.
+        DisagreementError: on all ranks; names, shapes, dtypes, layouts, what is frozen or weights differ.
     """
     with failing_together():
         refuse_sparse_gradients(module)
-    facts = {
+    facts: dict[str, object] = {
         f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
     }
+    if compares_weights:
+        facts |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in module.named_parameters()}
     agree("model", facts)
 
 

@@ -20,7 +20,8 @@ class HierarchicalStrategy(Strategy):
     Args:
         ranks_per_node: nodes of so many neighbouring ranks, instead of `topology`.
         algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather) or "leader" (reduce, all-reduce
-            among the first ranks, broadcast), which also works with nodes of different sizes.
+            among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
+            "leader" on nodes of different sizes.
         inter_dtype: "float32", or "bfloat16" or "float16" for what is sent between nodes.
         topology: "auto" (asks the launcher and the host names), a number of ranks per node, the ranks of each node, or
             a `Topology`.
@@ -34,7 +35,7 @@ class HierarchicalStrategy(Strategy):
         >>> from lightning.pytorch import Trainer
         >>> strategy = HierarchicalStrategy(ranks_per_node=2)
         >>> strategy
-        HierarchicalStrategy(every step, whole gradients; topology=2, algorithm='sharded')
+        HierarchicalStrategy(every step, whole gradients; topology=2)
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
     """
 
@@ -42,7 +43,7 @@ class HierarchicalStrategy(Strategy):
     def __init__(
         self,
         ranks_per_node: int | None = None,
-        algorithm: Algorithm = "sharded",
+        algorithm: Algorithm | None = None,
         *,
         inter_dtype: str = "float32",
         topology: TopologyChoice = "auto",

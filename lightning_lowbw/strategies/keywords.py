@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import TypedDict
 
+from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checkpoint import Needs
 
@@ -40,7 +41,7 @@ class DDPKeywords(TypedDict, total=False):
         checkpoint_io: what writes and reads checkpoints.
         precision_plugin: made by the Trainer.
         process_group_backend: "nccl" or "gloo"; by default what suits the device.
-        timeout: how long a collective may take.
+        timeout: how long a collective may take: seconds, or a timedelta; also of the groups of two levels.
         start_method: "popen", "spawn", "fork" or "forkserver": how processes are started.
         broadcast_buffers: whether rank 0 sends its buffers in every forward pass; see the strategy.
         init_sync: whether rank 0 sends parameters and buffers at the start.
@@ -63,7 +64,7 @@ class DDPKeywords(TypedDict, total=False):
     checkpoint_io: CheckpointIO | None
     precision_plugin: Precision | None
     process_group_backend: str | None
-    timeout: timedelta | None
+    timeout: timedelta | float | None
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
     broadcast_buffers: bool | None
     init_sync: bool
@@ -89,12 +90,14 @@ class StrategyKeywords(DDPKeywords, total=False):
     resume: Needs
 
 
+TYPES = get_type_hints(DDPKeywords)
+
+
 def _keywords_of(*classes: type) -> dict[str, inspect.Parameter]:
-    types = get_type_hints(DDPKeywords)
     return {
         name: parameter.replace(
             kind=inspect.Parameter.KEYWORD_ONLY,
-            annotation=types.get(name, parameter.annotation),
+            annotation=TYPES.get(name, parameter.annotation),
             # "As the method needs it" here, and none of DDP's own defaults, which depend on the release of torch.
             default=None if name == "broadcast_buffers" else parameter.default,
         )
@@ -141,7 +144,7 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
     LightningCLI gives a constructor all its defaults.
 
     Raises:
-        ConfigurationError: a keyword is unknown, or its value cannot be combined with a communication hook.
+        ConfigurationError: a keyword is unknown, its value cannot be combined with a communication hook, or is none.
     """
     given = {
         name: value for name, value in kwargs.items() if name not in ALL_KEYWORDS or value != ALL_KEYWORDS[name].default
@@ -159,4 +162,29 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
             raise ConfigurationError(
                 f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(allowed)}."
             )
+        if TYPES.get(name) in (bool, bool | None) and not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r}: give True or False, or leave it out.")
+        if name == "bucket_cap_mb" and not (is_number(value) and value > 0):
+            raise ConfigurationError(f"{name}={value!r}: give a number of MiB, above 0, or leave it out.")
+        if name == "start_method" and value not in get_args(TYPES[name]):
+            raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(get_args(TYPES[name]))}.")
+    if given.get("timeout") is not None:
+        given["timeout"] = as_timeout(given["timeout"])
     return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release
+
+
+def as_timeout(value: object) -> timedelta:
+    """Return how long a collective may take, from seconds or a timedelta.
+
+    Raises:
+        ConfigurationError: it is neither, or not above 0.
+    """
+    try:
+        timeout = timedelta(seconds=float(value)) if is_number(value) else value  # type: ignore[arg-type]
+    except OverflowError:
+        timeout = None
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise ConfigurationError(
+            f"timeout={value!r}: give the seconds that a collective may take, as 600, or a timedelta; above 0."
+        )
+    return timeout

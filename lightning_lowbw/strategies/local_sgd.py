@@ -43,7 +43,7 @@ class LocalSGDStrategy(Strategy):
         delay_steps: local steps that hide an average: it is applied that many steps after it was begun, with the
             progress made in between kept. "auto" measures how many steps an average takes.
         num_fragments: the parameters are averaged in so many parts, at different steps (streaming): the peak of the
-            traffic is divided by it.
+            traffic is divided by it. "auto": 4, or as many as there are tensors.
         mixing: the share of its own weights that a rank keeps when a delayed average is applied; None keeps the
             progress.
         value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4", with error feedback.
@@ -80,7 +80,7 @@ class LocalSGDStrategy(Strategy):
         outer_momentum: float | None = None,
         inner_momentum: InnerMomentum = "local",
         delay_steps: int | str = 0,
-        num_fragments: int = 1,
+        num_fragments: int | str = 1,
         mixing: float | None = None,
         value_dtype: str = "float32",
         compression: Mapping[str, Any] | TopK | None = None,

@@ -37,13 +37,14 @@ from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
-from lightning_lowbw.strategies.choice import regime_of, take
+from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
 from lightning_lowbw.strategies.interruption import InterruptibleDDP
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
+from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
@@ -99,7 +100,7 @@ class Strategy(InterruptibleDDP):
         resume: Needs = "exact",
         **kwargs: Unpack[DDPKeywords],
     ) -> None:
-        super().__init__(**given_keywords(type(self), kwargs))
+        super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
         self.method = as_method(method).at(topology)
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
@@ -117,6 +118,7 @@ class Strategy(InterruptibleDDP):
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
+        self._lost_peers = LostPeers(self)
         self._checkpoints = Checkpoints(self, self._options["resume"])
 
     accelerator = property(DDPStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
@@ -170,31 +172,15 @@ class Strategy(InterruptibleDDP):
         for worker in self.workers:
             worker.method = method
 
-    def adopt(self, method: Method) -> None:
-        """Go on with another method, from a step after which all ranks have the same weights and nothing is kept back.
-
-        Collective: all ranks.
-
-        Raises:
-            ConfigurationError, DisagreementError: on all ranks.
-        """
-        facts.agree_on_configuration(type(self).__name__, method.facts())
-        before, regime = self.workers, self.regime
-        self.signals.settle()  # a rank that asks goes on asking
-        take(self, method)
-        if self.regime is not regime:
-            with failing_together():
-                self.regime.check(self.trainer)
-            self.regime.begin_fit()
-            self.groups.make_for_averages(method, self._timeout)
-        self._make_workers()
-        for worker, old in zip(self.workers, before, strict=True):
-            worker.step = old.step
-            worker.stop_requested, worker.save_requested = old.stop_requested, old.save_requested
-        if self.regime is not regime:
-            self.regime.set_up(self.trainer)
-
     # Setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
+            self._lost_peers.begin_fit()
+            others = {**facts.plain_values(self._ddp_kwargs), **facts.settings_of(self.trainer)}
+            facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -235,8 +221,7 @@ class Strategy(InterruptibleDDP):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, self._ddp_kwargs)
-        facts.agree_on_model(self.model)
+        facts.agree_on_model(self.model, compares_weights=self._ddp_kwargs.get("init_sync") is False)
         group = self._ddp_kwargs.get("process_group")
         self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
@@ -265,6 +250,7 @@ class Strategy(InterruptibleDDP):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain_(exception, self)  # before Lightning would do so
+        self._lost_peers.explain_(exception)
         super().on_exception(exception)
 
     @override
@@ -274,6 +260,7 @@ class Strategy(InterruptibleDDP):
         self.clipping.restore()
         self.groups.close()
         self._guard.release()
+        self._lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         module = self.lightning_module

@@ -94,7 +94,7 @@ class Uneven:
             return "with several optimizers or manual optimization ranks cannot wait for each other"
         if method.sends_changes or when.delay_steps:
             return "value_dtype, compression and delay_steps require equal weights of the ranks"
-        if when.num_fragments > 1:
+        if when.has_fragments:
             return "num_fragments requires all ranks at each of its steps"
         if not isinstance(when.begin_step, int):
             return f"begin_step={when.begin_step!r} is not known in advance; give a number of steps"

@@ -8,7 +8,7 @@ from lightning_lowbw.engine.method import Method
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.adaptive import FIRST_LR_DECAY
-from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_k import AUTO, MOST_FRAGMENTS, EveryK
 from lightning_lowbw.when.every_step import EveryStep
 
 
@@ -83,8 +83,9 @@ def _averages_in_words(when: EveryK, payload: str) -> str:
         period += f" to {when.max_k_steps}"
         after += f" by rule {when.rule!r}"
     words = [f"every {period} steps after {after}", payload]
-    if when.num_fragments > 1:
-        words.append(f"in {when.num_fragments} fragments")
+    if when.has_fragments:
+        num = f"up to {MOST_FRAGMENTS}" if when.num_fragments == AUTO else when.num_fragments
+        words.append(f"in {num} fragments")
     if when.outer != "none":
         words.append(f"outer optimizer {when.outer!r}")
     if when.inner_momentum != "local":

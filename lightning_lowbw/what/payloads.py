@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Narrow:
     """Every element in few bits, with error feedback: what is rounded away is added to the next message.

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import from_mapping, is_number
+from lightning_lowbw.arguments import from_mapping, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.averages import add_mean_, scatter_mean_
 from lightning_lowbw.ops.table import upload
@@ -65,6 +65,7 @@ class ChunkLayout:
         return self.num_full * self.k + self.k_last
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class TopK:
     """The largest elements of each tensor.
@@ -155,8 +156,7 @@ class TopK:
                 )
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not is_count and value is not None:
+            if not is_count(value) and value is not None:
                 choices_of = "for whole tensors" if name == "chunk" else "for a share of what is trained"
                 raise ConfigurationError(
                     f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
@@ -340,4 +340,4 @@ def as_compression(choice: TopK | Mapping[str, Any] | None) -> TopK | None:
         raise ConfigurationError(
             f"compression={choice!r}: give a Compression, a mapping such as {{'value_dtype': 'int4'}}, or None."
         )
-    return Compression(**choice)
+    return from_mapping(TopK, {**SPARSE_LOCO, **choice}, "compression")

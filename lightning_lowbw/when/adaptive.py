@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.errors import ConfigurationError
 
 Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
@@ -71,16 +72,16 @@ class PeriodSchedule:
             raise ConfigurationError(f"rule={self.rule!r}: choose one of {', '.join(get_args(Rule))}.")
         for name in ("k_steps", "max_k_steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 1.")
         if self.rule != "fixed" and self.max_k_steps < self.k_steps:
             raise ConfigurationError(
                 f"max_k_steps={self.max_k_steps} is below the first k of {self.k_steps}: give at least as many."
             )
-        if not (isinstance(self.qsr_alpha, (int, float)) and self.qsr_alpha > 0 and math.isfinite(self.qsr_alpha)):
+        if not (is_number(self.qsr_alpha) and self.qsr_alpha > 0):
             raise ConfigurationError(f"qsr_alpha={self.qsr_alpha!r}: give a number > 0.")
         begin = self.begin_step
-        is_step = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 0
+        is_step = is_count(begin, 0)
         is_fraction = isinstance(begin, float) and 0.0 < begin < 1.0
         if not (is_step or is_fraction or begin == FIRST_LR_DECAY):
             raise ConfigurationError(

@@ -10,15 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from lightning_lowbw.arguments import is_number
+from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.when.adaptive import PeriodSchedule, Rule
 from lightning_lowbw.when.outer import OuterName, OuterOptimizer
 
 InnerMomentum = Literal["local", "average", "reset"]
 AUTO = "auto"
+MOST_FRAGMENTS = 4  # of "auto"
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class EveryK:
     """Average the replicas after every k-th local step.
@@ -39,7 +41,7 @@ class EveryK:
             with the progress made meanwhile kept. 0 waits for it. Less than k_steps. "auto" waits for the first two,
             and takes what the second took, in local steps; the same on all ranks, but not from run to run.
         num_fragments: the parameters are averaged in so many parts of nearly one size, each every k steps, one after
-            another: the peak of the traffic is divided by it.
+            another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
         mixing: alpha, the share of its own weights that a rank keeps when a delayed average is applied:
             ``x = alpha x + (1 - alpha) average``. None keeps the progress made meanwhile: ``x = x + average - x then``.
         node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
@@ -59,7 +61,7 @@ class EveryK:
     outer_momentum: float | None = None
     inner_momentum: InnerMomentum = "local"
     delay_steps: int | str = 0
-    num_fragments: int = 1
+    num_fragments: int | str = 1
     mixing: float | None = None
     node_k_steps: int = 1
     schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
@@ -80,25 +82,40 @@ class EveryK:
                     f"{name}={getattr(self, name)!r} with k_steps=1, which is DDP: it is for averages of weights. Give "
                     "k_steps > 1, or leave it out."
                 )
-        for name in ("node_k_steps", "num_fragments"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
+        if not is_count(self.node_k_steps):
+            raise ConfigurationError(f"node_k_steps={self.node_k_steps!r}: give an integer >= 1.")
         self._check_delay()
-        if self.num_fragments > 1 and (self.rule != "fixed" or self.node_k_steps > 1):
+        self._check_fragments()
+
+    def num_fragments_of(self, num_tensors: int) -> int:
+        """Return in how many parts so many tensors are averaged: for "auto" no more than there are tensors or steps."""
+        if isinstance(self.num_fragments, int):
+            return self.num_fragments
+        return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))
+
+    @property
+    def has_fragments(self) -> bool:
+        """Whether the parameters are averaged in parts, if there are enough of them."""
+        return self.num_fragments != 1
+
+    def _check_fragments(self) -> None:
+        num = self.num_fragments
+        if num != AUTO and not is_count(num):
+            raise ConfigurationError(f"num_fragments={num!r}: give an integer >= 1, or {AUTO!r}.")
+        if num != 1 and (self.rule != "fixed" or self.node_k_steps > 1):
             raise ConfigurationError(
-                f"num_fragments={self.num_fragments} requires a fixed period, the same for all ranks: leave out rule "
-                "and node_k_steps."
+                f"num_fragments={num!r} requires a fixed period, the same for all ranks: leave out rule and "
+                "node_k_steps."
             )
-        if self.num_fragments > self.k_steps:
+        if isinstance(num, int) and num > self.k_steps:
             raise ConfigurationError(
-                f"num_fragments={self.num_fragments} with k_steps={self.k_steps}: give at most one fragment per step."
+                f"num_fragments={num} with k_steps={self.k_steps}: give at most one fragment per step."
             )
 
     def _check_delay(self) -> None:
         delay, mixing = self.delay_steps, self.mixing
-        is_count = isinstance(delay, int) and not isinstance(delay, bool) and 0 <= delay < max(self.k_steps, 1)
-        if not is_count and delay != AUTO:
+        is_below = isinstance(delay, int) and is_count(delay, 0) and delay < self.k_steps
+        if not is_below and delay != AUTO:
             raise ConfigurationError(
                 f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1, or "
                 f"{AUTO!r}."

@@ -5,16 +5,17 @@ Source: arXiv 1712.01887, section 3.3 ("warm-up training"), with the knobs of Pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_lowbw.arguments import is_number
+from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 
 AUTO = "auto"
 
 
+@names_arguments
 @dataclass(frozen=True)
 class EveryStep:
     """Exchange gradients in every optimizer step; as a function of the step, how much of them.
@@ -53,7 +54,7 @@ class EveryStep:
             object.__setattr__(self, "sparsity", _as_stairs(self.sparsity))
         for name, least in (("rampup_begin_step", 0), ("rampup_step", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_count(value, least):
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
         for name in ("overlap", "pretrained"):
             if not isinstance(getattr(self, name), bool):
@@ -76,7 +77,7 @@ class EveryStep:
     @property
     def is_auto(self) -> bool:
         """Whether the numbers are still to be chosen, and steps are dense."""
-        return self.sparsity == AUTO
+        return isinstance(self.sparsity, str) and self.sparsity == AUTO
 
     @property
     def stairs(self) -> tuple[float, ...]:
@@ -102,12 +103,14 @@ class EveryStep:
 def _as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
     if isinstance(sparsity, (int, float)):
         raise ConfigurationError(f"sparsity={sparsity!r}: give a list of values in [0, 1), for instance [0.999].")
+    # "0" is a list of digits to Python, and a set has no order.
+    values = () if isinstance(sparsity, (Mapping, Set, str, bytes)) else sparsity
     try:
-        stairs = tuple(float(value) for value in sparsity)
-    except (TypeError, ValueError) as error:
+        if values is not sparsity or any(isinstance(value, (bool, str, bytes)) for value in values):
+            raise TypeError("no list of numbers")
+        stairs = tuple(float(value) for value in values)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).") from error
-    if isinstance(sparsity, str):  # "0" is a list of digits to Python
-        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).")
     if not stairs:
         raise ConfigurationError("sparsity=[]: give at least one value in [0, 1), for instance [0.999].")
     for value in stairs:

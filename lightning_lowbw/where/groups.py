@@ -18,14 +18,27 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
     Args:
         ranks: of the world; a group has them in ascending order.
         purpose: what runs at the same time needs groups of its own, for the ranks may not begin it in one order.
-        timeout: after which a collective of the group fails; None is the backend's default, not that of the world.
+        timeout: after which a collective of the group fails; None is that of the world.
     """
     for stale in [key for key in _groups if key[0] is not dist.group.WORLD]:
         del _groups[stale]  # a world that was made anew has groups of its own
     key = (dist.group.WORLD, ranks, purpose, timeout)
     if key not in _groups:
-        _groups[key] = dist.new_group(list(ranks), timeout=timeout)
+        _groups[key] = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
     return _groups[key]
+
+
+def _timeout_of_world() -> timedelta | None:
+    """Return what the user gave `init_process_group`; None, the backend's default, where torch does not tell."""
+    for device in ("cpu", "cuda"):
+        try:
+            backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]
+        except RuntimeError:  # the world has none for this device
+            continue
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -34,7 +34,7 @@ def narrow_mean_(
     means: Sequence[Tensor],
     value_format: NarrowFormat,
     peers: Peers,
-) -> None:
+) -> Tensor:
     """Average tensors over the participants, sent in few bits; what the rounding takes away stays in the residuals.
 
     On two levels the signals are those of nodes: each rank of a node does this for its part of every tensor, and the
@@ -59,20 +59,25 @@ def narrow_mean_(
         value_format: see `what.narrow_values`.
         peers: the ranks.
 
+    Returns:
+        The sum of what this rank's rounding has left: not finite where a residual is not, as where sums of large
+        signals overflow; a scalar on their device.
+
     Raises:
         ConfigurationError: on all ranks; see `Peers.check_parts`.
     """
     longest = sum(part.numel() for part in _parts(signals, peers, 0))
     if longest == 0:
-        return
+        return signals[0].new_zeros(())
     dtype = reduce(torch.promote_types, (signal.dtype for signal in signals), torch.float32)
     own_signals, own_residuals, own_means = (Joined(_parts(each, peers)) for each in (signals, residuals, means))
-    _average_part_(own_signals, own_residuals, own_means, longest, dtype, value_format, peers.between)
+    left = _average_part_(own_signals, own_residuals, own_means, longest, dtype, value_format, peers.between)
     if peers.num_local_ranks > 1:
         row = own_means.read(0, longest, dtype)
         rows = peers.gather_parts_in_node(row, longest * peers.num_local_ranks).view(-1, longest)
         for local_rank, row in enumerate(rows):
             Joined(_parts(means, peers, local_rank)).write_(0, row)
+    return left
 
 
 def _average_part_(
@@ -83,15 +88,16 @@ def _average_part_(
     dtype: torch.dtype,
     value_format: NarrowFormat,
     between: Collectives,
-) -> None:
+) -> Tensor:
     """Average one vector over the ranks of a group: `numel` elements, of which the last may be filling."""
     num_ranks, device = between.num_ranks, signals.device
+    left = torch.zeros((), dtype=dtype, device=device)
     if num_ranks == 1:
         whole = residuals.read(0, numel, dtype)
         signals.add_to_(0, whole)
         means.write_(0, whole)
         residuals.write_(0, torch.zeros_like(whole))
-        return
+        return left
     size = -(-numel // num_ranks)  # of the part that a rank owns
     nbytes = value_format.nbytes(size)
     message = torch.empty((num_ranks, nbytes), dtype=torch.uint8, device=device)
@@ -101,6 +107,7 @@ def _average_part_(
         signals.add_to_(first, values)
         value_format.write_(message[rows], size, start, values.view(-1, stop - start))
         residuals.write_(first, values)
+        left += values.sum()  # while it is in the cache
     received = between.all_to_all(message.view(-1)).view(num_ranks, nbytes)
     answer = torch.empty((1, nbytes), dtype=torch.uint8, device=device)
     for _, start, stop in _ranges(1, size, device):
@@ -111,9 +118,11 @@ def _average_part_(
         value_format.write_(answer, size, start, mean)
         # N times, for a residual enters the mean divided by N.
         residuals.add_(between.rank * size + start, mean.view(-1).mul_(num_ranks))
+        left += mean.sum()
     gathered = between.all_gather(answer.view(-1), message)
     for rows, start, stop in _ranges(num_ranks, size, device):
         means.write_(rows.start * size + start, value_format.read(gathered[rows], size, start, stop).view(-1))
+    return left
 
 
 def _ranges(num_rows: int, size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:

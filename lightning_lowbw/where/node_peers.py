@@ -34,7 +34,7 @@ class NodePeers:
             all of them, for nodes of different sizes; there are no parts then.
         inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
         ledger: where the traffic is written down, by level.
-        timeout: of the groups that are made here; None is the backend's default.
+        timeout: of the groups that are made here; None is that of the world.
         purpose: peers that are in use at the same time need groups of their own.
 
     Attributes:

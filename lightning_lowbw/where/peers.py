@@ -231,7 +231,7 @@ def make_peers(
         ledger: where the traffic is written down; a new one if left out.
         algorithm: see `NodePeers`; None is "sharded" where all nodes have as many ranks, else "leader".
         inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
-        timeout: of the groups that are made for a topology; None is the backend's default.
+        timeout: of the groups that are made for a topology; None is that of the world.
         purpose: peers that are in use at the same time, as for gradients and for averages that they hide, need groups
             of their own.
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 
+MOST_RANKS = 1 << 20  # more is a mistake, and a list of them fills the memory
 
+
+@names_arguments
 @dataclass(frozen=True)
 class Topology:
     """The ranks of each node, in the order of the nodes.
@@ -29,6 +33,10 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        nodes: object = self.nodes
+        is_list = isinstance(nodes, Sequence) and all(isinstance(node, Sequence) for node in nodes)
+        if not is_list or not all(is_count(rank, 0) for node in self.nodes for rank in node):
+            raise ConfigurationError(f"topology {nodes!r}: give the ranks of each node, as in ((0, 1), (2, 3)).")
         object.__setattr__(self, "nodes", tuple(tuple(sorted(node)) for node in self.nodes))
         ranks = sorted(rank for node in self.nodes for rank in node)
         if ranks != list(range(len(ranks))) or not all(self.nodes) or not ranks:
@@ -37,14 +45,18 @@ class Topology:
             )
 
     @classmethod
+    @names_arguments
     def blocks(cls, world_size: int, ranks_per_node: int) -> Topology:
         """Return nodes of `ranks_per_node` neighbouring ranks.
 
         Raises:
-            ConfigurationError: the world is not divisible.
+            ConfigurationError: the world is not divisible, or there are no such numbers of ranks.
         """
-        if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-            raise ConfigurationError(f"ranks_per_node={ranks_per_node!r}: give an integer >= 1.")
+        for name, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
+            if not is_count(value):
+                raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
+        if world_size > MOST_RANKS:
+            raise ConfigurationError(f"world_size={world_size}: give an integer from 1 to {MOST_RANKS}.")
         if world_size % ranks_per_node:
             raise ConfigurationError(
                 f"{world_size} ranks cannot be divided into nodes of ranks_per_node={ranks_per_node}; give a divisor."

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from lightning_lowbw.arguments import is_count
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.topology import Topology
@@ -27,11 +28,12 @@ def check_choice(choice: object) -> Topology | None:
     if isinstance(choice, Topology):
         return choice
     if isinstance(choice, int) and not isinstance(choice, bool):
-        Topology.blocks(choice, choice)  # a number of ranks at all
+        if choice < 1:
+            raise ConfigurationError(f"ranks_per_node={choice!r}: give an integer >= 1.")
         return None
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         nodes = [tuple(node) if isinstance(node, Sequence) else () for node in choice]
-        if all(isinstance(rank, int) and not isinstance(rank, bool) for node in nodes for rank in node) and all(nodes):
+        if all(is_count(rank, 0) for node in nodes for rank in node) and all(nodes):
             return Topology(tuple(nodes))
     elif choice in ("flat", "auto"):
         return None

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw import Compression, ConfigurationError, LocalSGD
 from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.state import merge
 from lightning_lowbw.where.agreement import digest
@@ -304,6 +305,24 @@ def test_parameters_that_come_later_join_a_fragment() -> None:
     (fragments, first), (_, second) = run_ranks(add_a_group, 2)
     assert fragments == [["a"], ["b", "late"]]
     assert first == second
+
+
+def streams(num_tensors: int, num_fragments: Any) -> tuple[int, int]:
+    parameters = make_parameters({f"p{number}": (6,) for number in range(num_tensors)})
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
+    method = preset("streaming_diloco").replace(k_steps=5, num_fragments=num_fragments, delay_steps=1)
+    worker: Any = method.attach(optimizer, parameters.items())
+    train_on(worker, parameters, range(12))
+    return len(worker.fragments), worker.num_averages
+
+
+def test_a_preset_takes_no_more_fragments_than_there_are_tensors() -> None:
+    for num_tensors, expected in ((1, 1), (3, 3), (6, 4)):
+        for num_fragments, num_averages in run_ranks(streams, 2, num_tensors, "auto"):
+            assert num_fragments == expected
+            assert num_averages >= 2 * expected, "12 steps, each fragment every 5"
+    with pytest.raises(AssertionError, match="num_fragments=4, and the optimizer has 3 tensors: give at most as many"):
+        run_ranks(streams, 1, 3, 4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

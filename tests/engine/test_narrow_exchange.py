@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_lowbw import DGC, Method, Narrow
+from lightning_lowbw import DGC, Method, Narrow, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.state import merge
@@ -250,6 +250,32 @@ def test_small_tensors_train_as_in_float32() -> None:
 
 
 # States ---------------------------------------------------------------------------------------------------------------
+
+
+def overflow(dtype: str, value: float) -> list[str | float]:
+    weight = torch.nn.Parameter(torch.zeros(300))
+    optimizer = torch.optim.SGD([weight], lr=1e-39)
+    Method(what=Narrow(value_dtype=dtype)).attach(optimizer, [("weight", weight)])
+    seen: list[str | float] = []
+    for _ in range(3):
+        weight.grad = torch.full((300,), value)
+        try:
+            optimizer.step()
+        except NonFiniteGradientError as error:
+            seen.append(str(error))
+            break
+        seen.append(float(weight.detach().abs().max()))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", NARROW_NAMES)
+def test_what_is_kept_of_gradients_too_large_is_told(dtype: str) -> None:
+    """The sum of two is not finite, or what is kept of them grows until it is not: never silently."""
+    results = run_ranks(overflow, 2, dtype, 3e38)
+    for seen in results:
+        assert "what was kept of earlier gradients on rank 0 has become too large for float32" in str(seen[-1])
+        assert "Lower the learning rate" in str(seen[-1])
+    assert all(isinstance(each, float) for seen in run_ranks(overflow, 2, dtype, 1e30) for each in seen)
 
 
 def go_on(state: dict[str, Any]) -> dict[str, Any]:

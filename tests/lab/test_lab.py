@@ -115,6 +115,30 @@ def test_bad_rates(text: str) -> None:
         parse_rate(text)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--timeout", "nan"], "timeout nan: give a number of seconds, above 0"),
+        (["--timeout", "-1"], "timeout -1: give a number of seconds, above 0"),
+        (["--ranks-per-node", "0"], "ranks per node 0: give a number from 1 to"),
+        (["--change", "nan:1gbit"], "--change nan:1gbit: give a time from 0 to"),
+        (["--report", "."], "--report .: this is a folder; give the name of a file"),
+        (["--report", "no/such/folder/report.json"], "there is no such folder; make it first"),
+    ],
+)
+def test_flags_are_checked_before_anything_is_made(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "--", "true"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_many_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--nodes", "1000000000000", "--", "true"])
+    assert "--nodes 1000000000000: give a number from 1 to 250" in capsys.readouterr().err
+
+
 def test_without_tc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--", "true"]) == 2

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from lightning_lowbw import ConfigurationError, DisagreementError
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from tests.ranks import run_ranks
 from tests.strategies.watching import meet_an_error
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd
@@ -75,6 +77,63 @@ def test_refused_on_all_ranks_before_the_first_step(what: str, error: type[Excep
         assert steps == 0
         for word in words:
             assert word in message
+
+
+SETTINGS: dict[str, tuple[Any, Any]] = {
+    "max_steps": (4, 6),
+    "max_epochs": (1, 2),
+    "accumulate_grad_batches": (1, 2),
+    "val_check_interval": (1, 2),
+    "limit_val_batches": (0, 1),
+    "num_sanity_val_steps": (0, 1),
+    "gradient_clip_val": (0.5, 0.6),
+    "precision": ("32-true", "bf16-mixed"),
+    "max_time": ("00:01:00:00", "00:02:00:00"),
+    "callbacks": ([], [EarlyStopping("val_loss")]),
+    "enable_checkpointing": (False, True),
+}
+
+
+def differ_in_settings(names: list[str], strategy: str) -> list[tuple[str, str, int]]:
+    found = []
+    for name in names:
+        options = {"max_epochs": 2, name: SETTINGS[name][dist.get_rank()]}
+        trainer = make_trainer(make_strategy(strategy), 2, **options)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError) as caught:
+            trainer.fit(Tiny(), make_data(2, 4), make_data(2, 1))
+        found.append((type(caught.value).__name__, str(caught.value), trainer.global_step))
+    return found
+
+
+def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
+    for found in run_ranks(differ_in_settings, 2, list(SETTINGS), "dgc", timeout_s=60.0):
+        for (kind, message, step), (name, values) in zip(found, SETTINGS.items(), strict=True):
+            assert (kind, step) == (DisagreementError.__name__, 0), name
+            is_callback = name in ("callbacks", "enable_checkpointing")
+            assert ("callbacks: rank 0 has [], rank 1 has [" if is_callback else f"Trainer({name}): rank 0") in message
+            if name in ("max_steps", "gradient_clip_val", "accumulate_grad_batches"):
+                assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+
+
+def begin_from_other_weights(strategy: str) -> list[str]:
+    found = []
+    for init_sync in (True, False):
+        model = Tiny()
+        if dist.get_rank() == 1:
+            torch.nn.init.ones_(model.head.bias)
+        trainer = make_trainer(make_strategy(strategy, init_sync=init_sync), 2)
+        try:
+            trainer.fit(model, make_data(2, 1))
+        except DisagreementError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.skipif("init_sync" not in DDP_KEYWORDS, reason="this release of torch synchronises always")
+def test_other_weights_are_found_where_nobody_makes_them_equal() -> None:
+    for (message,) in run_ranks(begin_from_other_weights, 2, "dense"):
+        assert "weights of head.bias (init_sync=False): rank 0 has" in message
+        assert "head.weight" not in message
 
 
 class SparseEmbedding(Tiny):

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 
 
@@ -89,6 +90,17 @@ def test_the_hook_may_be_a_bound_method_with_annotations() -> None:
     signature = inspect.signature(GradientHook.reduce)
     assert signature.parameters["bucket"].annotation is torch.distributed.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+
+
+def test_settings_are_compared_before_callbacks_are_set_up() -> None:
+    run = inspect.getsource(Trainer._run)
+    assert run.index("strategy.connect(") < run.index("strategy.setup_environment()") < run.index("_call_setup_hook")
+    trainer = Trainer(accelerator="cpu", max_time={"minutes": 2}, logger=False, enable_checkpointing=False)
+    for name in SETTINGS:
+        assert hasattr(trainer, name), name
+    assert settings_of(trainer)["Trainer(max_time)"] == [120]
+    keys = [ModelCheckpoint(every_n_train_steps=steps).state_key for steps in (1, 2)]
+    assert keys[0] != keys[1], "not what it does"
 
 
 def test_the_trainer_keeps_the_name_that_it_was_given() -> None:

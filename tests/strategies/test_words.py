@@ -66,6 +66,11 @@ from lightning_lowbw import (
             "in 3 fragments, outer optimizer 'nesterov', hidden behind measured steps; topology='flat', audit=True)",
         ),
         (
+            LocalSGDStrategy(100, 0, num_fragments="auto"),
+            "LocalSGDStrategy(every 100 steps after step 0, whole parameters in float32, in up to 4 fragments; "
+            "topology='flat')",
+        ),
+        (
             LocalSGDStrategy(compression=Compression(density=0.5, chunk=None), node_k_steps=2, topology=2),
             "LocalSGDStrategy(every 8 steps after step 1, the 50 % largest changes of each tensor as int2, inside "
             "nodes every 2 steps; topology=2)",
@@ -77,8 +82,7 @@ from lightning_lowbw import (
         ),
         (
             HierarchicalStrategy(2, inter_dtype="bfloat16"),
-            "HierarchicalStrategy(every step, whole gradients; topology=2, algorithm='sharded', "
-            "inter_dtype='bfloat16')",
+            "HierarchicalStrategy(every step, whole gradients; topology=2, inter_dtype='bfloat16')",
         ),
         (
             Strategy(LocalSGD(k_steps=3), topology="auto"),

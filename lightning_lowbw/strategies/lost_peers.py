@@ -1,0 +1,131 @@
+"""Names the ranks that have gone where a collective has failed on this one."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from lightning_lowbw.where.roll_call import ANSWER_S, Answers, RollCall
+from lightning_lowbw.where.topology_choice import NODE_VARIABLES
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.strategy import Strategy
+
+# What torch says where a peer has gone, or does not come.
+IS_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out")
+LOST = "a peer was lost"
+FIT = "_call_and_handle_interrupt"  # of Lightning, the outermost
+# By the name of a function on the stack, the innermost first.
+PHASES = {
+    "exchange": "the exchange of gradients",
+    "average": "an average of weights",
+    "average_due": "an average of weights",
+    "save_checkpoint": "saving a checkpoint",
+    "load_checkpoint": "loading a checkpoint",
+    "backward": "the backward pass",
+    "training_step": "training_step",
+    "validation_step": "validation",
+    "on_validation_start": "validation",
+    "on_validation_end": "validation",
+    "run_validation": "validation",
+    "_run_sanity_check": "validation",
+    "optimizer_step": "the optimizer's step",
+    "on_train_epoch_end": "the end of an epoch",
+    "setup": "the set-up of the fit",
+    "setup_environment": "the set-up of the fit",
+    "teardown": "the end of the fit",
+}
+
+
+class LostPeers:
+    """Knows who is there, during a fit.
+
+    Args:
+        strategy: whose peers they are.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._roll_call = RollCall(self._phase)
+
+    def begin_fit(self) -> None:
+        """Begin to answer when other ranks call. Another exchange between all ranks must follow."""
+        number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), None)
+        node = "" if number is None else f"node {number}, "
+        self._roll_call.begin(f"{node}host {socket.gethostname()}, pid {os.getpid()}")
+
+    def explain_(self, exception: BaseException) -> None:
+        """Say which ranks have gone, if that is what an exception comes of; tell the other ranks of any other.
+
+        In place:
+            The exception's message; torch's own becomes its cause. Takes seconds, and never waits for longer.
+        """
+        if not self._roll_call.has_begun:
+            return
+        message = str(exception)
+        phase = self._phase(frame for frame, _ in traceback.walk_tb(exception.__traceback__))
+        if not isinstance(exception, RuntimeError) or not IS_LOST.search(message):
+            self._roll_call.note(f"{type(exception).__name__} in {phase}: {message.splitlines()[0] if message else ''}")
+            return
+        self._roll_call.note(f"{LOST} in {phase}")
+        answers = self._roll_call.call()
+        told = self._without_store() if answers is None else self._told(answers)
+        cause = RuntimeError(message)
+        cause.__cause__ = exception.__cause__
+        exception.args = (f"Rank {dist.get_rank()}, in {phase}: {told}",)
+        exception.__cause__ = cause
+
+    def close(self) -> None:
+        """End what answers."""
+        self._roll_call.close()
+
+    def _told(self, answers: Answers) -> str:
+        own = {rank: reason for rank, reason in answers.failed.items() if not reason.startswith(LOST)}
+        gone = [
+            *(f"rank {rank} ({answers.places[rank]}) has failed: {reason}" for rank, reason in own.items()),
+            *(
+                f"rank {rank} ({answers.places[rank]}) is gone or stopped: no answer within {ANSWER_S:g} s"
+                for rank in answers.silent
+            ),
+        ]
+        if gone:
+            return f"{'; '.join(gone)}. Look at the output there; then start all ranks again, from the last checkpoint."
+        if not answers.present:
+            return "all other ranks have lost a peer, too: this one was stopped, or cut off from them. Start all again."
+        there = [
+            *(f"rank {rank} in {phase}" for rank, phase in answers.present.items()),
+            *(f"rank {rank}: {reason}" for rank, reason in answers.failed.items()),
+        ]
+        return (
+            f"all other ranks answer ({'; '.join(there)}), so the network failed, or they did not come within the "
+            "timeout. Ranks in other places than this one have taken another branch, or are slow: give a longer "
+            "timeout=... (seconds) to the strategy."
+        )
+
+    def _without_store(self) -> str:
+        return (
+            f"who has gone cannot be told: the store at {self._roll_call.address}, where the ranks have met, does not "
+            "answer either. It is in the process of rank 0, or of the launcher on its node: look at the output there."
+        )
+
+    def _phase(self, frames: Iterable[FrameType] | None = None) -> str:
+        """Return what the main thread does, by the functions that it is in; or by some frames, the innermost last."""
+        if frames is None:
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            frames = reversed([each for each, _ in traceback.walk_stack(frame)])
+        names = [frame.f_code.co_name for frame in frames]
+        if FIT in names:  # what calls it may have any name
+            names = names[names.index(FIT) :]
+        phase = next((PHASES[name] for name in reversed(names) if name in PHASES), "the training")
+        module = self._strategy.lightning_module
+        step = "" if module is None or module._trainer is None else f" after step {module._trainer.global_step}"
+        return f"{phase}{step}"

@@ -1,0 +1,174 @@
+"""Which ranks have gone, when a collective has failed: all are called, and who is there answers.
+
+torch's error has the address of a connection, of a neighbour that may only have given up itself. So on each rank a
+thread waits at the store that the ranks have met at; nothing is sent until a rank has met an error, and calls. A
+process that has ended or is stopped does not answer; one that waits in a collective does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+ANSWER_S = 2.0  # within which a rank answers
+SOON_S = 0.01  # within which the store says that a key is there
+STORE_S = 10.0  # within which the store must have been asked about all ranks
+FOREVER = timedelta(days=365)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the other ranks have said.
+
+    Attributes:
+        present: where those are that answer.
+        failed: why those have failed that had the time to say so.
+        silent: those that do not answer.
+        places: of all of these, and of this rank.
+    """
+
+    present: dict[int, str]
+    failed: dict[int, str]
+    silent: list[int]
+    places: dict[int, str]
+
+
+class RollCall:
+    """Answers when other ranks call, and calls them.
+
+    Args:
+        phase: returns what this rank is doing; called from a thread.
+
+    Attributes:
+        address: of the store.
+    """
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        self.address = ""
+        self._phase = phase
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this rank answers, and can call; False with a rendezvous that has no server, as a file."""
+        return self._thread is not None
+
+    def begin(self, place: str) -> None:
+        """Begin to answer. Another exchange between all ranks must follow before any calls.
+
+        Args:
+            place: of this rank, for people.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1 or self.has_begun:
+            return
+        store = _server()
+        if store is None:
+            return
+        self._rank, self._num_ranks, self._is_over = dist.get_rank(), dist.get_world_size(), False
+        self._host, self._port = store.host, store.port
+        self.address = f"{self._host}:{self._port}"
+        own = self._connect()
+        for key in ("call", "here"):  # of an earlier fit, or of processes before a restart
+            own.delete_key(f"{key}/{self._rank}")
+        own.set(f"failed/{self._rank}", "")
+        own.set(f"place/{self._rank}", place)
+        self._thread = threading.Thread(target=self._answer, args=(own,), name="lightning_lowbw roll call", daemon=True)
+        self._thread.start()
+
+    def note(self, reason: str) -> None:
+        """Leave word of why this rank fails, for those that call later."""
+        if self.has_begun:
+            _within(ANSWER_S, lambda: self._connect().set(f"failed/{self._rank}", reason))
+
+    def call(self) -> Answers | None:
+        """Return who answers; None where the store does not. Takes at most `STORE_S` seconds."""
+        return _within(STORE_S, self._call) if self.has_begun else None
+
+    def close(self) -> None:
+        """End the thread."""
+        thread, self._thread, self._is_over = self._thread, None, True
+        if thread is not None and thread.is_alive():
+            _within(ANSWER_S, lambda: self._connect().set(f"call/{self._rank}", ""))
+            thread.join(ANSWER_S)
+
+    def _connect(self) -> dist.Store:
+        """Return a connection of one's own: one that waits is taken."""
+        timeout = timedelta(seconds=ANSWER_S)
+        client = dist.TCPStore(self._host, self._port, None, False, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore("lightning_lowbw", client)
+
+    def _answer(self, store: dist.Store) -> None:
+        call = f"call/{self._rank}"
+        try:
+            while True:
+                store.wait([call], FOREVER)
+                if self._is_over:
+                    return
+                store.delete_key(call)
+                store.set(f"here/{self._rank}", self._phase())
+        except RuntimeError:  # the store has gone: nobody can call any more
+            return
+
+    def _call(self) -> Answers:
+        store = self._connect()
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        called = [rank for rank in others if not _read(store, f"failed/{rank}")]
+        for rank in called:
+            store.delete_key(f"here/{rank}")  # an earlier answer
+            store.set(f"call/{rank}", "")
+        _has(store, [f"here/{rank}" for rank in called], ANSWER_S)
+        answered = [rank for rank in called if _has(store, [f"here/{rank}"], SOON_S)]
+        reasons = {rank: _read(store, f"failed/{rank}") for rank in others}
+        failed = {rank: reason for rank, reason in reasons.items() if reason}
+        return Answers(
+            present={rank: _read(store, f"here/{rank}") for rank in answered if rank not in failed},
+            failed=failed,
+            silent=[rank for rank in called if rank not in answered and rank not in failed],
+            places={rank: _read(store, f"place/{rank}") for rank in range(self._num_ranks)},
+        )
+
+
+def _server() -> dist.TCPStore | None:
+    """Return the store that the ranks have met at, if others can connect to it."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None
+
+
+def _has(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Return whether all keys are there, or come in time."""
+    try:
+        if keys:
+            store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _read(store: dist.Store, key: str) -> str:
+    return str(store.get(key).decode())
+
+
+def _within(seconds: float, function: Callable[[], T]) -> T | None:
+    """Return what a function returns, None if it fails or takes longer: a store may have gone without a word."""
+    results: list[T] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except RuntimeError:
+            return
+
+    thread = threading.Thread(target=run, name="lightning_lowbw store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

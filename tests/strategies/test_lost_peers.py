@@ -1,0 +1,93 @@
+"""A rank that has gone is named on all others, soon; nothing hangs. Real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, Strategy
+from tests.programs import free_port
+from tests.ranks import run_ranks
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
+
+STOPPED_S = 7.0  # longer than a timeout and the answers take
+STRATEGIES: dict[str, Any] = {
+    "hierarchical": lambda: HierarchicalStrategy(topology=2, timeout=1),
+    "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2, timeout=1),
+    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=2),
+    "local_sgd": lambda: LocalSGDStrategy(k_steps=2, timeout=2),
+}
+
+
+class Trouble(pl.Callback):
+    """Before the fourth step of one rank."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        self.rank, self.what = rank, what
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != 3 or dist.get_rank() != self.rank:
+            return
+        if self.what == "stop":
+            waker = os.fork()
+            if waker == 0:
+                time.sleep(STOPPED_S)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(waker, 0)
+        elif self.what == "raise":
+            raise ValueError("no such file")
+        elif self.what == "dawdle":
+            time.sleep(5.0)
+
+
+def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, float]:
+    num_ranks, own = dist.get_world_size(), dist.get_rank()
+    data = make_data(num_ranks, 8)
+    dist.destroy_process_group()  # that of the tests has no server, and no timeout
+    os.environ.update(MASTER_PORT=str(port), GROUP_RANK=str(own // 2))
+    strategy: Strategy = STRATEGIES[name]()
+    trainer = make_trainer(strategy, num_ranks, callbacks=[Trouble(rank, what)])
+    begin = time.monotonic()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        trainer.fit(Tiny(), data)
+    seconds = time.monotonic() - begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return str(caught.value), str(caught.value.__cause__), seconds
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "dgc on two levels"])
+def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(name: str) -> None:
+    results = run_ranks(lose_a_rank, 4, free_port(), name, 3, "stop", timeout_s=60.0)
+    for rank, (message, cause, seconds) in enumerate(results[:3]):
+        assert message.startswith(f"Rank {rank}, in ")
+        assert "rank 3 (node 1, host " in message
+        assert "is gone or stopped: no answer within 2 s" in message
+        assert all(f"rank {other} (" not in message for other in range(3))
+        assert "gloo" in cause
+        assert seconds < STOPPED_S, "not the user's timeout"
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+def test_a_rank_that_fails_is_named_with_its_reason(name: str) -> None:
+    (message, cause, seconds), (own, _, _) = run_ranks(lose_a_rank, 2, free_port(), name, 1, "raise", timeout_s=60.0)
+    assert own == "no such file"
+    assert "rank 1 (node 0, host " in message
+    assert "has failed: ValueError in the training after step 3: no such file" in message
+    assert "after step" in message.split(":")[0]
+    assert "gloo" in cause
+    assert seconds < 30.0
+
+
+def test_ranks_that_are_only_late_are_not_accused() -> None:
+    (message, _, _), _ = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "dawdle", timeout_s=60.0)
+    assert "all other ranks answer (rank 1 in the training after step 3)" in message
+    assert "give a longer timeout=" in message

@@ -1,0 +1,198 @@
+"""Whatever a public constructor or a command line is given: it runs, or an error says what is allowed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import lightning_lowbw as lowbw
+from lightning_lowbw import ConfigurationError, Method, Strategy, Topology
+from lightning_lowbw.lab import LabError
+from lightning_lowbw.lab.cli import _change, _rates
+from lightning_lowbw.lab.launcher import check_run
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
+from lightning_lowbw.when.every_step import EveryStep
+
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(lowbw, name) for name in lowbw.__all__ if not name.endswith("Error")},
+    "Topology.blocks": Topology.blocks,
+}
+# Objects of Lightning and torch: what they are is told where they are used.
+OBJECTS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+OBJECTS |= {"process_group", "process_group_backend", "bucket_cap_mb_list"}
+SAYS = re.compile(r"give|[Cc]hoose|[Ll]eave|take|[Aa]llowed|arguments are|each rank from 0 on|use |Use |set ")
+
+NAMES = [
+    "auto",
+    "flat",
+    "int8",
+    "int4",
+    "bfloat16",
+    "float32",
+    "exact",
+    "stop",
+    "nesterov",
+    "slowmo",
+    "average",
+    "fleet",
+]
+NAMES += ["qsr", "leader", "senders", "all_gather", "first_lr_decay", "0.9", "", "nan"]
+numbers = st.integers(-2, 9) | st.sampled_from([10**9, 10**400, -(10**400)]) | st.floats(allow_nan=True)
+plain = st.none() | st.booleans() | numbers | st.fractions(0, 1).map(float) | st.sampled_from(NAMES)
+others = st.binary(max_size=2) | st.just(object()) | st.sets(st.floats(0, 0.9), max_size=2)
+values = st.recursive(
+    plain | others,
+    lambda each: (
+        st.lists(each, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.integers(0, 2), each, max_size=2)
+    ),
+    max_leaves=4,
+)
+mappings = st.dictionaries(
+    st.sampled_from(["every", "payload", "k_steps", "density", "chunk", "topology"]), plain, max_size=3
+)
+kinds = st.fixed_dictionaries(
+    {"every": st.sampled_from(["step", "k", "x"])}, optional={"k_steps": values, "schedule": values}
+)
+
+
+def quickly(max_examples: int) -> Any:
+    """Return the settings: the same examples in every run, and few, for all of them take seconds together."""
+    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(
+        max_examples=max_examples, derandomize=True, deadline=None, database=None, suppress_health_check=slow
+    )
+
+
+def arguments_of(constructor: Callable[..., Any]) -> list[str]:
+    names = [name for name in inspect.signature(constructor).parameters if name not in OBJECTS]
+    return [name for name in names if name not in DDP_KEYWORDS or name in ("timeout", "bucket_cap_mb", "static_graph")]
+
+
+def use(built: Any) -> None:
+    """Do with a value what is done before a training begins."""
+    assert repr(built)
+    if isinstance(built, Strategy):
+        built = built.method
+    if isinstance(built, Method):
+        assert Method(**built.describe()) == built
+        built = built.when
+    if isinstance(built, EveryStep):
+        assert all(0 < built.density(step) <= 1 for step in (0, 1, 10**6))
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+@quickly(25)
+@given(data=st.data())
+def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None:
+    constructor = CONSTRUCTORS[name]
+    names = arguments_of(constructor)
+    given_values = data.draw(
+        st.dictionaries(st.sampled_from([*names, "nonsense"]), values | mappings | kinds, max_size=3)
+    )
+    if name == "Strategy" and (data.draw(st.booleans()) or "method" not in given_values):
+        given_values["method"] = lowbw.LocalSGD()
+    try:
+        built = constructor(**given_values)
+    except ConfigurationError as caught:
+        message = str(caught)
+    else:
+        assert "nonsense" not in given_values
+        use(built)
+        return
+    assert SAYS.search(message), f"{given_values}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("constructor", "choices"),
+    [
+        (lowbw.EveryK, {"k": 3}),
+        (lowbw.TopK, {"sparsity": 0.9}),
+        (lowbw.SparsityWarmup, {"epoch": 1}),
+        (lowbw.TrafficMonitor, {"bar": True}),
+        (lowbw.Topology, {}),
+        (lowbw.NarrowGradients, {"bits": 8}),
+    ],
+)
+def test_wrong_names_are_told_the_right_ones(constructor: Any, choices: dict[str, Any]) -> None:
+    names = list(inspect.signature(constructor).parameters)
+    with pytest.raises(ConfigurationError, match=rf"^{constructor.__name__}: .*Its arguments are: {', '.join(names)}"):
+        constructor(**choices)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, 1e300, "20", True, [20]])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(ConfigurationError, match="give the seconds that a collective may take"):
+        lowbw.DGCStrategy(timeout=timeout)
+    assert lowbw.DGCStrategy(timeout=20)._timeout == lowbw.DGCStrategy(timeout=20.0)._timeout
+    assert lowbw.DGCStrategy(timeout=20)._timeout.total_seconds() == 20
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+WORDS = ["null", "true", "0", "1", "2", "-1", "0.5", "1e9", "nan", "inf", "auto", "fast", "[]", "[0.9]", "[0.9,a]"]
+WORDS += ["[[0,1],[2]]", "{a: 1}", "{value_dtype: int4}", "''", "int8", "1000000000"]
+
+
+@pytest.fixture(scope="module")
+def configurations() -> dict[str, DictConfig]:
+    from hydra import compose, initialize_config_dir
+
+    from lightning_lowbw import cli
+
+    cli.register_resolvers()
+    with initialize_config_dir(str(cli.find_conf_dir()), version_base="1.3"):
+        names = ("dgc", "local_sgd", "hierarchical", "method")
+        return {name: compose("train", [f"strategy={name}"]).strategy for name in names}
+
+
+@quickly(40)
+@given(data=st.data())
+def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, DictConfig], data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(configurations)))
+    node = OmegaConf.create(OmegaConf.to_container(configurations[name], resolve=False))
+    knobs = [*(knob for knob in node if knob not in ("_target_", "start_method")), "timeout", "nonsense"]
+    knob, word = data.draw(st.sampled_from(knobs)), data.draw(st.sampled_from(WORDS))
+    override = OverridesParser.create().parse_override(f"++{knob}={word}")
+    try:
+        OmegaConf.update(node, knob, override.value())
+    except OmegaConfBaseException:  # Hydra itself says so
+        return
+    node.start_method = "popen"
+    try:
+        built = instantiate(node, _convert_="all")
+    except HydraException as caught:
+        error = caught
+    else:
+        assert knob != "nonsense"
+        use(built)
+        return
+    assert isinstance(error.__cause__, ConfigurationError), f"{knob}={word}: {error}"
+
+
+# The lab --------------------------------------------------------------------------------------------------------------
+
+texts = st.text("0123456789.:,-+einfagmkbtulmd ", max_size=8) | st.sampled_from(["1gbit", "1e400:1gbit", "nan:1gbit"])
+
+
+@quickly(40)
+@given(text=texts, number=st.integers(-2, 5) | st.just(10**12), seconds=st.none() | st.floats() | st.just(1e400))
+def test_flags_of_the_lab_run_or_say_what_is_allowed(text: str, number: int, seconds: float | None) -> None:
+    messages = []
+    for function in (lambda: _rates(text, 2), lambda: _change(text), lambda: check_run(number, seconds)):
+        try:
+            function()
+        except LabError as error:
+            messages.append(str(error))
+    assert all("give" in message for message in messages)

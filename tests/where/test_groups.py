@@ -1,0 +1,43 @@
+"""The private things of torch's groups and stores that are relied on. A test here fails when they have moved."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.where.groups import group_of
+from lightning_lowbw.where.roll_call import _server
+
+
+def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        server = _server()
+        assert isinstance(server, dist.TCPStore)
+        client = dist.TCPStore(
+            server.host, server.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
+        )
+        client.set("key", "value")
+        client.wait(["key"], timedelta(milliseconds=10))
+        assert client.delete_key("key")
+        with pytest.raises(RuntimeError):
+            client.wait(["key"], timedelta(milliseconds=10))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        timeouts = []
+        for timeout in (None, timedelta(seconds=3)):
+            group = group_of((0,), f"test {timeout}", timeout)
+            assert group is not None
+            timeouts.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    finally:
+        dist.destroy_process_group()
+    assert timeouts == [7, 3]
