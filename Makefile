@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest bench gpu lint clean
+.PHONY: help venv demo test test-oldest test-clients bench gpu lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -35,6 +35,13 @@ test-oldest:  ## run the quick tests with the oldest releases that the package a
 	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
 	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default
 
+# Other people's projects bring half of PyPI: an environment of their own.
+test-clients:  ## train with other people's projects, and write docs/compatibility.md (under 40 minutes)
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet -c clients/constraints.txt torch
+	$(VENV)-clients/bin/python -m pip install --quiet -c clients/constraints.txt -r clients/requirements.txt -e .
+	$(VENV)-clients/bin/python -m clients.run --again
+
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)
 	$(RUN) benchmarks/slow_link.py
 
@@ -49,5 +56,6 @@ lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m mypy
 
 clean:  ## remove the virtual environment and everything that was generated
-	rm -rf $(VENV) $(VENV)-oldest demo_results outputs multirun lightning_logs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients demo_results outputs multirun lightning_logs build dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
