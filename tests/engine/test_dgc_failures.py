@@ -156,7 +156,6 @@ def test_the_users_values_come_back_though_the_step_raised() -> None:
         ({"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
         ({"min_numel": 0}, r"min_numel=0: "),
         ({"min_numel": True}, r"min_numel=True: "),
-        ({"min_numel": None}, r"min_numel=None: "),
         ({"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
         ({"exclude": [1]}, r"exclude=\[1\]: "),
         ({"exclude": None}, r"exclude=None: "),
