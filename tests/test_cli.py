@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 import shlex
 import subprocess
 import sys
@@ -69,11 +68,6 @@ def composing() -> Iterator[None]:
 
 def compose_train(*overrides: str) -> DictConfig:
     return compose("train", overrides=["output_dir=somewhere", *overrides])
-
-
-def lowbw_train(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run the program as a user does, in a folder of its own."""
-    return run_python(folder, *launcher, "-m", "lightning_lowbw.cli", *arguments)
 
 
 def read_metric(metrics_file: Path, name: str) -> list[float]:
@@ -267,34 +261,40 @@ def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -
     assert sorted(folder.name for folder in my_folder.glob("multirun/*/*/*") if folder.is_dir()) == ["0", "1"]
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the package as it comes out of a wheel."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_the_wheel_carries_the_configuration(installed: Path) -> None:
+    conf = installed / "lightning_lowbw/conf"
+    assert {path.relative_to(conf) for path in conf.rglob("*.yaml")} == {
+        path.relative_to(CONF) for path in CONF.rglob("*.yaml")
+    }
+
+
 @pytest.mark.slow
-def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path) -> None:
+def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path, installed: Path) -> None:
+    """With the installed package, which finds its own configuration."""
     (my_folder / "my_conf/model").mkdir(parents=True)
     (my_folder / "my_conf/model/mine.yaml").write_text("_target_: my_task.MyModule\nwidth: 6\n")
-    lowbw_train(
+    run_python(
         my_folder,
+        *(*TORCHRUN, "-m", "lightning_lowbw.cli"),
         *("--config-dir", "my_conf", "model=mine", *MINE[1:], "+data.widths=[6]", "callbacks=sparsity_warmup"),
         *("trainer.log_every_n_steps=1", "optimized_metric=my_loss"),
-        launcher=TORCHRUN,
+        package=installed,
     )
     (output,) = my_folder.glob("outputs/*/*")
     assert len(read_metric(output / "csv/metrics.csv", "my_loss")) == 4
     assert {path.name for path in my_folder.iterdir()} <= {"my_conf", "my_task.py", "outputs", "__pycache__"}
-
-
-@pytest.mark.slow
-def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
-    if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    installed = tmp_path / "installed/lightning_lowbw"
-    shipped = {path.relative_to(installed / "conf") for path in (installed / "conf").rglob("*.yaml")}
-    assert shipped == {path.relative_to(CONF) for path in CONF.rglob("*.yaml")}
-    command = [sys.executable, "-c", "from lightning_lowbw import cli; print(cli.find_conf_dir())"]
-    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert Path(done.stdout.strip()) == installed / "conf"
+    assert str(installed / "lightning_lowbw/conf") in (output / ".hydra/hydra.yaml").read_text()
