@@ -34,13 +34,11 @@ package.__path__ = [{str(ROOT / "lightning_lowbw")!r}]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 
 
-def run_python(
-    folder: Path, *arguments: str, timeout_s: float = 180.0, package: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    """Run this Python with arguments, and the package of a folder; fails with what was printed if the program fails."""
+def run_python(folder: Path, *arguments: str, timeout_s: float = 180.0) -> subprocess.CompletedProcess[str]:
+    """Run this Python with arguments; fails with what was printed if the program fails."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(package),
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
@@ -122,6 +120,7 @@ def forget_packages(*names: str) -> None:
     """Let packages be imported anew in a process of `run_script`, as in one that has just been started."""
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]
+    sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__.partition(".")[0] not in names]
 
 
 def forget_launcher() -> None:

@@ -261,30 +261,8 @@ def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -
     assert sorted(folder.name for folder in my_folder.glob("multirun/*/*/*") if folder.is_dir()) == ["0", "1"]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the package as it comes out of a wheel."""
-    if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(ROOT)], check=True, timeout=120)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "installed")
-    return folder / "installed"
-
-
-def test_the_wheel_carries_the_configuration(installed: Path) -> None:
-    conf = installed / "lightning_lowbw/conf"
-    assert {path.relative_to(conf) for path in conf.rglob("*.yaml")} == {
-        path.relative_to(CONF) for path in CONF.rglob("*.yaml")
-    }
-
-
 @pytest.mark.slow
-def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path, installed: Path) -> None:
-    """With the installed package, which finds its own configuration."""
+def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path) -> None:
     (my_folder / "my_conf/model").mkdir(parents=True)
     (my_folder / "my_conf/model/mine.yaml").write_text("_target_: my_task.MyModule\nwidth: 6\n")
     run_python(
@@ -292,9 +270,35 @@ def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path, in
         *(*TORCHRUN, "-m", "lightning_lowbw.cli"),
         *("--config-dir", "my_conf", "model=mine", *MINE[1:], "+data.widths=[6]", "callbacks=sparsity_warmup"),
         *("trainer.log_every_n_steps=1", "optimized_metric=my_loss"),
-        package=installed,
     )
     (output,) = my_folder.glob("outputs/*/*")
     assert len(read_metric(output / "csv/metrics.csv", "my_loss")) == 4
     assert {path.name for path in my_folder.iterdir()} <= {"my_conf", "my_task.py", "outputs", "__pycache__"}
-    assert str(installed / "lightning_lowbw/conf") in (output / ".hydra/hydra.yaml").read_text()
+
+
+FIND_CONF = """
+import sys
+from tests.programs import forget_packages
+
+forget_packages("lightning_lowbw")
+sys.path.insert(0, sys.argv[1])
+from lightning_lowbw import cli
+
+print(cli.find_conf_dir())
+"""
+
+
+def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    installed = tmp_path / "installed/lightning_lowbw"
+    shipped = {path.relative_to(installed / "conf") for path in (installed / "conf").rglob("*.yaml")}
+    assert shipped == {path.relative_to(CONF) for path in CONF.rglob("*.yaml")}
+    script = tmp_path / "find_conf.py"
+    script.write_text(FIND_CONF)
+    assert Path(run_script(tmp_path, str(script), str(installed.parent)).strip()) == installed / "conf"

@@ -288,7 +288,7 @@ def test_a_new_process_can_load_what_a_trainer_has() -> None:
 ONLY_ONE = """
 import sys
 from tests.programs import forget_packages
-forget_packages("lightning_lowbw", "{hidden}")
+forget_packages("lightning_lowbw", "lightning", "pytorch_lightning")
 sys.modules["{hidden}"] = None  # as if it were not installed
 import lightning_lowbw as lowbw
 import lightning_lowbw.cli, lightning_lowbw.demo.training, lightning_lowbw.zoo
