@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -69,6 +70,7 @@ FOREIGN: dict[str, set[str]] = {
 }
 
 
+@functools.cache
 def parse(module: Path) -> ast.Module:
     return ast.parse((ROOT / module).read_text(encoding="utf-8"))
 
