@@ -278,7 +278,7 @@ class WithRate(Tiny):
 
 def test_a_search_for_a_learning_rate_is_no_run() -> None:
     """Nothing is chosen in it; the run that follows chooses."""
-    finder = LearningRateFinder(num_training_steps=2 * END, early_stop_threshold=None)
+    finder = LearningRateFinder(num_training_steps=STEPS, early_stop_threshold=None)
     for is_auto, steps in run_ranks(partial(fit_after_a_search, finder), 2):
         assert steps == [CHOSEN_AFTER]
         assert not is_auto
