@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import importlib
 import inspect
 import itertools
@@ -70,7 +69,6 @@ FOREIGN: dict[str, set[str]] = {
 }
 
 
-@functools.cache
 def parse(module: Path) -> ast.Module:
     return ast.parse((ROOT / module).read_text(encoding="utf-8"))
 
