@@ -24,10 +24,10 @@ demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a pl
 	$(RUN) -m lightning_lowbw.demo
 
 # Two at a time: a test of several ranks waits most of the time for their messages. A file's tests share their ranks, and
-# the long files come first (tests/conftest.py). What measures time runs by itself.
+# the long files come first (tests/conftest.py). What measures time runs by itself; only files with such tests are read.
 test: $(STAMP)  ## run the tests
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(RUN) -m pytest -m alone
+	$(RUN) -m pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 
 # Warnings of old releases about each other are not errors of ours.
 test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)

@@ -18,7 +18,8 @@ from tests.ranks import end_ranks, idle_processes
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
 LONG = (
     *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_convergence.py", "test_cli.py"),
-    *("ops/test_gpu.py", "lab/test_lab.py", "strategies/test_launchers.py", "strategies/test_levels.py"),
+    *("ops/test_gpu.py", "lab/test_lab.py", "engine/test_launches.py", "engine/test_weight_decay.py"),
+    *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py", "test_auto_sparsity.py"),
 )
 GRACE_S = 2.0  # for a thread or process that is about to end
 

@@ -1,13 +1,18 @@
 """What ranks load sooner or later, loaded once in the server that they are forked from: 1 s for each rank otherwise.
 
-Only imports, and nothing that starts a thread: threads do not survive a fork.
+Nothing that starts a thread: threads do not survive a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import importlib.metadata
+
+# Each Trainer looks for callbacks of other packages, through all that is installed: a seventh of a short fit.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 for name in (
     "torch",
@@ -22,9 +27,12 @@ for name in (
         importlib.import_module(name)
 
 with contextlib.suppress(ImportError):  # optional
-    import numba
+    import torch
 
-    numba.njit("float32(float32)")(lambda x: x)  # the first function makes numba load all that it knows
+    from lightning_lowbw.ops import dispatch
+
+    torch.set_num_threads(1)
+    dispatch.prepare(torch.device("cpu"))  # compiled in seconds, loaded in a tenth; a rank that cannot says so itself
 
 gc.collect()
 gc.freeze()  # and is not looked through again, after each function that a rank runs

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing.queues
 import os
+import pickle
 import runpy
 import socket
 import subprocess
@@ -52,7 +54,7 @@ def run_script(folder: Path, script: str, *arguments: str, num_ranks: int = 1, t
 
     Args:
         num_ranks: processes, as torchrun starts them; one alone is not launched by anyone, and what its Trainer would
-            spawn is forked.
+            spawn is forked, with what has been pickled and loaded.
     """
     command = [script, *arguments]
     return run_ranks(_run_script, num_ranks, str(folder), command, free_port(), timeout_s=timeout_s, fresh=True)[0]
@@ -84,8 +86,41 @@ def _run_script(folder: str, command: list[str], port: int) -> str:
     return shown.getvalue()
 
 
-def _start_by_fork(start: Any, *arguments: Any, start_method: str, **options: Any) -> Any:
-    return start(*arguments, start_method="fork", **options)
+def _start_by_fork(start: Any, function: Any, args: Any, *arguments: Any, start_method: str, **options: Any) -> Any:
+    if start_method == "spawn":
+        queues = [each for each in args if isinstance(each, multiprocessing.queues.SimpleQueue)]
+        file = io.BytesIO()
+        _Pickler(file, queues).dump((function, args))
+        file.seek(0)
+        function, args = _Unpickler(file, queues).load()
+    return start(function, args, *arguments, start_method="fork", **options)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out queues, which are pickled only for processes that are being spawned."""
+
+    def __init__(self, file: io.BytesIO, queues: list[Any]) -> None:
+        super().__init__(file)
+        self.queues = queues
+
+    def persistent_id(self, value: Any) -> int | None:
+        return next((number for number, queue in enumerate(self.queues) if queue is value), None)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, queues: list[Any]) -> None:
+        super().__init__(file)
+        self.queues = queues
+
+    def persistent_load(self, number: int) -> Any:
+        return self.queues[number]
+
+
+def forget_packages(*names: str) -> None:
+    """Let packages be imported anew in a process of `run_script`, as in one that has just been started."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
+    sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__.partition(".")[0] not in names]
 
 
 def forget_launcher() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 import shlex
 import subprocess
 import sys
@@ -69,11 +68,6 @@ def composing() -> Iterator[None]:
 
 def compose_train(*overrides: str) -> DictConfig:
     return compose("train", overrides=["output_dir=somewhere", *overrides])
-
-
-def lowbw_train(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run the program as a user does, in a folder of its own."""
-    return run_python(folder, *launcher, "-m", "lightning_lowbw.cli", *arguments)
 
 
 def read_metric(metrics_file: Path, name: str) -> list[float]:
@@ -271,18 +265,29 @@ def test_a_sweep_over_my_own_modules_makes_one_folder_per_job(my_folder: Path) -
 def test_torchrun_with_my_own_configuration_makes_one_folder(my_folder: Path) -> None:
     (my_folder / "my_conf/model").mkdir(parents=True)
     (my_folder / "my_conf/model/mine.yaml").write_text("_target_: my_task.MyModule\nwidth: 6\n")
-    lowbw_train(
+    run_python(
         my_folder,
+        *(*TORCHRUN, "-m", "lightning_lowbw.cli"),
         *("--config-dir", "my_conf", "model=mine", *MINE[1:], "+data.widths=[6]", "callbacks=sparsity_warmup"),
         *("trainer.log_every_n_steps=1", "optimized_metric=my_loss"),
-        launcher=TORCHRUN,
     )
     (output,) = my_folder.glob("outputs/*/*")
     assert len(read_metric(output / "csv/metrics.csv", "my_loss")) == 4
     assert {path.name for path in my_folder.iterdir()} <= {"my_conf", "my_task.py", "outputs", "__pycache__"}
 
 
-@pytest.mark.slow
+FIND_CONF = """
+import sys
+from tests.programs import forget_packages
+
+forget_packages("lightning_lowbw")
+sys.path.insert(0, sys.argv[1])
+from lightning_lowbw import cli
+
+print(cli.find_conf_dir())
+"""
+
+
 def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
@@ -294,7 +299,6 @@ def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
     installed = tmp_path / "installed/lightning_lowbw"
     shipped = {path.relative_to(installed / "conf") for path in (installed / "conf").rglob("*.yaml")}
     assert shipped == {path.relative_to(CONF) for path in CONF.rglob("*.yaml")}
-    command = [sys.executable, "-c", "from lightning_lowbw import cli; print(cli.find_conf_dir())"]
-    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert Path(done.stdout.strip()) == installed / "conf"
+    script = tmp_path / "find_conf.py"
+    script.write_text(FIND_CONF)
+    assert Path(run_script(tmp_path, str(script), str(installed.parent)).strip()) == installed / "conf"

@@ -15,7 +15,7 @@ SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
     "digits_local_sgd.py": (2, ["--devices=2", "--max-epochs=2", "--strategy=adaptive_local_sgd"]),
     "gan_manual.py": (2, ["--devices=2", "--max-epochs=1"]),
     "plain_loop.py": (2, []),
-    "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=10", "--k-steps=5"]),
+    "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=4", "--k-steps=2"]),
     "two_nodes.py": (4, ["--max-epochs=1"]),
     "slow_link.py": (2, ["--steps=12"]),
 }

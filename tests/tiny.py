@@ -48,7 +48,7 @@ class Tiny(pl.LightningModule):
         poison: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.make_optimizer = optimizer
         self.poison = poison
         self.data_by_step = data_by_step  # a loader that resumes in the middle of an epoch, which Lightning's do not
@@ -129,6 +129,17 @@ class Watcher(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step in self.steps:
             trainer.save_checkpoint(self.path.format(trainer.global_step))
+
+
+class Stop(pl.Callback):
+    """End a run after some steps, and let everybody plan for more."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= self.at:
+            trainer.should_stop = True
 
 
 def make_strategy(name: str, **kwargs: Any) -> DDPStrategy:

@@ -125,10 +125,10 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
         name = str(operation).split(".")[1 if str(operation).startswith("aten") else 0]
-        flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
-        on_device = any(isinstance(each, Tensor) and each.is_cuda for each in flat)
-        if on_device and name not in FREE and str(operation).startswith("aten"):
-            self.count[name] += 1
+        if name not in FREE and str(operation).startswith("aten"):
+            flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            if any(isinstance(each, Tensor) and each.is_cuda for each in flat):
+                self.count[name] += 1
         return result
 
 

@@ -6,7 +6,6 @@ Few of the cells of `benchmarks/weight_decay.py`, which has all of them over mor
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from torch.optim import SGD
 
 from benchmarks.weight_decay import METHODS, train
 from lightning_lowbw import DGC
+from tests.engine.problem import each
 from tests.ranks import run_ranks
 
-STEPS = 700
+STEPS = 700  # after 350, Adam's decay without w - lr r in it cannot be told from the one with it
 CLIP = 0.05
 Cell = tuple[str, str, float, float | None]
 CELLS: list[Cell] = [
@@ -61,11 +61,11 @@ def decay_alone(momentum: float, decay: float, lr: float, nesterov: bool) -> tup
 
 
 def test_decay_acts_at_once_on_what_is_not_sent() -> None:
-    for momentum, decay, nesterov in product((0.0, 0.9), (0.01, 0.1), (False, True)):
-        if nesterov and not momentum:
-            continue
-        (first, last), other = run_ranks(decay_alone, 2, momentum, decay, 0.1, nesterov)
-        factor = 1 - 0.1 * decay / (1 - momentum)
+    choices = [(momentum, decay, 0.1, False) for momentum in (0.0, 0.9) for decay in (0.01, 0.1)]
+    choices += [(0.9, decay, 0.1, True) for decay in (0.01, 0.1)]
+    for (momentum, decay, lr, _), *by_rank in zip(choices, *run_ranks(each, 2, decay_alone, choices), strict=True):
+        (first, last), other = by_rank
+        factor = 1 - lr * decay / (1 - momentum)
         assert (first, last) == other
         assert first == pytest.approx(factor, rel=1e-6)
         assert last == pytest.approx(factor**100, rel=1e-4)
@@ -84,7 +84,7 @@ def decay_of_half_types(dtype: torch.dtype) -> float:
     optimizer = SGD([parameter], lr=0.1, momentum=0.9, weight_decay=1e-3)
     DGC(min_numel=1, sparsity=[0.99]).attach(optimizer, [("weight", parameter)])
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(1000):
+    for _ in range(400):
         parameter.grad = (1e-3 * torch.randn(4000, generator=generator)).to(dtype)
         optimizer.step()
     return float(parameter.detach().norm()) / start
@@ -93,5 +93,5 @@ def decay_of_half_types(dtype: torch.dtype) -> float:
 def test_weights_of_half_types_decay_too() -> None:
     """A step takes a thousandth off them, which rounding would put back."""
     wide, half = (run_ranks(decay_of_half_types, 2, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
-    assert wide < 0.5
-    assert half < 0.65
+    assert wide < 0.75
+    assert half < 0.8

@@ -23,7 +23,7 @@ class Golden(pl.LightningModule):
 
     def __init__(self, make_optimizer: MakeOptimizer, lr_milestones: tuple[int, ...] = ()) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.make_optimizer = make_optimizer
         self.lr_milestones = lr_milestones
         self.body = self.make_body()

@@ -88,7 +88,7 @@ def fit(case: Case, max_steps: int, save_after: int | None, resume: str | None, 
     rank = dist.get_rank()
     random.seed(rank)
     module = case.model(OPTIMIZERS[case.optimizer], case.lr_milestones)
-    torch.manual_seed(7 + rank)
+    torch.default_generator.manual_seed(7 + rank)
     recorder = Recorder(save_after, path, case.bytes_by_step)
     enough = 2 * max_steps * int(case.trainer.get("accumulate_grad_batches", 1))
     arguments = {

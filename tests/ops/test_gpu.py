@@ -39,8 +39,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kernel_cases", "kernel_steps"])
 def test_interpreted(name: str) -> None:
-    tests = ["-q", "-p", "no:cacheprovider", f"tests/ops/{name}.py"]
-    output = run(f"import pytest; sys.exit(pytest.main({tests}))", TRITON_INTERPRET="1")
+    output = run(f"from tests.ops.interpreter import main; sys.exit(main({name!r}))", TRITON_INTERPRET="1")
     assert " passed" in output
     assert "skipped" not in output
 

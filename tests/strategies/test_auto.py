@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, weights_of
+from tests.tiny import Stop, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, weights_of
 
-STEPS = 130
-WIDE = 160  # 160 * 160 elements are more than `min_numel`
+STEPS, END = 130, 40  # a run is planned for so many steps, and stopped after so many: all is chosen by then
+LATER = NUM_STEPS + 20
+WIDE = 160  # 160 * 160 elements are more than `min_numel` whatever else is trained
 SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.05), Link(1e-4, 1e7), {"float16": 0.6, "int8": 0.4}, 0.35)
 CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy that this is the same as
     "ddp": (dataclasses.replace(SLOW, dense_s=0.101), DDPStrategy),
@@ -87,16 +89,16 @@ def fit(
     measured, make_other = CASES[case]
     options = {"allow_local": case == "local_sgd", "pretrained": True, **knobs}
     strategy = AutoStrategy(**options) if picks else make_other()
-    module = model()
+    module, stop = model(), Stop(END)
     trainer = make_trainer(
-        strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[Watcher(path, save_at), *callbacks]
+        strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[Watcher(path, save_at), stop, *callbacks]
     )
     with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         given = give_measured(monkeypatch, measured)  # the ranks live on
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
         for number in range(fits):
-            trainer.fit_loop.epoch_loop.max_steps = (number + 1) * STEPS
+            trainer.fit_loop.epoch_loop.max_steps, stop.at = (number + 1) * STEPS, (number + 1) * END
             trainer.fit(module, make_data(num_ranks, STEPS), ckpt_path=resume)
     warned = [str(each.message) for each in caught]
     result = {
@@ -115,9 +117,26 @@ def digest_of(buffer: torch.Tensor) -> str:
     return str(buffer.tolist())
 
 
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[dict[str, Any]]]]:
+    """Return a checkpoint of a run with a case, and what `fit` says of it: one run for all tests."""
+
+    @functools.cache
+    def run(case: str) -> tuple[str, list[dict[str, Any]]]:
+        path = str(tmp_path_factory.mktemp(case) / "{}.ckpt")
+        return path.format(LATER), run_ranks(partial(fit, case, path=path, save_at=(LATER,)), 2)
+
+    return run
+
+
+@functools.cache
+def without_choosing(case: str) -> list[dict[str, Any]]:
+    return run_ranks(partial(fit, case, picks=False), 2)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_it_becomes_what_it_has_chosen(case: str) -> None:
-    found, expected = run_ranks(partial(fit, case), 2), run_ranks(partial(fit, case, picks=False), 2)
+def test_it_becomes_what_it_has_chosen(case: str, chosen: Any) -> None:
+    (_, found), expected = chosen(case), without_choosing(case)
     assert len({each["weights"] for each in found}) == 1
     assert [each["weights"] for each in found] == [each["weights"] for each in expected]
     if case == "ddp":
@@ -136,35 +155,31 @@ def test_it_becomes_what_it_has_chosen(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resume_does_not_choose_anew(case: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "{}.ckpt")
-    step = NUM_STEPS + 20
-    whole = run_ranks(partial(fit, case, path=path, save_at=(step,)), 2)
+def test_a_resume_does_not_choose_anew(case: str, chosen: Any) -> None:
+    path, whole = chosen(case)
     other = "ddp" if case != "ddp" else "dgc"  # it would choose now
-    later = run_ranks(partial(fit, other, resume=path.format(step), allow_local=case == "local_sgd"), 2)
+    later = run_ranks(partial(fit, other, resume=path, allow_local=case == "local_sgd"), 2)
     assert [each["num_measured"] for each in later] == [0, 0]
     assert [each["weights"] for each in later] == [each["weights"] for each in whole]
     assert later[0]["method"] == whole[0]["method"]
 
 
-def test_dgc_goes_on_with_the_weights_of_replicas(tmp_path: Path) -> None:
-    path = str(tmp_path / "{}.ckpt")
-    run_ranks(partial(fit, "local_sgd", path=path, save_at=(NUM_STEPS + 20,)), 2)
-    one, other = run_ranks(partial(resume_by_dgc, path.format(NUM_STEPS + 20)), 2)
+def test_dgc_goes_on_with_the_weights_of_replicas(chosen: Any) -> None:
+    one, other = run_ranks(partial(resume_by_dgc, chosen("local_sgd")[0]), 2)
     assert one == other
     assert isinstance(one.what, TopK)
 
 
 def resume_by_dgc(path: str) -> Method:
     strategy = DGCStrategy(sparsity="auto")
-    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1, callbacks=[Stop(END)])
     trainer.fit(Wide(), make_data(dist.get_world_size(), STEPS), ckpt_path=path)
     return strategy.method
 
 
 @pytest.mark.parametrize("case", ["int8", "local_sgd"])
-def test_the_next_fit_chooses_anew(case: str) -> None:
-    once, twice = run_ranks(partial(fit, case), 2), run_ranks(partial(fit, case, fits=2), 2)
+def test_the_next_fit_chooses_anew(case: str, chosen: Any) -> None:
+    (_, once), twice = chosen(case), run_ranks(partial(fit, case, fits=2), 2)
     assert [each["num_measured"] for each in twice] == [2, 2]
     assert len({each["weights"] for each in twice}) == 1
     assert twice[0]["weights"] != once[0]["weights"]
@@ -258,8 +273,17 @@ def test_the_length_of_a_run_with_two_optimizers(limits: dict[str, int]) -> None
     assert abs(num_steps - 60) <= 5
 
 
+class Small(Tiny):
+    """No matrix of 1,024 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32)
+        self.wider, self.head = torch.nn.Linear(32, 31), torch.nn.Linear(31, 5)
+
+
 def test_small_tensors_are_no_reason_to_send_all_bits() -> None:
-    results = run_ranks(partial(fit, "dgc", model=Tiny), 2)
+    results = run_ranks(partial(fit, "dgc", model=Small), 2)
     assert isinstance(results[0]["method"].what, Narrow)
     assert "not dgc, for no tensor that is trained has min_numel elements" in results[0]["said"][0]
 
@@ -275,7 +299,7 @@ def test_two_levels(case: str) -> None:
 def test_on_one_node_it_is_ddp() -> None:
     result = run_ranks(partial(fit, "dgc", topology=2), 2)[0]
     assert result["num_measured"] == 0
-    assert result["weights"] == run_ranks(partial(fit, "ddp", picks=False), 2)[0]["weights"]
+    assert result["weights"] == without_choosing("ddp")[0]["weights"]
     assert [each for each in result["warned"] if "all ranks are on one node" in each] == [
         "AutoStrategy, topology=2: all ranks are on one node, so there is one level only, and no slow network between "
         "nodes: this trains as DDP."
@@ -309,11 +333,10 @@ def test_the_time_of_the_work_is_measured(value_dtype: str) -> None:
     assert 0 < seconds_of_narrow_work(value_dtype, torch.device("cpu")) < 10
 
 
-def test_it_says_what_it_will_do() -> None:
+def test_it_says_what_it_will_do(chosen: Any) -> None:
     assert repr(AutoStrategy()) == "AutoStrategy(what takes least time, chosen after 7 steps; topology='flat')"
-    shown = run_ranks(partial(fit, "int8"), 2)[0]["shown"]
+    shown, dense = (chosen(case)[1][0]["shown"] for case in ("int8", "ddp"))
     assert shown == "AutoStrategy(every step, whole gradients as int8, from step 7; topology='flat')"
-    dense = run_ranks(partial(fit, "ddp"), 2)[0]["shown"]
     assert dense == "AutoStrategy(every step, whole gradients; topology='flat')"
     with pytest.raises(ConfigurationError, match="allow_local=1"):
         AutoStrategy(allow_local=1)  # type: ignore[arg-type]

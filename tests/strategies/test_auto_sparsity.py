@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,11 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, weights_of
+from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, weights_of
 
 CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
-STEPS = 130
+STEPS, END = 130, 20  # a run is planned for so many steps, and stopped after so many: all is chosen by then
+BEFORE, AFTER = CHOSEN_AFTER - 2, CHOSEN_AFTER + 5
 LINK = Link(1e-4, 1e7)
 SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.2), LINK)  # no density fits, the least that is enough is taken
 FAST = Measured(0.1, 0.101, dict.fromkeys(DENSITIES, 0.2), LINK)
@@ -49,9 +52,8 @@ def fit(
     knobs = {"min_numel": MIN_NUMEL, "selection": "exact", **knobs}
     strategy: Any = DDPStrategy() if ddp else DGCStrategy(**knobs)
     model = Tiny(data_by_step=True)
-    trainer = make_trainer(
-        strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[Watcher(path, save_at), *callbacks]
-    )
+    ends = [Watcher(path, save_at), Stop(END)]
+    trainer = make_trainer(strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[*ends, *callbacks])
     with pytest.MonkeyPatch.context() as monkeypatch:  # the ranks live on
         given = [] if measured is None else give_measured(monkeypatch, measured)
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
@@ -73,10 +75,24 @@ def fit(
     }
 
 
-def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(tmp_path: Path) -> None:
-    path = str(tmp_path / "{}.ckpt")
-    before, after = CHOSEN_AFTER - 2, CHOSEN_AFTER + 5
-    whole = run_ranks(partial(fit, SLOW, path, (before, after)), 2)
+RUNS: dict[str, dict[str, Any]] = {"slow": {"measured": SLOW}, "fast": {"measured": FAST}}
+RUNS["ddp"] = {"measured": None, "ddp": True}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[dict[str, Any]]]]:
+    """Return the path of checkpoints of a run, by the step, and what `fit` says of it: one run for all tests."""
+
+    @functools.cache
+    def run(name: str) -> tuple[str, list[dict[str, Any]]]:
+        path = str(tmp_path_factory.mktemp(name) / "{}.ckpt")
+        return path, run_ranks(partial(fit, path=path, save_at=(3, BEFORE, AFTER), **RUNS[name]), 2)
+
+    return run
+
+
+def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(trained: Any) -> None:
+    path, whole = trained("slow")
     first = whole[0]
     assert [result["num_measured"] for result in whole] == [1, 1]
     assert len({result["weights"] for result in whole}) == 1
@@ -87,16 +103,16 @@ def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(tmp_path: Path) -> No
     assert 'DGCStrategy, sparsity="auto": a step takes 100 ms without communication' in first["said"][0]
     assert "0.256" not in first["said"][0]
     assert "25.6 % of each gradient is sent" in first["said"][0]
-    later = run_ranks(partial(fit, FAST, resume=path.format(after)), 2)
+    later = run_ranks(partial(fit, FAST, resume=path.format(AFTER)), 2)
     assert [result["num_measured"] for result in later] == [0, 0]
     assert later[0]["when"] == first["when"]
     assert [result["weights"] for result in later] == [result["weights"] for result in whole]
-    anew = run_ranks(partial(fit, SLOW, resume=path.format(before)), 2)
+    anew = run_ranks(partial(fit, SLOW, resume=path.format(BEFORE)), 2)
     assert [result["num_measured"] for result in anew] == [1, 1]
 
 
-def test_where_the_link_is_fast_it_is_ddp_to_the_bit() -> None:
-    (found, other), (ddp, _) = run_ranks(partial(fit, FAST), 2), run_ranks(partial(fit, None, ddp=True), 2)
+def test_where_the_link_is_fast_it_is_ddp_to_the_bit(trained: Any) -> None:
+    (_, (found, other)), (_, (ddp, _)) = trained("fast"), trained("ddp")
     assert found["when"].is_auto
     assert not found["has_residuals"]
     assert found["density"] == 1.0
@@ -104,22 +120,18 @@ def test_where_the_link_is_fast_it_is_ddp_to_the_bit() -> None:
     assert "as by DDP" in found["said"][0]
 
 
-def test_a_dense_choice_is_kept_by_a_resume(tmp_path: Path) -> None:
-    path = str(tmp_path / "{}.ckpt")
-    step = CHOSEN_AFTER + 3
-    whole = run_ranks(partial(fit, FAST, path, (step,)), 2)
-    later = run_ranks(partial(fit, SLOW, resume=path.format(step)), 2)
+def test_a_dense_choice_is_kept_by_a_resume(trained: Any) -> None:
+    path, whole = trained("fast")
+    later = run_ranks(partial(fit, SLOW, resume=path.format(AFTER)), 2)
     assert later[0]["num_measured"] == 0
     assert later[0]["weights"] == whole[0]["weights"]
 
 
-def test_fine_tuning_has_no_warm_up(tmp_path: Path) -> None:
+def test_fine_tuning_has_no_warm_up(trained: Any) -> None:
     by_keyword = run_ranks(partial(fit, SLOW, pretrained=True), 2)[0]["when"]
     assert (by_keyword.rampup_begin_step, by_keyword.stairs) == (CHOSEN_AFTER, pytest.approx([1 - 0.256]))
-    path = str(tmp_path / "ddp{}.ckpt")
-    run_ranks(partial(fit, None, path, (5,), ddp=True), 2)
-    by_checkpoint = run_ranks(partial(fit, SLOW, resume=path.format(5)), 2)[0]["when"]
-    assert by_checkpoint.rampup_begin_step == 5 + CHOSEN_AFTER
+    by_checkpoint = run_ranks(partial(fit, SLOW, resume=trained("ddp")[0].format(BEFORE)), 2)[0]["when"]
+    assert by_checkpoint.rampup_begin_step == BEFORE + CHOSEN_AFTER
 
 
 def test_a_callback_that_gives_numbers_is_obeyed() -> None:
@@ -149,10 +161,10 @@ def test_on_two_levels_the_link_is_that_between_nodes() -> None:
     assert "carries" in results[0]["said"][0]
 
 
-def test_a_run_too_short_to_save_what_measuring_takes_is_ddp() -> None:
+def test_a_run_too_short_to_save_what_measuring_takes_is_ddp(trained: Any) -> None:
     """123 steps. A fifth of what is waited in them is sure to be saved."""
     short = dataclasses.replace(SLOW, dense_s=SLOW.step_s + 0.03)
-    found, ddp = run_ranks(partial(fit, short), 2)[0], run_ranks(partial(fit, None, ddp=True), 2)[0]
+    found, ddp = run_ranks(partial(fit, short), 2)[0], trained("ddp")[1][0]
     assert found["num_measured"] == 0
     assert found["weights"] == ddp["weights"]
     assert found["said"] == [
@@ -172,7 +184,7 @@ def fit_with_other_facts_on_a_rank() -> EveryStep:
             auto_sparsity, "num_steps_of", lambda trainer: STEPS if dist.get_rank() else CHOSEN_AFTER + 5
         )
         strategy = DGCStrategy(min_numel=MIN_NUMEL)
-        trainer = make_trainer(strategy, dist.get_world_size())
+        trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[Stop(END)])
         trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
     when = strategy.method.when
     assert isinstance(when, EveryStep)
@@ -234,10 +246,8 @@ def seconds_of_a_step(validation_s: float) -> float:
     return found[0][1]
 
 
-def test_an_early_checkpoint_of_its_own_is_not_fine_tuning(tmp_path: Path) -> None:
-    path = str(tmp_path / "{}.ckpt")
-    run_ranks(partial(fit, SLOW, path, (3,)), 2)
-    (run,) = run_ranks(partial(fit, SLOW, resume=path.format(3)), 2)[0]["runs"]
+def test_an_early_checkpoint_of_its_own_is_not_fine_tuning(trained: Any) -> None:
+    (run,) = run_ranks(partial(fit, SLOW, resume=trained("slow")[0].format(3)), 2)[0]["runs"]
     assert not run.is_pretrained
     assert (run.num_done, run.num_steps) == (3 + CHOSEN_AFTER, STEPS)
 
@@ -254,7 +264,8 @@ def fit_after_a_search(finder: Callback) -> tuple[bool, list[int]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         steps = give_measured(monkeypatch, SLOW)
         strategy = DGCStrategy(min_numel=MIN_NUMEL)
-        trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[finder], max_steps=STEPS, max_epochs=-1)
+        callbacks = [finder, Stop(END)]
+        trainer = make_trainer(strategy, dist.get_world_size(), callbacks=callbacks, max_steps=STEPS, max_epochs=-1)
         trainer.fit(WithRate(), make_data(dist.get_world_size(), STEPS))
     return strategy.method.when.is_auto, steps  # type: ignore[union-attr]
 
@@ -295,12 +306,12 @@ def test_one_rank_measures_nothing() -> None:
 
 
 def fit_twice() -> int:
-    strategy = DGCStrategy(min_numel=MIN_NUMEL)
-    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    strategy, stop = DGCStrategy(min_numel=MIN_NUMEL), Stop(END)
+    trainer = make_trainer(strategy, dist.get_world_size(), max_steps=STEPS, max_epochs=-1, callbacks=[stop])
     with pytest.MonkeyPatch.context() as monkeypatch:
         steps = give_measured(monkeypatch, SLOW)
         for number in (1, 2):
-            trainer.fit_loop.epoch_loop.max_steps = number * STEPS
+            trainer.fit_loop.epoch_loop.max_steps, stop.at = number * STEPS, number * END
             trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
     return len(steps)
 
@@ -315,7 +326,7 @@ def test_the_time_of_the_work_is_measured_at_every_density(what: TopK) -> None:
     assert all(0 < seconds(density) < 10 for density in (DENSITIES[0], DENSITIES[-1]))
 
 
-def test_the_choice_is_a_schedule_in_plain_values() -> None:
+def test_the_choice_is_a_schedule_in_plain_values(trained: Any) -> None:
     """It goes into the checkpoint, which loads without this package."""
-    result = run_ranks(partial(fit, SLOW), 2)[0]
+    result = trained("slow")[1][0]
     assert all(isinstance(value, (int, float, bool, tuple)) for value in dataclasses.asdict(result["when"]).values())

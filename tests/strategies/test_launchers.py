@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import TORCHRUN, forget_launcher, run_python
+from tests.programs import TORCHRUN, forget_launcher, run_python, run_script
 from tests.ranks import run_ranks
 from tests.strategies import restarted
 from tests.strategies.launched import train
@@ -37,13 +37,12 @@ def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
     check(tmp_path, strategy)
 
 
-@pytest.mark.slow
 def test_started_as_a_script_of_pytorch_lightning(tmp_path: Path) -> None:
-    """By spawn, which pickles the strategy."""
+    """By spawn, which pickles the strategy. What it starts is forked, or it would load everything once more."""
     script = tmp_path / "launched.py"
     source = Path(SCRIPT).read_text()
     script.write_text(source.replace("import lightning.pytorch as pl", "import pytorch_lightning as pl"))
-    run_python(tmp_path, str(script), str(tmp_path), "dgc_spawn")
+    run_script(tmp_path, str(script), str(tmp_path), "dgc_spawn")
     check(tmp_path / "dgc_spawn", "dgc_spawn")
 
 

@@ -15,7 +15,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_lowbw import AveragingSchedule, Compression, SparsityWarmup, Strategy, TrafficMonitor
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, run_script
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data
 
@@ -183,8 +183,10 @@ import hydra, yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
+from tests.programs import forget_packages
+
+forget_packages("lightning_lowbw")
 trainer, strategy = (text.split("```")[0] for text in open(sys.argv[1]).read().split("```yaml\\n")[1:3])
-assert "lightning_lowbw" not in sys.modules
 with open("config.yaml", "w") as file:
     file.write(trainer)
 sys.argv = ["train.py", "--config=config.yaml"]
@@ -195,9 +197,10 @@ print(hydra.utils.instantiate(yaml.safe_load(strategy)["strategy"]))
 """
 
 
-@pytest.mark.slow
 def test_the_classes_of_the_readme_need_no_import(tmp_path: Path) -> None:
-    lines = run_python(tmp_path, "-c", IN_README, str(ROOT / "README.md")).stdout.splitlines()
+    script = tmp_path / "in_readme.py"
+    script.write_text(IN_README)
+    lines = run_script(tmp_path, str(script), str(ROOT / "README.md")).splitlines()
     by_cli, by_hydra = (line for line in lines if line.startswith("DGCStrategy"))
     assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_cli
     assert "from step 500" in by_cli

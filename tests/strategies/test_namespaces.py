@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_lowbw as lowbw
 from lightning_lowbw import namespaces
 from lightning_lowbw.where.agreement import digest
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, run_script
 from tests.ranks import run_ranks
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -287,6 +287,8 @@ def test_a_new_process_can_load_what_a_trainer_has() -> None:
 
 ONLY_ONE = """
 import sys
+from tests.programs import forget_packages
+forget_packages("lightning_lowbw", "lightning", "pytorch_lightning")
 sys.modules["{hidden}"] = None  # as if it were not installed
 import lightning_lowbw as lowbw
 import lightning_lowbw.cli, lightning_lowbw.demo.training, lightning_lowbw.zoo
@@ -308,7 +310,9 @@ assert namespaces.MIRROR not in sys.modules
 
 @pytest.mark.parametrize(("package", "hidden"), [(PACKAGES[0], "pytorch_lightning"), (PACKAGES[1], "lightning")])
 def test_one_of_them_is_enough(package: str, hidden: str, tmp_path: Path) -> None:
-    run_python(tmp_path, "-c", ONLY_ONE.format(package=package, hidden=hidden))
+    script = tmp_path / "only_one.py"
+    script.write_text(ONLY_ONE.format(package=package, hidden=hidden))
+    run_script(tmp_path, str(script))
 
 
 def import_old(folder: str) -> None:
