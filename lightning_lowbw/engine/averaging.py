@@ -162,8 +162,10 @@ class Averaging:
         The weights have their changes still, and the next average measures them again.
         """
         assert self.sparse is not None
+        decay = self.sparse.payload.decay
         for name, part in parts.items():
-            self.sparse.residuals[name].sub_(part).div_(self.sparse.payload.decay)
+            residual = self.sparse.residuals[name]
+            residual.sub_(part).div_(decay) if decay else residual.zero_()  # with 0 nothing is kept
 
     def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
         if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:

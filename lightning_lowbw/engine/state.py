@@ -426,4 +426,6 @@ def _cpu(value: Any) -> Any:
         return value.detach().cpu().clone()
     if isinstance(value, dict):
         return {key: _cpu(item) for key, item in value.items()}
-    return [_cpu(item) for item in value] if isinstance(value, list) else value
+    if getattr(value, "shape", None) == ():  # of numpy, as a user's formula returns; a shard with one does not load
+        return value.item()
+    return type(value)(map(_cpu, value)) if type(value) in (list, tuple) else value

@@ -6,8 +6,10 @@ import copy
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -296,3 +298,20 @@ def test_an_average_that_fails_leaves_each_rank_what_it_had(options: dict[str, A
     for result in (first, second):
         assert "the average" in result["torn"]
         assert all(error < 1e-5 for error in result["errors"])
+
+
+def test_an_average_that_fails_leaves_no_nan_where_nothing_is_kept_for_later() -> None:
+    first, second = run_ranks(fail_in_the_average, 2, {"compression": Compression(**BASE, decay=0.0)})
+    assert first["shown"] == second["shown"]
+    assert all(math.isfinite(error) for result in (first, second) for error in result["errors"])
+
+
+def test_a_state_with_numbers_of_numpy_can_be_read(tmp_path: Path) -> None:
+    worker, _ = attach(METHOD, "sgd", SHAPES)
+    for group in worker.optimizer.param_groups:
+        group["lr"] = np.float64(0.05)
+        group["betas"] = (np.float32(0.5), 0.9)
+    torch.save(worker.state_dict(), tmp_path / "shard.pt")
+    (group, *_) = torch.load(tmp_path / "shard.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert group["lr"] == 0.05
+    assert group["betas"] == (0.5, 0.9)
