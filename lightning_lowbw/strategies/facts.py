@@ -15,13 +15,14 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.where.agreement import agree, digest, failing_together
 
+LENGTH = "limit_train_batches"
 # Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
 SETTINGS = (
     "max_epochs",
     "min_epochs",
     "max_steps",
     "min_steps",
-    "limit_train_batches",
+    LENGTH,
     "limit_val_batches",
     "overfit_batches",
     "val_check_interval",
@@ -40,18 +41,29 @@ def plain_values(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
 
-def settings_of(trainer: pl.Trainer) -> dict[str, object]:
-    """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included."""
+def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str, object]:
+    """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included.
+
+    Args:
+        trainer: of this rank.
+        takes_uneven: whether ranks may have different numbers of batches.
+    """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     shared = [each for each in callbacks if isinstance(each, twins(Checkpoint) + twins(EarlyStopping))]
     schedulers = [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
     timers = [each for each in callbacks if isinstance(each, twins(Timer))]
     return {
-        **{f"Trainer({name})": getattr(trainer, name) for name in SETTINGS},
-        "Trainer(max_time)": [round((each.time_remaining() or 0.0) + each.time_elapsed()) for each in timers],
+        **{f"Trainer({name})": getattr(trainer, name) for name in SETTINGS if not (takes_uneven and name == LENGTH)},
+        "Trainer(max_time)": [_duration_of(each) for each in timers],
         "callbacks": [each.state_key for each in shared],
         "GradientAccumulationScheduler": [each.scheduling for each in schedulers],
     }
+
+
+def _duration_of(timer: Timer) -> int | None:
+    """Return the seconds that a timer allows; None where it only looks, after some other time on each rank."""
+    remaining = timer.time_remaining()
+    return None if remaining is None else round(remaining + timer.time_elapsed())
 
 
 def agree_on_configuration(

@@ -179,7 +179,8 @@ class Strategy(InterruptibleDDP):
         super().setup_environment()
         if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
             self._lost_peers.begin_fit()
-            others = {**facts.plain_values(self._ddp_kwargs), **facts.settings_of(self.trainer)}
+            settings = facts.settings_of(self.trainer, takes_uneven=self.method.averages_weights)
+            others = {**facts.plain_values(self._ddp_kwargs), **settings}
             facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
 
     @override

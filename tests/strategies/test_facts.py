@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import nn
 
-from lightning_lowbw import ConfigurationError, DisagreementError
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy
+from lightning_lowbw.strategies.facts import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from tests.ranks import run_ranks
 from tests.strategies.watching import meet_an_error
@@ -113,6 +114,30 @@ def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
             assert ("callbacks: rank 0 has [], rank 1 has [" if is_callback else f"Trainer({name}): rank 0") in message
             if name in ("max_steps", "gradient_clip_val", "accumulate_grad_batches"):
                 assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+
+
+def train_on_a_share(name: str) -> str | int:
+    strategy = make_strategy(name) if name == "dgc" else LocalSGDStrategy(k_steps=2, begin_step=0)
+    trainer = make_trainer(strategy, 2, limit_train_batches=4 + 4 * dist.get_rank())
+    try:
+        trainer.fit(Tiny(), make_data(2, 8))
+    except DisagreementError as error:
+        return str(error)
+    return trainer.global_step
+
+
+def test_local_sgd_takes_different_shares_of_the_data() -> None:
+    for message in run_ranks(train_on_a_share, 2, "dgc"):
+        assert "Trainer(limit_train_batches): rank 0 has 4, rank 1 has 8" in str(message)
+    assert all(isinstance(steps, int) for steps in run_ranks(train_on_a_share, 2, "local_sgd", timeout_s=60.0))
+
+
+def test_timers_are_compared_by_what_they_allow() -> None:
+    timers = [Timer(), Timer("00:00:01:00")]
+    for elapsed in (0.0, 12.4, 12.6):
+        for timer in timers:
+            timer._offset = elapsed  # of an earlier fit
+        assert [_duration_of(timer) for timer in timers] == [None, 60]
 
 
 def begin_from_other_weights(strategy: str) -> list[str]:
