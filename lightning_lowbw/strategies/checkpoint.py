@@ -58,6 +58,7 @@ class Checkpoints:
         Collective: all ranks.
         """
         self._rng_state = self._precision_state = None
+        self._num_saves = 0  # ranks that an exception ended may have saved different numbers of times
         self._run_id = self._strategy.broadcast(uuid.uuid4().hex[:12])
 
     # Saving -----------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Checkpoints:
             shards.sweep(
                 strategy.checkpoint_io, folder, kept, lambda other: other == rank or (is_first and other >= num_ranks)
             )
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
             rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
     def remove_shards(self, filepath: _PATH) -> None:
@@ -247,7 +248,7 @@ class Checkpoints:
         if shard is not None:
             folder = shards.folder_of(path)
             if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
-                self._sweep(folder, shard["path"])
+                self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
             return
         rank_zero_info(
             f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is resumed "

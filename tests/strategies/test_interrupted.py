@@ -155,10 +155,10 @@ def save_in_the_background(path: str) -> tuple[str, str, int]:
     return whole, fit("dgc", resume=path), len(os.listdir(f"{path}.ranks"))
 
 
-def test_saves_in_the_background_keep_the_shards_of_two(tmp_path: Path) -> None:
+def test_saves_in_the_background_keep_the_shards_of_two_and_a_resume_deletes_none(tmp_path: Path) -> None:
     for whole, resumed, num_files in run_ranks(save_in_the_background, 2, str(tmp_path / "last.ckpt")):
         assert resumed == whole
-        assert num_files in (2, 4)  # which of the two is deleted by the resume, as far as this rank sees
+        assert num_files == 4, "another job may be about to name in its checkpoint what this one does not know"
 
 
 # Exceptions in the middle of a step -----------------------------------------------------------------------------------
