@@ -20,8 +20,11 @@ from lightning_lowbw.where.topology_choice import NODE_VARIABLES
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
-# What torch says where a peer has gone, or does not come.
-IS_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out")
+# What torch says where a peer has gone, or does not come; in the words of others only where torch raises it.
+OF_BACKEND = re.compile(r"\bgloo\b|NCCL")
+IS_LOST = re.compile(rf"{OF_BACKEND.pattern}|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out")
+IS_OTHER = re.compile("DataLoader|CUDA error")
+FROM_TORCH = ("torch.", "lightning_lowbw.")  # modules
 LOST = "a peer was lost"
 FIT = "_call_and_handle_interrupt"  # of Lightning, the outermost
 # By the name of a function on the stack, the innermost first.
@@ -73,7 +76,7 @@ class LostPeers:
             return
         message = str(exception)
         phase = self._phase(frame for frame, _ in traceback.walk_tb(exception.__traceback__))
-        if not isinstance(exception, RuntimeError) or not IS_LOST.search(message):
+        if not _is_of_lost_peer(exception):
             self._roll_call.note(f"{type(exception).__name__} in {phase}: {message.splitlines()[0] if message else ''}")
             return
         self._roll_call.note(f"{LOST} in {phase}")
@@ -129,3 +132,14 @@ class LostPeers:
         module = self._strategy.lightning_module
         step = "" if module is None or module._trainer is None else f" after step {module._trainer.global_step}"
         return f"{phase}{step}"
+
+
+def _is_of_lost_peer(exception: BaseException) -> bool:
+    """Return whether an exception is torch's about a peer, and no other one: of a user's data, say."""
+    message = str(exception)
+    if not isinstance(exception, RuntimeError) or not IS_LOST.search(message) or IS_OTHER.search(message):
+        return False
+    if isinstance(exception, dist.DistError) or OF_BACKEND.search(message):
+        return True
+    raised_by = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    return bool(raised_by) and raised_by[-1].startswith(FROM_TORCH)

@@ -58,11 +58,11 @@ class RollCall:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this rank answers, and can call; False with a rendezvous that has no server, as a file."""
+        """Whether this rank answers, and can call; not with a rendezvous that has no server, as a file, or is slow."""
         return self._thread is not None
 
     def begin(self, place: str) -> None:
-        """Begin to answer. Another exchange between all ranks must follow before any calls.
+        """Begin to answer, if the store does. Another exchange between all ranks must follow before any calls.
 
         Args:
             place: of this rank, for people.
@@ -75,11 +75,14 @@ class RollCall:
         self._rank, self._num_ranks, self._is_over = dist.get_rank(), dist.get_world_size(), False
         self._host, self._port = store.host, store.port
         self.address = f"{self._host}:{self._port}"
-        own = self._connect()
-        for key in ("call", "here"):  # of an earlier fit, or of processes before a restart
-            own.delete_key(f"{key}/{self._rank}")
-        own.set(f"failed/{self._rank}", "")
-        own.set(f"place/{self._rank}", place)
+        try:
+            own = self._connect()
+            for key in ("call", "here"):  # of an earlier fit, or of processes before a restart
+                own.delete_key(f"{key}/{self._rank}")
+            own.set(f"failed/{self._rank}", "")
+            own.set(f"place/{self._rank}", place)
+        except RuntimeError:  # a store that is slow: no reason not to train
+            return
         self._thread = threading.Thread(target=self._answer, args=(own,), name="lightning_lowbw roll call", daemon=True)
         self._thread.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, Strategy
+from lightning_lowbw.strategies.lost_peers import _is_of_lost_peer
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
@@ -72,7 +74,7 @@ def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(name: str) 
         assert "rank 3 (node 1, host " in message
         assert "is gone or stopped: no answer within 2 s" in message
         assert all(f"rank {other} (" not in message for other in range(3))
-        assert "gloo" in cause
+        assert "gloo" in cause or cause == "Application timeout caused pair closure"  # gloo's, too
         assert seconds < STOPPED_S, "not the user's timeout"
 
 
@@ -91,3 +93,25 @@ def test_ranks_that_are_only_late_are_not_accused() -> None:
     (message, _, _), _ = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "dawdle", timeout_s=60.0)
     assert "all other ranks answer (rank 1 in the training after step 3)" in message
     assert "give a longer timeout=" in message
+
+
+def raised(error: Exception) -> Exception:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+def test_errors_of_data_of_a_gpu_and_of_users_are_none_of_lost_peers() -> None:
+    for message in (
+        "DataLoader timed out after 5 seconds",
+        "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: Connection reset by the server",
+        "CUDA error: the launch timed out and was terminated",
+        "my own server timed out",
+    ):
+        assert not _is_of_lost_peer(raised(RuntimeError(message))), message
+    assert not _is_of_lost_peer(raised(ValueError("gloo")))
+    assert _is_of_lost_peer(raised(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")))
+    assert _is_of_lost_peer(raised(dist.DistStoreError("wait timeout after 10000ms")))
+    with pytest.raises(RuntimeError) as caught:
+        dist.TCPStore("127.0.0.1", free_port(), None, False, timeout=timedelta(seconds=1))
+    assert _is_of_lost_peer(caught.value)

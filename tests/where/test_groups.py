@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.where import roll_call
 from lightning_lowbw.where.groups import group_of
-from lightning_lowbw.where.roll_call import _server
+from lightning_lowbw.where.roll_call import RollCall, _server
 
 
 def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
@@ -41,3 +42,21 @@ def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
     finally:
         dist.destroy_process_group()
     assert timeouts == [7, 3]
+
+
+def test_a_store_that_does_not_take_them_in_time_does_not_end_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(_: RollCall) -> None:
+        raise dist.DistNetworkError("timed out")
+
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(roll_call, "_server", lambda: store)
+    monkeypatch.setattr(RollCall, "_connect", time_out)
+    call = RollCall(lambda: "")
+    call.begin("here")
+    assert not call.has_begun
+    call.note("a reason")
+    assert call.call() is None
+    call.close()
