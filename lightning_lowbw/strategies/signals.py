@@ -119,6 +119,7 @@ class Signals:
         if worker.stop_agreed:
             self._strategy.trainer._signal_connector.received_sigterm = True  # Lightning raises it after the batch
         self.save_is_due |= worker.save_agreed
+        worker.save_agreed = False  # an average that is begun is heard, too, and has no message yet
 
     def save(self, trainer: pl.Trainer) -> None:
         """Save and requeue, as SLURM's signal asked for.

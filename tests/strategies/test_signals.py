@@ -40,6 +40,7 @@ def make(name: str) -> DDPStrategy:
         "two levels": lambda: HierarchicalStrategy(ranks_per_node=2),
         "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),
         "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
+        "delayed": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, delay_steps=1),
     }
     return strategies[name]()
 
@@ -188,7 +189,9 @@ def fit_until_requeued(name: str) -> list[tuple[int, str]]:
     return slurm.saved
 
 
-@pytest.mark.parametrize(("name", "step"), [("hand-over", 5), ("sparse", 4), ("hierarchical", 5), ("local_sgd", 4)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("hand-over", 5), ("sparse", 4), ("hierarchical", 5), ("local_sgd", 4), ("delayed", 5)]
+)
 def test_slurms_signal_on_one_rank_saves_once_on_all(name: str, step: int) -> None:
     first, second = run_ranks(fit_until_requeued, 2, name)
     assert [saved for saved, _ in first] == [saved for saved, _ in second] == [step]
