@@ -9,6 +9,7 @@ after the next step, when it has long been there.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -111,8 +112,11 @@ class Signals:
             return 0
         work, flags = self._asked
         self._asked = None
-        work.wait()
-        return requests_of(*flags.tolist())
+        # On a stream of its own, or the host would wait for all of the step that has been launched meanwhile.
+        is_cuda = flags.device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(flags.device)) if is_cuda else contextlib.nullcontext():
+            work.wait()
+            return requests_of(*flags.tolist())
 
     def hear(self, worker: Worker) -> None:
         """Take in what the ranks have asked of each other with the last control message."""
