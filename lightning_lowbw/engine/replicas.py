@@ -248,6 +248,7 @@ class ReplicaWorker(Worker):
             ConfigurationError: on all ranks; an adaptive rule has seen no loss.
         """
         was_local = self.is_local
+        self.torn = ""
         self.delay.begin_after_step()
         self.step += 1
         self.peers.ledger.steps += 1
@@ -273,7 +274,6 @@ class ReplicaWorker(Worker):
             self.step, self.steps_since_average = self.step - 1, self.steps_since_average - 1
             uncount_step(self.fragments)
             raise
-        self.torn = ""
         self.delay.end_after_step()
 
     @torch.no_grad()

@@ -145,7 +145,7 @@ class Worker:
         try:
             yield
         except BaseException:
-            self.give_back()
+            self._tear()
             raise
         finally:
             self._is_stepping = self._is_prepared = self._is_exchanged = False
@@ -153,6 +153,12 @@ class Worker:
 
     def give_back(self) -> None:
         """Let the optimizer be as the user has it, after a step or an exception."""
+
+    def _tear(self) -> None:
+        """End a step that an exception has cut off; what has been exchanged may be in some weights already."""
+        if self._is_exchanged and self._is_taken:
+            self.torn = f"the optimizer's step after step {self.step}"
+        self.give_back()
 
     def recall(self) -> None:
         """Take back what is on its way to other ranks, before a state is saved while an exception unwinds.
@@ -199,7 +205,7 @@ class Worker:
                 is_taken = is_taken and (scaling is None or self._is_finite())
             result = step(*args, **kwargs) if is_taken else None
         except BaseException:
-            self.give_back()
+            self._tear()
             self._is_prepared = self._is_exchanged = False
             raise
         if scaling is not None:

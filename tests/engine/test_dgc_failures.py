@@ -138,6 +138,9 @@ def fail_inside_a_step() -> list[dict[str, Any]]:
     assert message_of(step, KeyError) == "'in the middle'"
     seen.append({key: worker.optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")})
     assert worker.step == 1
+    assert worker.state_dict()["torn"] == "the optimizer's step after step 1", "others may have taken it"
+    take_step(worker, parameters, 1)
+    assert worker.state_dict()["torn"] == ""
     return seen
 
 
