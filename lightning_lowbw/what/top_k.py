@@ -308,9 +308,9 @@ class TopK:
 def small_numel(numels: Iterable[int]) -> int:
     """Return the elements below which a tensor is small for a model: the smallest are 3 % of it, together.
 
-    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a share, for all matrices of
-    a small model are small; but not below 1,024 elements, where sending all costs less than the work for one more tensor,
-    nor above 16,384, or 3 % of a large model would be most of what is sent.
+    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a share, for all matrices
+    of a small model are small; but not below 1,024 elements, where sending all costs less than the work for one more
+    tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
 
     Args:
         numels: elements of each tensor that is trained.
