@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import end_ranks, idle_processes
+from tests.reliability import Recorder, deselect_stock
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
@@ -28,6 +29,12 @@ torch.set_num_threads(1)  # the tensors are small, and the other cores have the 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="record the golden trajectories anew")
+    parser.addoption("--rewrite-reliability", action="store_true", help="write docs/reliability.md anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--rewrite-reliability"):
+        config.pluginmanager.register(Recorder())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -35,9 +42,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end."""
     items.sort(key=lambda item: not str(item.path).endswith(LONG))
+    deselect_stock(config, items)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -84,7 +84,7 @@ class Averaging:
         if real.dtype == torch.float64:  # which would be rounded
             return False
         if self.sparse is not None:
-            return self.sparse.payload.takes(self._worker.name_of(parameter), real.numel(), self._worker.num_trained)
+            return self.sparse.payload.takes(self._worker.name_of(parameter), real.numel(), self._worker.small_numel)
         return self.narrow is not None and real.numel() > 0
 
     def begin_local(self) -> None:

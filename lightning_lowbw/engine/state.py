@@ -107,7 +107,7 @@ def _on(nodes: list[list[int]] | None) -> str:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-EQUAL = ("step", "num_trained", "correction", "shapes", "num_participants")
+EQUAL = ("step", "small_numel", "correction", "shapes", "num_participants")
 
 
 def of_gradients(worker: GradientWorker) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     }
     return {
         "step": worker.step,
-        "num_trained": worker.num_trained,
+        "small_numel": worker.small_numel,
         "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
         "num_participants": worker.peers.num_senders,
@@ -187,7 +187,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             "be. Resume with the payload of that run, or begin a new run with the weights alone."
         )
     is_own = state["local_rank"] is not None
-    worker.step, worker.num_trained = state["step"], _num_trained(worker, state)
+    worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
     worker.velocities.clear()
     if worker.narrow is not None:
         rounded = {
@@ -225,7 +225,7 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
         own = _saved(tensors if view.own is None else dict(zip(tensors, view.own, strict=True)))
     return {
         **{name: getattr(worker, name) for name in COUNTERS},
-        "num_trained": worker.num_trained,
+        "small_numel": worker.small_numel,
         "torn": worker.torn,
         "local_since": worker._local_since,
         "highest_lr": worker._highest_lr,
@@ -304,7 +304,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     """Take over `of_replica` of the same ranks, or `merge_replicas`; see `ReplicaWorker.load_state_dict`."""
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
-    worker.num_trained = _num_trained(worker, state)
+    worker.small_numel = _small_numel(worker, state)
     _check_replica(worker, state)
     targets = worker.consensus_view.tensors()
     for name, own in state["own"].items():
@@ -388,7 +388,7 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
 
 def equal_state(worker: Any) -> dict[str, Any]:
     """Return what is the same on all ranks: numbers, for the checkpoint itself."""
-    state: dict[str, Any] = {"step": worker.step, "num_trained": worker.num_trained}
+    state: dict[str, Any] = {"step": worker.step, "small_numel": worker.small_numel}
     if worker.method.averages_weights:
         state |= {name: getattr(worker, f"_{name}") for name in ("local_since", "highest_lr")}
         state["num_averages"] = worker.num_averages
@@ -398,15 +398,15 @@ def equal_state(worker: Any) -> dict[str, Any]:
 
 def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
     """Take over what `equal_state` returned."""
-    worker.step, worker.num_trained = state["step"], _num_trained(worker, state)
+    worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
     if worker.method.averages_weights:
         worker._local_since, worker._highest_lr = state["local_since"], state["highest_lr"]
         worker._period = None if state["period"] is None else Period(**state["period"])
 
 
-def _num_trained(worker: Worker, state: Mapping[str, Any]) -> int:
+def _small_numel(worker: Worker, state: Mapping[str, Any]) -> int:
     """Return what says which tensors are small; earlier versions did not keep it."""
-    return state.get("num_trained", worker.num_trained)
+    return state.get("small_numel", worker.small_numel)
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

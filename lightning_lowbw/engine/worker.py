@@ -20,6 +20,7 @@ from lightning_lowbw.engine.control import SAVE, STOP
 from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import is_finite
+from lightning_lowbw.what.top_k import small_numel
 from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
@@ -98,9 +99,9 @@ class Worker:
         return {self.name_of(parameter): parameter for parameter in self.parameters()}
 
     @functools.cached_property
-    def num_trained(self) -> int:
-        """The elements that are trained, as they were when it was first asked: what is small is decided once."""
-        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+    def small_numel(self) -> int:
+        """The elements below which a tensor is small, for what is trained when it is first asked: decided once."""
+        return small_numel(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     @property
     def device(self) -> torch.device:

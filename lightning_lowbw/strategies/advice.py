@@ -71,7 +71,7 @@ def tell_what_stays_whole(workers: Iterable[Worker]) -> None:
     for worker in workers:
         if isinstance(what := worker.method.what, TopK):
             of_sparse, of_others = numels_by_kind(worker, what)
-            sparse, others, least = sparse + of_sparse, others + of_others, what.least_numel(worker.num_trained)
+            sparse, others, least = sparse + of_sparse, others + of_others, what.min_numel or worker.small_numel
     total = sum(sparse) + sum(others)
     if total and sum(sparse) < MUCH * total:
         rank_zero_info(

@@ -35,7 +35,8 @@ class DGCStrategy(Strategy):
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
         keep_momentum: whether velocities are not cleared in steps that send more than (1 - momentum) / 2, nor beta1
             lowered above 1 - beta1 (5 % and 10 %, with 0.9); None: with numbers that "auto" has chosen.
-        min_numel: tensors with fewer elements are sent dense. None: a 256th of what is trained, but 1,024 to 16,384.
+        min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
+            all below 1,024, and none from 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is

@@ -40,9 +40,7 @@ Correction = Literal["auto", "error_feedback"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter", "dense")
 DENSE_NAMES = ("float32", *NARROW_NAMES)
 LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, or a norm or a bias would wait for ever
-# Where the user has not said which tensors are small: those below this share of what is trained, within these elements.
-# All matrices of a small model are small; sending even 1,024 elements whole costs less than work for a tensor more.
-SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 1 / 256, 1024, 16384
+SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class TopK:
             all where there are not so many.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
             rounded away is sent later.
-        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: a 256th of
-            what is trained, but 1,024 to 16,384.
+        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
+            `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
         decay: of what has been kept, from one round to the next, in [0, 1]; 1 forgets nothing.
@@ -192,15 +190,16 @@ class TopK:
         """The wire format."""
         return SparseCodec(self.value_dtype)
 
-    def least_numel(self, num_trained: int) -> int:
-        """Return the elements that a tensor must have to be sent sparse, where so many are trained."""
-        return self.min_numel or min(max(int(num_trained * SMALL_SHARE), LEAST_NUMEL), MOST_NUMEL)
+    def takes(self, name: str, numel: int, small_numel: int) -> bool:
+        """Return whether a parameter with this name and number of elements is sent sparse.
 
-    def takes(self, name: str, numel: int, num_trained: int) -> bool:
-        """Return whether a parameter with this name and number of elements is sent sparse."""
-        return numel >= self.least_numel(num_trained) and not any(
-            fnmatchcase(name, pattern) for pattern in self.exclude
-        )
+        Args:
+            name: of the parameter.
+            numel: its elements.
+            small_numel: the least, where `min_numel` is None.
+        """
+        is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return numel >= (self.min_numel or small_numel) and not is_excluded
 
     def layout(self, numel: int, density: float | None = None) -> ChunkLayout:
         """Return how many elements are sent of a tensor, at the payload's own density or at another one."""
@@ -304,6 +303,29 @@ class TopK:
         scale = torch.where(norms > median, median / norms, 1.0).float()
         counts = upload([k] * num_full + [k_last] * bool(k_last), torch.int64, values.device)
         return values * scale.repeat_interleave(counts, dim=1)
+
+
+def small_numel(numels: Iterable[int]) -> int:
+    """Return the elements below which a tensor is small for a model: the smallest are 3 % of it, together.
+
+    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a share, for all matrices
+    of a small model are small; but not below 1,024 elements, where sending all costs less than the work for one more
+    tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
+
+    Args:
+        numels: elements of each tensor that is trained.
+
+    Example:
+        >>> small_numel([6144] * 24), small_numel([64 * 512, 512, 512 * 512, 512, 5120, 10]), small_numel([10**9])
+        (6144, 16384, 16384)
+    """
+    ordered = sorted(numels)
+    left = SMALL_SHARE * sum(ordered)
+    for numel in ordered:
+        left -= numel
+        if left < 0:
+            return min(max(numel, LEAST_NUMEL), MOST_NUMEL)
+    return LEAST_NUMEL
 
 
 SPARSE_LOCO: dict[str, Any] = {

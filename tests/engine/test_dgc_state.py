@@ -328,13 +328,13 @@ def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
     state = worker.state_dict()
     large["layer"].requires_grad_(True)
     resumed = attach()
-    assert resumed.num_trained == 2000 + 2048**2
+    assert resumed.small_numel == 16384
     for saved in (state, merge([state] * 2)):
         resumed.load_state_dict(saved)
-        assert resumed.num_trained == 2000
+        assert resumed.small_numel == 2000
     for each_worker in (worker, resumed):
         assert numels_by_kind(each_worker, what) == ([2000, 2048**2], [])
     with_all = attach()
     assert numels_by_kind(with_all, what) == ([2048**2], [2000])
-    with_all.load_state_dict({name: value for name, value in state.items() if name != "num_trained"})  # an older one
+    with_all.load_state_dict({name: value for name, value in state.items() if name != "small_numel"})  # an older one
     assert numels_by_kind(with_all, what) == ([2048**2], [2000])

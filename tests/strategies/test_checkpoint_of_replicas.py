@@ -204,6 +204,10 @@ def resume_finished(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
     return states
 
 
+@pytest.mark.fault(
+    "a finished run that is resumed",
+    "all ranks have the weights of the checkpoint, and their own state when training goes on",
+)
 @pytest.mark.parametrize("name", list(FINISHED))
 def test_a_finished_run_that_is_resumed_has_the_weights_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     results = run_ranks(resume_finished, 2, name, str(tmp_path))

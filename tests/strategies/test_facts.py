@@ -14,6 +14,7 @@ from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrat
 from lightning_lowbw.strategies.facts import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from tests.ranks import run_ranks
+from tests.reliability import outcome_of
 from tests.strategies.watching import meet_an_error
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd
 
@@ -106,6 +107,10 @@ def differ_in_settings(names: list[str], strategy: str) -> list[tuple[str, str, 
     return found
 
 
+@pytest.mark.fault(
+    "settings of the Trainer that differ between ranks",
+    "refused before the first step, on all ranks, with the values of each",
+)
 def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
     for found in run_ranks(differ_in_settings, 2, list(SETTINGS), "dgc", timeout_s=60.0):
         for (kind, message, step), (name, values) in zip(found, SETTINGS.items(), strict=True):
@@ -140,6 +145,15 @@ def test_timers_are_compared_by_what_they_allow() -> None:
         assert [_duration_of(timer) for timer in timers] == [None, 60]
 
 
+def take_other_numbers_of_steps() -> None:
+    make_trainer("ddp", 2, max_steps=2 + dist.get_rank()).fit(Tiny(), make_data(2, 4))
+
+
+@pytest.mark.stock("settings of the Trainer that differ between ranks")
+def test_stock_ddp_and_other_settings(record_property: Any) -> None:
+    record_property("ddp", f"max_steps: {outcome_of(take_other_numbers_of_steps)}")
+
+
 def begin_from_other_weights(strategy: str) -> list[str]:
     found = []
     for init_sync in (True, False):
@@ -154,6 +168,10 @@ def begin_from_other_weights(strategy: str) -> list[str]:
     return found
 
 
+@pytest.mark.fault(
+    "initial weights that differ between ranks, `init_sync=False`",
+    "refused before the first step, on all ranks; the parameters are named",
+)
 @pytest.mark.skipif("init_sync" not in DDP_KEYWORDS, reason="this release of torch synchronises always")
 def test_other_weights_are_found_where_nobody_makes_them_equal() -> None:
     for (message,) in run_ranks(begin_from_other_weights, 2, "dense"):

@@ -109,6 +109,10 @@ def fail_while_saving(name: str, folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.fault(
+    "a disk that is full while a checkpoint is overwritten, on any rank",
+    "an error on all ranks that names the rank; the checkpoint before is whole, and resumes to the same bits",
+)
 @pytest.mark.parametrize("name", ["dgc", "local_sgd"])
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(name: str, tmp_path: Path) -> None:
     first, second = run_ranks(fail_while_saving, 2, name, str(tmp_path))
@@ -134,6 +138,10 @@ def resume_after_death(name: str, path: str, folder: str) -> tuple[str, str, int
     return whole, resumed, len(os.listdir(f"{path}.ranks"))
 
 
+@pytest.mark.fault(
+    "kill -9 while a checkpoint is overwritten",
+    "the last whole checkpoint resumes to the same bits; what was left of the other is deleted",
+)
 @pytest.mark.parametrize(
     ("name", "cut"),
     [("dgc", "shard"), ("dgc", "before sweeping"), ("local_sgd", "shard"), ("local_sgd", "checkpoint")],
@@ -155,7 +163,7 @@ def save_in_the_background(path: str) -> tuple[str, str, int]:
     return whole, fit("dgc", resume=path), len(os.listdir(f"{path}.ranks"))
 
 
-def test_saves_in_the_background_keep_the_shards_of_two_and_a_resume_deletes_none(tmp_path: Path) -> None:
+def test_saves_in_the_background_keep_the_shards_of_two(tmp_path: Path) -> None:
     for whole, resumed, num_files in run_ranks(save_in_the_background, 2, str(tmp_path / "last.ckpt")):
         assert resumed == whole
         assert num_files == 4, "another job may be about to name in its checkpoint what this one does not know"
@@ -203,6 +211,10 @@ def lose_the_link(name: str, folder: str) -> dict[str, Any]:
     return {"weights": weights, "warning": warning, **kept}
 
 
+@pytest.mark.fault(
+    "an exception inside an exchange, and a checkpoint on exceptions",
+    "what was taken out is put back and saved; a resume warns which ranks take the step again",
+)
 @pytest.mark.parametrize("name", ["dgc", "local_sgd", "sparse_loco", "delayed"])
 def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(name: str, tmp_path: Path) -> None:
     first, second = run_ranks(lose_the_link, 2, name, str(tmp_path))
@@ -243,6 +255,10 @@ def resume_with_warning(name: str, path: str) -> tuple[str, str]:
     return warned(lambda: fit(name, resume=path))
 
 
+@pytest.mark.fault(
+    "ranks that end one step apart by a bug or Ctrl-C, and a checkpoint on exceptions",
+    "no rank waits for another; all save and end",
+)
 @pytest.mark.parametrize(
     ("name", "raised", "expected"),
     [
@@ -326,6 +342,10 @@ def resume_damaged(folder: str) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.fault(
+    "shards of another save or rank, cut or damaged ones",
+    "refused on all ranks, with the reason; nothing in them is executed",
+)
 def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path: Path) -> None:
     for messages in run_ranks(resume_damaged, 2, str(tmp_path)):
         for what, (_, expected) in DAMAGES.items():
@@ -351,6 +371,7 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
+@pytest.mark.fault("shards of another save or rank, cut or damaged ones")
 def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> None:
     """torch.load alone takes half of these files, with other numbers in them."""
     rng, folder = random.Random(0), tmp_path / "some.ckpt.ranks"

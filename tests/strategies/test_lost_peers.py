@@ -11,11 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, Strategy
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
 from lightning_lowbw.strategies.lost_peers import _is_of_lost_peer
 from tests.programs import free_port
 from tests.ranks import run_ranks
+from tests.reliability import without_places
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 
 STOPPED_S = 7.0  # longer than a timeout and the answers take
@@ -24,6 +26,7 @@ STRATEGIES: dict[str, Any] = {
     "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2, timeout=1),
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=2),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=2, timeout=2),
+    "ddp": lambda: DDPStrategy(timeout=timedelta(seconds=2)),
 }
 
 
@@ -55,8 +58,7 @@ def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, f
     data = make_data(num_ranks, 8)
     dist.destroy_process_group()  # that of the tests has no server, and no timeout
     os.environ.update(MASTER_PORT=str(port), GROUP_RANK=str(own // 2))
-    strategy: Strategy = STRATEGIES[name]()
-    trainer = make_trainer(strategy, num_ranks, callbacks=[Trouble(rank, what)])
+    trainer = make_trainer(STRATEGIES[name](), num_ranks, callbacks=[Trouble(rank, what)])
     begin = time.monotonic()
     with pytest.raises((RuntimeError, ValueError)) as caught:
         trainer.fit(Tiny(), data)
@@ -66,8 +68,12 @@ def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, f
     return str(caught.value), str(caught.value.__cause__), seconds
 
 
+@pytest.mark.fault(
+    "a rank that no longer answers, on two levels, `timeout=1`",
+    "all others name it, with its node and host, and end",
+)
 @pytest.mark.parametrize("name", ["hierarchical", "dgc on two levels"])
-def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(name: str) -> None:
+def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(name: str, record_property: Any) -> None:
     results = run_ranks(lose_a_rank, 4, free_port(), name, 3, "stop", timeout_s=60.0)
     for rank, (message, cause, seconds) in enumerate(results[:3]):
         assert message.startswith(f"Rank {rank}, in ")
@@ -76,10 +82,15 @@ def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(name: str) 
         assert all(f"rank {other} (" not in message for other in range(3))
         assert "gloo" in cause or cause == "Application timeout caused pair closure"  # gloo's, too
         assert seconds < STOPPED_S, "not the user's timeout"
+        record_property("seconds", seconds)
 
 
+@pytest.mark.fault(
+    "a rank that raises an error of its own",
+    "the others name it, with its error, and end",
+)
 @pytest.mark.parametrize("name", ["dgc", "local_sgd"])
-def test_a_rank_that_fails_is_named_with_its_reason(name: str) -> None:
+def test_a_rank_that_fails_is_named_with_its_reason(name: str, record_property: Any) -> None:
     (message, cause, seconds), (own, _, _) = run_ranks(lose_a_rank, 2, free_port(), name, 1, "raise", timeout_s=60.0)
     assert own == "no such file"
     assert "rank 1 (node 0, host " in message
@@ -87,8 +98,25 @@ def test_a_rank_that_fails_is_named_with_its_reason(name: str) -> None:
     assert "after step" in message.split(":")[0]
     assert "gloo" in cause
     assert seconds < 30.0
+    record_property("seconds", seconds)
 
 
+@pytest.mark.stock("a rank that raises an error of its own")
+def test_stock_ddp_and_a_rank_that_fails(record_property: Any) -> None:
+    (message, _, seconds), _ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "raise", timeout_s=60.0)
+    record_property("ddp", f"after {seconds:.1f} s: {without_places(message)}")
+
+
+@pytest.mark.stock("a rank that is later than the timeout")
+def test_stock_ddp_and_a_rank_that_is_late(record_property: Any) -> None:
+    (message, _, seconds), _ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "dawdle", timeout_s=60.0)
+    record_property("ddp", f"after {seconds:.1f} s: {without_places(message)}")
+
+
+@pytest.mark.fault(
+    "a rank that is later than the timeout",
+    "the others say where it is, and that it answers; they end",
+)
 def test_ranks_that_are_only_late_are_not_accused() -> None:
     (message, _, _), _ = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "dawdle", timeout_s=60.0)
     assert "all other ranks answer (rank 1 in the training after step 3)" in message

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
+from tests.reliability import outcome_of
 from tests.strategies.watching import weights
 from tests.tiny import MIN_NUMEL, Tiny, TwoOptimizers, make_data, make_trainer
 
@@ -41,6 +42,7 @@ def make(name: str) -> DDPStrategy:
         "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),
         "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
         "delayed": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, delay_steps=1),
+        "ddp": DDPStrategy,
     }
     return strategies[name]()
 
@@ -68,6 +70,10 @@ def fit_until_killed(name: str, ranks: list[int], folder: str, **options: Any) -
     return -1, ""
 
 
+@pytest.mark.fault(
+    "SIGTERM on one rank, or on all",
+    "all ranks end after the same step, with a checkpoint on exceptions that resumes to the same bits",
+)
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
 @pytest.mark.parametrize(
     ("name", "last"),
@@ -77,6 +83,12 @@ def test_a_sigterm_ends_all_ranks_after_the_same_step(name: str, last: int, rank
     first, second = run_ranks(fit_until_killed, 2, name, ranks, str(tmp_path), timeout_s=60)
     assert first[0] == second[0] == last
     assert torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] == last
+
+
+@pytest.mark.stock("SIGTERM on one rank, or on all")
+def test_stock_ddp_and_a_sigterm(record_property: Any, tmp_path: Path) -> None:
+    ends = [outcome_of(fit_until_killed, "ddp", ranks, str(tmp_path)) for ranks in ([1], [0, 1])]
+    record_property("ddp", f"on one: {ends[0]}; on all: {ends[1]}")
 
 
 class EachInTurn(TwoOptimizers):
@@ -141,6 +153,7 @@ def fit_until_killed_at_some_time(name: str) -> list[tuple[int, str]]:
     return ends
 
 
+@pytest.mark.fault("SIGTERM on one rank, or on all")
 @pytest.mark.parametrize("name", ["hand-over", "hierarchical", "local_sgd"])
 def test_signals_that_come_to_all_at_any_time_end_all_after_the_same_step(name: str) -> None:
     first, second = run_ranks(fit_until_killed_at_some_time, 2, name)
@@ -160,6 +173,7 @@ def resume_after_a_signal(folder: str) -> tuple[str, str]:
     return weights(straight), weights(resumed)
 
 
+@pytest.mark.fault("SIGTERM on one rank, or on all")
 def test_the_checkpoint_of_a_sigterm_resumes_to_the_bit(tmp_path: Path) -> None:
     for straight, resumed in run_ranks(resume_after_a_signal, 2, str(tmp_path)):
         assert straight == resumed
@@ -189,6 +203,10 @@ def fit_until_requeued(name: str) -> list[tuple[int, str]]:
     return slurm.saved
 
 
+@pytest.mark.fault(
+    "SLURM's signal to save and requeue, on one rank",
+    "all ranks save once, after the same step",
+)
 @pytest.mark.parametrize(
     ("name", "step"), [("hand-over", 5), ("sparse", 4), ("hierarchical", 5), ("local_sgd", 4), ("delayed", 5)]
 )
@@ -244,9 +262,25 @@ def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any
     return seconds, codes
 
 
+@pytest.mark.fault(
+    "Ctrl-C on one rank, or on all",
+    "all ranks end",
+)
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
 @pytest.mark.parametrize("name", ["dense", "sparse", "int8", "hierarchical", "local_sgd"])
-def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path, record_property: Any) -> None:
     ((seconds, codes),) = run_ranks(interrupt, 1, name, ranks, str(tmp_path), fresh=True, timeout_s=60)
     assert seconds < SOON_S, codes
     assert all(codes), codes
+    record_property("seconds", seconds)
+
+
+@pytest.mark.stock("Ctrl-C on one rank, or on all")
+def test_stock_ddp_and_ctrl_c(record_property: Any, tmp_path: Path) -> None:
+    ends = []
+    for ranks in ([1], [0, 1]):
+        folder = tmp_path / str(len(ranks))
+        folder.mkdir()
+        ((seconds, codes),) = run_ranks(interrupt, 1, "ddp", ranks, str(folder), fresh=True, timeout_s=60)
+        ends.append(f"ends after {seconds:.1f} s" if None not in codes else f"goes on for {seconds:.0f} s, then killed")
+    record_property("ddp", f"on one: {ends[0]}; on all: {ends[1]}")

@@ -102,6 +102,10 @@ def soak(name: str, folder: str) -> tuple[str, str, list[dict[str, int]]]:
     return fit_in_peace(name), *fit_disturbed(name, f"{folder}/some.ckpt")
 
 
+@pytest.mark.fault(
+    "slow ranks, skipped steps, checkpoints and resumes at random",
+    "the weights of a run without; tensors, files and threads do not grow",
+)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path) -> None:

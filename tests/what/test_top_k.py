@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.selection import Selection
-from lightning_lowbw.what.top_k import Compression, TopK, as_compression
+from lightning_lowbw.what.top_k import Compression, TopK, as_compression, small_numel
 from lightning_lowbw.what.values import VALUE_NAMES
 
 NUMELS = [1, 7, 64, 65, 127, 128, 1000]
@@ -180,11 +180,14 @@ def test_bits_per_parameter_and_step_of_the_preset() -> None:
 
 
 def test_what_is_small_depends_on_what_is_trained() -> None:
-    least = {num_trained: TopK().least_numel(num_trained) for num_trained in (0, 80_000, 1 << 20, 1 << 22, 7 << 30)}
-    assert least == {0: 1024, 80_000: 1024, 1 << 20: 4096, 1 << 22: 16384, 7 << 30: 16384}
-    assert TopK().takes("", 4096, 1 << 20)
-    assert not TopK().takes("", 4095, 1 << 20)
-    assert TopK(min_numel=5000).least_numel(1 << 20) == 5000
+    assert small_numel([]) == small_numel([10, 20]) == 1024
+    assert small_numel([32 * 32] * 40 + [32] * 40) == 1024
+    assert small_numel([6144] * 24) == 6144
+    assert small_numel([100_000, 2000, 1000]) == 16384, "the small ones are 2.9 %"
+    assert small_numel([90_000, 2000, 1000]) == 2000, "3.2 %: not all of them"
+    assert TopK().takes("", 6144, 6144)
+    assert not TopK().takes("", 6143, 6144)
+    assert TopK(min_numel=5000).takes("", 5000, 6144)
 
 
 @pytest.mark.parametrize(
