@@ -58,7 +58,7 @@ from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, why_dens
 from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
-from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
@@ -246,15 +246,26 @@ def schedule_of(strategy: Any) -> Row | None:
     return as_plain(None if when.is_auto else when)
 
 
+def small_numel_of(task: str) -> int:
+    """Return the elements below which a tensor of a task's model is sent whole."""
+    if task == "gpt2":
+        return MOST_NUMEL  # known, so that a report needs no transformers; checked where it is trained
+    return small_numel(each.numel() for each in TASKS[task].make_model().parameters())
+
+
 @cache
-def payload_of(method: str) -> Row:
+def payload_of(method: str, task: str) -> Row:
     """Return what a method sends, but for defaults: a row with another payload is no row of this method."""
-    what = DGCStrategy(**VARIANTS[method]).method.what if method in VARIANTS else TopK()
+    if method not in VARIANTS:
+        return {}
+    least = small_numel_of(task)
+    what = DGCStrategy(**VARIANTS[method]).method.what
     assert isinstance(what, TopK)
-    if VARIANTS.get(method, {}).get("sparsity") == "auto" and what.keep_momentum is None:
+    if VARIANTS[method].get("sparsity") == "auto" and what.keep_momentum is None:
         what = replace(what, keep_momentum=True)  # as auto does with what it chooses
     default = asdict(TopK())
-    return {name: value for name, value in asdict(what).items() if value != default[name]}
+    payload = {name: value for name, value in asdict(what).items() if value != default[name]}
+    return payload if least == MOST_NUMEL else {**payload, "small_numel": least}  # rows from before are of `MOST_NUMEL`
 
 
 def as_plain(when: EveryStep | None) -> Row | None:
@@ -278,7 +289,11 @@ def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> R
     started_s = time.perf_counter()
     with nominal_values(nominal, job["task"], LINKS[job["link"]]) as said:
         trainer.fit(model, data)
-    row = {"schedule": schedule_of(trainer.strategy), "payload": payload_of(job["method"]), "sentence": "".join(said)}
+    row = {
+        "schedule": schedule_of(trainer.strategy),
+        "payload": payload_of(job["method"], job["task"]),
+        "sentence": "".join(said),
+    }
     if stop_after is not None:
         return row
     seconds = time.perf_counter() - started_s
@@ -324,7 +339,7 @@ def train_all(job: Row, path: Path) -> None:
             ]
             results["choices"] = [*kept, *({**cell, "constants": constants, **each} for each in chosen)]
             for seed in job["seeds"]:
-                for wanted in wanted_runs(chosen, job["methods"], is_first=seed == job["seeds"][0]):
+                for wanted in wanted_runs(task, chosen, job["methods"], is_first=seed == job["seeds"][0]):
                     if not any(is_same(row, **cell, seed=seed, **wanted["key"]) for row in results["rows"]):
                         run = {**cell, "seed": seed, "method": wanted["key"]["method"], "link": wanted["link"]}
                         row = {**run, **train(run, nominal)}
@@ -341,7 +356,10 @@ def train_all(job: Row, path: Path) -> None:
 def seconds_of_tensors(task: str) -> float:
     """Return what the exchange of a sparse step takes for the tensors of a task, however little is sent."""
     what = TopK()
-    are_sparse = [what.takes(name, each.numel()) for name, each in TASKS[task].make_model().named_parameters()]
+    numels = {name: each.numel() for name, each in TASKS[task].make_model().named_parameters()}
+    least = small_numel(numels.values())
+    assert least == small_numel_of(task)
+    are_sparse = [what.takes(name, numel, least) for name, numel in numels.items()]
     samples = []
     for _ in range(NUM_WORK_SAMPLES):
         counts = sum(are_sparse), len(are_sparse) - sum(are_sparse)
@@ -360,7 +378,7 @@ def choose_for(cell: Row, links: Sequence[str], nominal: dict[str, Any]) -> list
     return chosen
 
 
-def wanted_runs(chosen: list[Row], methods: Sequence[str], is_first: bool) -> list[Row]:
+def wanted_runs(task: str, chosen: list[Row], methods: Sequence[str], is_first: bool) -> list[Row]:
     """Return the runs of a seed: what tells each from the others, and a link on which it is.
 
     Where auto stays dense it is ddp, to the bit: checked with the first seed.
@@ -369,7 +387,7 @@ def wanted_runs(chosen: list[Row], methods: Sequence[str], is_first: bool) -> li
     for method in methods:
         for each in chosen:
             schedule = fixed.get(method, each["schedule"])
-            key = {"method": method, "schedule": schedule, "payload": payload_of(method)}
+            key = {"method": method, "schedule": schedule, "payload": payload_of(method, task)}
             is_wanted = method in fixed or schedule is not None or (is_first and method == "auto")
             if is_wanted and all(run["key"] != key for run in runs):
                 runs.append({"key": key, "link": each["link"]})
@@ -635,7 +653,7 @@ def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]
                 rows = {}
                 for method, sent in (("ddp", None), ("dgc 99.9 %", FIXED), ("auto", schedule)):
                     name = "ddp" if sent is None else method  # to the bit
-                    key = {"method": name, "schedule": sent, "payload": payload_of(name)}
+                    key = {"method": name, "schedule": sent, "payload": payload_of(name, task)}
                     rows[method] = {row["seed"]: row for row in same if is_same(row, **key)}
                 cell = Cell(task, num_steps, links, schedule, rows)
                 if cell.seeds:
@@ -685,7 +703,11 @@ def variants_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     for cell in cells:
         for variant in [name for name in VARIANTS if name not in METHODS]:
             key = {"task": cell.task, "steps": cell.steps, "schedule": cell.schedule, "method": variant}
-            rows = {row["seed"]: row for row in results["rows"] if is_same(row, **key, payload=payload_of(variant))}
+            rows = {
+                row["seed"]: row
+                for row in results["rows"]
+                if is_same(row, **key, payload=payload_of(variant, cell.task))
+            }
             both = replace(cell, rows={**cell.rows, variant: rows})
             if not both.seeds:
                 continue
