@@ -5,7 +5,8 @@
 A record has, after each optimizer step and once more after the fit, digests of the weights', buffers' and optimizer
 states' bits, the bytes sent and the squared norm of the weights. Where torch, the instruction set, the processor and
 numba's presence are those of the recording, digests and bytes have to be equal. Elsewhere sums are ordered otherwise:
-there norms have to agree to `RTOL`, and bytes exactly.
+there norms have to agree to `RTOL`, and bytes exactly; but to `RTOL` where ranks send what they have selected by parts
+of a tensor: rounding decides which of two nearly equal elements is sent, and how many a part has.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent / "trajectories"
 RTOL = 5e-3
+REDUCE_SCATTER = "reduce-scatter"  # in the names of cases with that exchange
 TIMEOUT_S = 300.0
 
 
@@ -117,23 +119,25 @@ def numbers(value: Any) -> list[float]:
     return [float("nan") if each is None else each for each in values]
 
 
-def agree(field: str, value: Any, golden: Any, is_same_environment: bool) -> bool:
-    if is_same_environment or field in ("step", "bytes"):
+def agree(name: str, field: str, value: Any, golden: Any, is_same_environment: bool) -> bool:
+    if is_same_environment or field == "step" or (field == "bytes" and REDUCE_SCATTER not in name):
         return value == golden
-    if field != "norm":
+    if field not in ("norm", "bytes"):
         return True
     here, there = (torch.tensor(numbers(each), dtype=torch.float64) for each in (value, golden))
     size = max(len(here), len(there))  # one number where the ranks are equal, which need not be so elsewhere
     return torch.allclose(here.expand(size), there.expand(size), rtol=RTOL, atol=0.0, equal_nan=True)
 
 
-def first_difference(rows: list[list[Any]], golden: list[list[Any]], is_same_environment: bool) -> str | None:
+def first_difference(
+    name: str, rows: list[list[Any]], golden: list[list[Any]], is_same_environment: bool
+) -> str | None:
     """Say in which step which fields differ first. A resumed case has two ends of a fit."""
     for row, expected in zip(rows, golden, strict=False):
         fields = [
             f"{field} ({value} instead of {before})"
             for field, value, before in zip(FIELDS, row, expected, strict=True)
-            if not agree(field, value, before, is_same_environment)
+            if not agree(name, field, value, before, is_same_environment)
         ]
         if fields:
             return f"step {expected[0]}: {', '.join(fields)}"
@@ -148,7 +152,7 @@ def test_golden(name: str, recorded: Callable[[str], Any]) -> None:
     golden = content["cases"].get(name)
     assert golden is not None, f"{name} has no record: pytest tests/golden --rewrite-golden -k '{name}'."
     is_same = content["environment"] == environment()
-    difference = first_difference(rows, golden, is_same)
+    difference = first_difference(name, rows, golden, is_same)
     how = (
         "This is the environment of the recording: every bit has to be equal."
         if is_same
