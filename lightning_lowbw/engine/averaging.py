@@ -262,7 +262,7 @@ class Averaging:
                 f"{', '.join(f'{bits} on rank {rank}' for rank, (bits, _) in enumerate(marks))}. Begin with the same "
                 "weights on all ranks, also of parameters that are added later."
             )
-        check_faults(control, [self._worker.name_of(parameter) for parameter in parameters], begun_at)
+        check_faults(control, self._worker, parameters, begun_at)
 
     def _apply_parameters(self, average: Average, means: list[Tensor], lr: float) -> None:
         when = self._worker.when
@@ -381,18 +381,20 @@ def fault_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     return first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
 
 
-def check_faults(control: Control, names: Sequence[str], step: int) -> None:
+def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[Parameter], step: int) -> None:
     """Raise NonFiniteGradientError where a rank has told a fault, as `fault_of` numbers it.
 
     Args:
         control: what all ranks have told.
-        names: of the parameters.
-        step: optimizer steps completed when they were looked at.
+        worker: which knows the names.
+        parameters: those that were looked at.
+        step: optimizer steps completed then.
     """
     if control.first_fault is not None:
         rank, fault = control.first_fault
+        name = worker.name_of(parameters[fault - 1])
         raise NonFiniteGradientError(
-            f"The local steps of rank {rank} up to step {step} left parameter {names[fault - 1]!r} infinite or NaN. "
+            f"The local steps of rank {rank} up to step {step} left parameter {name!r} infinite or NaN. "
             "Nothing was averaged. Lower the learning rate, or clip gradients."
         )
 

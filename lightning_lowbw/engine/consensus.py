@@ -85,7 +85,7 @@ class Consensus:
         worker, peers = self._worker, self._worker.peers
         message = control_message([], fault, 0, peers.rank, peers.num_ranks, worker.device)
         peers.all_reduce_(message)
-        check_faults(Control.read(message, peers.num_ranks), [worker.name_of(p) for p in parameters], worker.step)
+        check_faults(Control.read(message, peers.num_ranks), worker, parameters, worker.step)
 
     @torch.no_grad()
     def hide(self) -> None:

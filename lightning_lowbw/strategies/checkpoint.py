@@ -27,6 +27,8 @@ FORMAT = 3  # of the shards; 1 was that of version 0.1.0
 PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
 Needs = Literal["exact", "weights and optimizer"]
 ALONE: Needs = "weights and optimizer"
+# Each worker's state, this rank's shard if the world is that of the checkpoint, and what an exception had cut off.
+_Found = tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]
 
 
 class Checkpoints:
@@ -188,28 +190,74 @@ class Checkpoints:
                 resume needs it.
             DisagreementError: on all ranks; they have loaded different checkpoints.
         """
-        strategy = self._strategy
         metadata: Mapping[str, Any] | None = checkpoint.get(shards.METADATA_KEY)
         save_id = None if metadata is None else metadata["save_id"]
         agree("checkpoint that is resumed", {"global_step": checkpoint["global_step"], "save_id": save_id})
-        is_of_another_version = metadata is not None and metadata.get("format") != FORMAT
-        if metadata is not None and is_of_another_version and self._needs_shards:
-            raise ConfigurationError(
-                f"{path} was written by another version of lightning_lowbw: the ranks' own state beside "
-                f"it has format {metadata.get('format', 1)}, and this version reads {FORMAT}. Finish the run with the "
-                f"version that wrote it, or {shards.GO_ON}."
-            )
-        if metadata is not None and not is_of_another_version:
-            strategy.auto.load_state_dict(metadata.get("chosen"))
-        if metadata is None or is_of_another_version or metadata["kind"] != strategy.method.kind:
-            strategy.auto.load_state_dict(None, is_foreign=True)
-            self._go_on_without(checkpoint, [])
-            rank_zero_info(
-                f"The checkpoint was not written by this method and version: {type(strategy).__name__} starts with the "
-                "weights, the optimizer and the step in it, and with nothing else."
-            )
+        if not self._takes_over(metadata, path):
+            self._begin_with(checkpoint)
             return
+        assert metadata is not None
         assert path is not None
+        found, missing = self._look_for(metadata, path)
+        if found is None:
+            self._go_on_alone(checkpoint, metadata["workers"], f"Resuming from {path}. {missing}")
+        else:
+            self._take_over(*found, metadata, path)
+
+    def _takes_over(self, metadata: Mapping[str, Any] | None, path: _PATH | None) -> bool:
+        """Return whether this method reads what this version of the package has saved; hand on what "auto" has chosen.
+
+        Raises:
+            ConfigurationError: another version has saved it, and a resume needs it.
+        """
+        if metadata is None:
+            return False
+        if metadata.get("format") != FORMAT:
+            if self._needs_shards:
+                raise ConfigurationError(
+                    f"{path} was written by another version of lightning_lowbw: the ranks' own state beside "
+                    f"it has format {metadata.get('format', 1)}, and this version reads {FORMAT}. Finish the run with "
+                    f"the version that wrote it, or {shards.GO_ON}."
+                )
+            return False
+        self._strategy.auto.load_state_dict(metadata.get("chosen"))
+        return bool(metadata["kind"] == self._strategy.method.kind)
+
+    def _begin_with(self, checkpoint: Mapping[str, Any]) -> None:
+        """Begin with a checkpoint that another method, version or package has written."""
+        self._strategy.auto.load_state_dict(None, is_foreign=True)
+        self._set_workers(checkpoint, [])
+        rank_zero_info(
+            f"The checkpoint was not written by this method and version: {type(self._strategy).__name__} starts with "
+            "the weights, the optimizer and the step in it, and with nothing else."
+        )
+
+    def _go_on_alone(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]], reason: str) -> None:
+        """Go on from a checkpoint whose shards are not all there, and need not be."""
+        self._set_workers(checkpoint, states)
+        cause = "It was saved while an exception ended the run" if self._needs_shards else f"resume={ALONE!r}"
+        rank_zero_warn(
+            f"{reason}. {cause}: {type(self._strategy).__name__} goes on from the checkpoint alone, with the weights, "
+            "the optimizer, the schedulers, the epoch and the step in it. What had not been sent is lost, and an outer "
+            "optimizer's momentum begins at zero."
+        )
+
+    def _set_workers(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+        """Set the workers' steps, and what is the same on all ranks, where the checkpoint has that."""
+        workers = self._strategy.workers
+        for number, worker in enumerate(workers):
+            worker.step = checkpoint["global_step"] // max(1, len(workers))
+            if number < len(states):
+                load_equal_state(worker, states[number])
+
+    def _look_for(self, metadata: Mapping[str, Any], path: _PATH) -> tuple[_Found | None, str]:
+        """Return what `_find` finds; None, and what is missing on which rank, where a rank finds less and may do so.
+
+        Collective: all ranks, blocking.
+
+        Raises:
+            ConfigurationError: on all ranks; a shard is missing, damaged or another one, and a resume needs it.
+        """
         found, missing = None, ""
         with failing_together():
             try:
@@ -218,46 +266,47 @@ class Checkpoints:
                 if self._needs_shards and not metadata["is_interrupted"]:
                     raise
                 missing = str(error).split(". ")[0]
-        reports = self._gather(missing)
-        if any(reports):
-            self._go_on_without(checkpoint, metadata["workers"])
-            cause = "It was saved while an exception ended the run" if self._needs_shards else f"resume={ALONE!r}"
-            rank_zero_warn(
-                f"Resuming from {path}. {_by_rank(reports)}. {cause}: "
-                f"{type(strategy).__name__} goes on from the checkpoint alone, with the weights, the optimizer, the "
-                "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
-                "momentum begins at zero."
-            )
-            return
-        assert found is not None
-        states, shard, torn = found
+        missing = _by_rank(self._gather(missing))
+        return (None if missing else found), missing
+
+    def _take_over(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        shard: Mapping[str, Any] | None,
+        torn: str,
+        metadata: Mapping[str, Any],
+        path: _PATH,
+    ) -> None:
+        """Give the workers their state, and where the world is that of the checkpoint this rank what else was its own.
+
+        Collective: all ranks, blocking.
+        """
+        strategy = self._strategy
         with strategy.regime.loading():
             with failing_together():
                 for worker, state in zip(strategy.workers, states, strict=True):
                     worker.load_state_dict(state)
             if shard is not None:
                 self._restore(shard)
-        if shard is not None:
+        if shard is None:
+            rank_zero_info(
+                f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is "
+                f"resumed by {strategy.world_size}{_on(strategy.groups.nodes)}. Each starts with the mean of the "
+                "ranks' own states."
+            )
+        else:
             torn = _by_rank(self._gather(torn))
+            folder = shards.folder_of(path)
+            if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
+                self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
         if torn:
             rank_zero_warn(
                 f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
                 f"{torn}. Nothing is lost, but those ranks take the step again, so that what it adds to "
                 "their weights, or to what they have not sent, counts twice."
             )
-        if shard is not None:
-            folder = shards.folder_of(path)
-            if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
-                self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
-            return
-        rank_zero_info(
-            f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is resumed "
-            f"by {strategy.world_size}{_on(strategy.groups.nodes)}. Each starts with the mean of the ranks' own states."
-        )
 
-    def _find(
-        self, metadata: Mapping[str, Any], path: _PATH
-    ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]:
+    def _find(self, metadata: Mapping[str, Any], path: _PATH) -> _Found:
         """Return each worker's state, this rank's shard if the world is that of the checkpoint, and what was cut off.
 
         Raises:
@@ -289,14 +338,6 @@ class Checkpoints:
         if self._strategy.world_size > 1:
             dist.all_gather_object(gathered, value)
         return gathered
-
-    def _go_on_without(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint alone; with what is the same on all ranks, where it has that."""
-        workers = self._strategy.workers
-        for number, worker in enumerate(workers):
-            worker.step = checkpoint["global_step"] // max(1, len(workers))
-            if number < len(states):
-                load_equal_state(worker, states[number])
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         self._rng_state, self._precision_state = shard["rng"], shard.get("precision")
