@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.averages import Arrival
+from lightning_lowbw.ops.dispatch import averages_for
 from lightning_lowbw.what.sparse_sum import Sparse
 
 if TYPE_CHECKING:
@@ -122,18 +122,18 @@ class SparseWork:
             return
         payload, device = self.exchange.payload, next(iter(steps.values()))[0].device
         decoded = list(self._decode())
-        if gpu.is_available(device) and payload.mean_over == "ranks":
+        if payload.mean_over == "ranks":
+            kernels = averages_for(device)
             for each in decoded:
                 if arrivals := each.arrivals(steps):
-                    gpu.average_many_(arrivals, each.positions, each.values)
+                    kernels.average_many_(arrivals, each.positions, each.values)
             return
         for name, (out, weight, rate) in steps.items():
             parts = _joined([part for each in decoded for part in each.of(name)])
-            if weight is None:
-                payload.average_(out, parts)
-            else:
-                positions, means = payload.mean_at(parts, out)
-                weight[positions] = weight[positions].add_(means, alpha=-rate)
+            payload.average_(out, parts)
+            if weight is not None:
+                touched = torch.cat([positions for positions, _ in parts])
+                weight[touched] = weight[touched].add_(out[touched], alpha=-rate)
 
     def _decode(self) -> Iterator[Decoded]:
         """Yield what has come, for the local ranks with parts of equal sizes together."""

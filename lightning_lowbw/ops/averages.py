@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -58,8 +57,8 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     """Average what all participants have sent for several tensors; see `scatter_mean_`. Or step weights by it.
 
     In place:
-        `out` of all, which is overwritten. With a weight: the weight, ``w = w - rate mean``; `out` is room to add in,
-        and left with anything in it.
+        `out` of all, which is overwritten. With a weight: the weight where anything has been sent,
+        ``w = w - rate mean``; `out` is room to add in, and left with anything in it.
 
     Args:
         arrivals: with weights or without, all alike.
@@ -69,7 +68,10 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     for arrival in arrivals:
         mine = slice(arrival.first, arrival.first + arrival.count)
         parts = list(zip(positions[arrival.group, :, mine], values[arrival.group, :, mine], strict=True))
-        scatter_mean_(arrival.out, parts)
-        if arrival.weight is not None:
-            touched = torch.cat([each for each, _ in parts])
-            arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)
+        if arrival.weight is None:
+            scatter_mean_(arrival.out, parts)
+            continue
+        touched = positions[arrival.group, :, mine].flatten()
+        arrival.out[touched] = 0.0
+        add_mean_(arrival.out, parts)
+        arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)

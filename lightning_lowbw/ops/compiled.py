@@ -162,6 +162,11 @@ def _largest(bits, size):  # type: ignore[no-untyped-def]
 
 
 def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-untyped-def]
+    if count + stop - start <= positions.size:  # no branch, which would be foreseen wrongly at each candidate
+        for i in range(start, stop):
+            positions[count] = i
+            count += abs(v[i]) >= threshold
+        return count
     for i in range(start, stop):
         if abs(v[i]) >= threshold:
             if count < positions.size:

@@ -66,7 +66,7 @@ def take_out_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tenso
 
 @cache
 def _kernels() -> dict[str, Callable[..., Any]]:
-    register(_rank, _magnitude)
+    register(_rank, _gather)
     return {
         "count": compile_kernel(_count, "int64(float32[::1], float32)"),
         "reach": compile_kernel(_reach, "void(float32[::1], float32, int64[::1])"),
@@ -101,8 +101,12 @@ def _reach(values, threshold, positions):  # type: ignore[no-untyped-def]
                     count += 1
 
 
-def _magnitude(bits, candidates, i):  # type: ignore[no-untyped-def]
-    return bits[i if candidates is None else candidates[i]] & MAGNITUDE
+def _gather(bits, candidates):  # type: ignore[no-untyped-def]
+    """Return the bits of the candidates, next to one another: each pass over them would wait for memory."""
+    gathered = np.empty(candidates.size, dtype=np.int32)
+    for i in range(candidates.size):
+        gathered[i] = bits[candidates[i]]
+    return gathered
 
 
 def _rank(counts, k):  # type: ignore[no-untyped-def]
@@ -120,14 +124,16 @@ def _rank(counts, k):  # type: ignore[no-untyped-def]
 
 def _select(bits, candidates, positions):  # type: ignore[no-untyped-def]
     """Write the k largest, of equal ones the first, where `positions` has room for k + 1; return the k-th largest."""
-    size, k = bits.size if candidates is None else candidates.size, positions.size - 1
+    if candidates is not None:
+        bits = _gather(bits, candidates)
+    size, k = bits.size, positions.size - 1
     counts = np.zeros((LANES, 1 << 11), dtype=np.int64)
     for i in range(size):
-        counts[i % LANES, _magnitude(bits, candidates, i) >> UPPER] += 1
+        counts[i % LANES, (bits[i] & MAGNITUDE) >> UPPER] += 1
     upper, above = _rank(counts, k)
     counts[:] = 0
     for i in range(size):
-        magnitude = _magnitude(bits, candidates, i)
+        magnitude = bits[i] & MAGNITUDE
         if magnitude >> UPPER == upper:
             counts[i % LANES, (magnitude >> LOWER) & MIDDLE] += 1
     middle, more = _rank(counts, k - above)
@@ -135,13 +141,13 @@ def _select(bits, candidates, positions):  # type: ignore[no-untyped-def]
     upper = (upper << LOWER) | middle
     counts[:] = 0
     for i in range(size):
-        magnitude = _magnitude(bits, candidates, i)
+        magnitude = bits[i] & MAGNITUDE
         if magnitude >> LOWER == upper:
             counts[i % LANES, magnitude & MIDDLE] += 1
     lower, more = _rank(counts, k - above)
     least, num_equal, count = (upper << LOWER) | lower, k - above - more, 0
     for i in range(size):
-        magnitude = _magnitude(bits, candidates, i)
+        magnitude = bits[i] & MAGNITUDE
         is_equal = magnitude == least and num_equal > 0
         positions[count] = i if candidates is None else candidates[i]
         num_equal -= is_equal

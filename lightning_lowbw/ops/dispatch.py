@@ -13,6 +13,7 @@ from lightning_lowbw.ops import (
     averages,
     blocks,
     compiled,
+    compiled_averages,
     compiled_blocks,
     compiled_positions,
     compiler,
@@ -38,6 +39,13 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
 def packs_compiled(tensor: Tensor) -> bool:
     """Return whether `compiled_positions` is to be used for positions, or their words."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and compiler.is_available()
+
+
+def averages_for(device: torch.device) -> ModuleType:
+    """Return the module to take `average_many_` from, for float32 that is contiguous."""
+    if gpu.is_available(device):
+        return gpu
+    return compiled_averages if device.type == "cpu" and compiler.is_available() else averages
 
 
 def blocks_for(packed: Tensor, values: Tensor | None = None) -> ModuleType:
@@ -91,6 +99,7 @@ def _run_numba(device: torch.device) -> None:
     assert expected is not None
     _compare([found, segment.residual], [expected, twin.residual])
     _compare(*(_run_selection(module, twin) for module in (reference, compiled)))
+    _compare(*(_run_averages(module, found) for module in (averages, compiled_averages)))
     _run_positions(found, twin.residual.numel())
     for bits in (8, 4):
         _compare(
@@ -108,6 +117,16 @@ def _run_selection(module: ModuleType, segment: Segment) -> list[Tensor]:
     positions, least = module.narrow(residual, candidates, 2)
     taken = module.take_out_(residual, velocity, positions, masking=True)
     return [candidates, positions, module.top_k(residual, 3), taken, residual, velocity, torch.tensor(least)]
+
+
+def _run_averages(module: ModuleType, positions: Tensor) -> list[Tensor]:
+    """Return what a twin of `averages` makes of two messages about the same elements."""
+    count, numel = positions.numel(), int(positions[-1]) + 1
+    mean, room, weight = torch.ones(numel), torch.ones(numel), torch.ones(numel)
+    messages = positions.expand(1, 2, -1), torch.full((1, 2, count), 0.75)
+    module.average_many_([Arrival(mean, 0, 0, count)], *messages)
+    module.average_many_([Arrival(room, 0, 0, count, weight, 0.5)], *messages)
+    return [mean, weight]
 
 
 def _run_positions(positions: Tensor, numel: int) -> None:
@@ -149,7 +168,7 @@ def _run_adam(device: torch.device, dtype: torch.dtype) -> None:
     )
     reference.accumulate_(twin, 0.0)
     corrected = segment.residual.index_put((positions,), values)
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5  # of steps, whose size is about 1: they may cancel what is left
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5  # of a step of about 1, which may cancel what is left
     if not torch.allclose(corrected, twin.residual, rtol=tolerance, atol=tolerance):
         raise ArithmeticError("they compute another step of Adam than plain torch")
 

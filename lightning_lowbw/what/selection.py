@@ -156,12 +156,15 @@ class SampledSelector:
         threshold: 0 where none is known. It influences only the time, never which elements are selected.
     """
 
+    FOLLOWED = 0.8  # of the growth of what is found, from one step to the next; it becomes less from step to step
+
     SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
     SMALL = 1 << 16  # elements; below this, sorting is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
+        self._last: tuple[int, float] | None = None  # k and the least magnitude that was among the k largest
 
     def __call__(self, values: Tensor, k: int) -> Tensor:
         """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
@@ -231,4 +234,9 @@ class SampledSelector:
             # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
             exponent = math.log(least / self.threshold) / math.log(count / k)
             self.threshold *= (count / (self.SURPLUS * k)) ** exponent
+            # Residuals grow for some times 1 / density steps, and `least` with them; the slope above is so flat that a
+            # threshold which stays where it is has four times as many candidates in the next step.
+            if self._last is not None and self._last[0] == k:
+                self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** self.FOLLOWED
+        self._last = (k, least) if least > 0.0 else None
         return positions

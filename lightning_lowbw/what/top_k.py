@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import from_mapping, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.averages import add_mean_, scatter_mean_
+from lightning_lowbw.ops.averages import scatter_mean_
 from lightning_lowbw.ops.table import upload
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
@@ -272,23 +272,6 @@ class TopK:
         out.zero_()
         for positions, values in parts:
             out[positions] += values / counts[positions]
-
-    def mean_at(self, parts: Sequence[Sparse], scratch: Tensor) -> Sparse:
-        """Average sparse vectors where any of them has an element: the same bits as `average_` writes there.
-
-        In place:
-            `scratch`, at these positions: flat, float32.
-
-        Returns:
-            The positions of all participants, one after the other, and the mean at each; equal positions have one.
-        """
-        positions = torch.cat([positions for positions, _ in parts])
-        if self.mean_over == "ranks":
-            scratch[positions] = 0.0
-            add_mean_(scratch, parts)
-        else:
-            self.average_(scratch, parts)
-        return positions, scratch[positions]
 
     @staticmethod
     def _clip(values: Tensor, layout: ChunkLayout) -> Tensor:

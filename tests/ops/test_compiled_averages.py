@@ -1,0 +1,81 @@
+"""The mean of sparse vectors, compiled by numba, against its specification: the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.ops import averages, compiled_averages, compiler
+from lightning_lowbw.ops.averages import Arrival
+from tests.ops.bits import equal_bits
+
+pytestmark = pytest.mark.skipif(not compiler.is_available(), reason="needs numba")
+
+NUMELS, COUNTS = [1, 50, 3000, 70, 3000], [1, 20, 1001, 70, 0]
+FIRST, ROWS = [0, 1, 21, 0, 70], [0, 0, 0, 1, 1]
+
+
+def messages(num_participants: int) -> tuple[Tensor, Tensor]:
+    """Return positions that several have sent and others, and values of many magnitudes, zeros among them."""
+    shape = 2, num_participants, sum(COUNTS)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    values = torch.randn(shape) * 1000.0 ** torch.arange(num_participants).view(-1, 1)
+    values[..., ::5] = 0.0
+    for numel, count, first, row in zip(NUMELS, COUNTS, FIRST, ROWS, strict=True):
+        for participant in range(num_participants):
+            chosen = torch.randperm(numel)[:count].sort().values
+            positions[row, participant, first : first + count] = chosen
+    return positions, values
+
+
+def arrivals(*, steps: bool, sign: int = 1) -> list[Arrival]:
+    columns = zip(NUMELS, ROWS, FIRST, COUNTS, strict=True)
+    return [
+        Arrival(
+            torch.full((numel,), float("nan")), row, first, count, torch.linspace(1, 2, numel) if steps else None, rate
+        )
+        for (numel, row, first, count), rate in zip(columns, [sign * 0.1, 3.0, 1e-3, 0.0, 1.0], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_participants", [1, 2, 3, 8])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("steps", [False, True])
+def test_average(steps: bool, sign: int, num_participants: int) -> None:
+    positions, values = messages(num_participants)
+    found, expected, other = (arrivals(steps=steps, sign=sign) for _ in range(3))
+    compiled_averages.average_many_(found, positions, values)
+    averages.average_many_(expected, positions, values)
+    results = [[each.weight if steps else each.out for each in many] for many in (found, expected)]
+    assert all(equal_bits(*pair) for pair in zip(*results, strict=True))
+    if num_participants > 2:  # else the order would not have been tested
+        compiled_averages.average_many_(other, positions.flip(1), values.flip(1))
+        turned = [each.weight if steps else each.out for each in other]
+        assert not all(equal_bits(*pair) for pair in zip(turned, results[1], strict=True))
+
+
+def test_messages_need_not_be_contiguous() -> None:
+    positions, values = messages(2)
+    found, expected = arrivals(steps=True), arrivals(steps=True)
+    wide = [torch.cat([each, each], dim=2)[..., : each.shape[2]] for each in (positions, values)]
+    compiled_averages.average_many_(found, *wide)
+    averages.average_many_(expected, positions, values)
+    assert all(equal_bits(a.weight, b.weight) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_was_in_the_room_plays_no_part_and_the_gradient_is_not_asked_for() -> None:
+    """A weight that is a parameter; a room full of NaN."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    arrival = Arrival(torch.full((4,), float("nan")), 0, 0, 2, weight, 0.5)
+    compiled_averages.average_many_([arrival], torch.tensor([[[0, 3]]]), torch.tensor([[[1.0, 2.0]]]))
+    assert weight.tolist() == [0.5, 1.0, 1.0, 0.0]
+
+
+def test_what_is_not_finite_arrives() -> None:
+    values = torch.tensor([[[float("inf"), float("nan")], [float("-inf"), 1.0]]])
+    positions = torch.tensor([[[0, 3], [0, 3]]])
+    weights = [torch.ones(4), torch.ones(4)]
+    for module, weight in zip((averages, compiled_averages), weights, strict=True):
+        module.average_many_([Arrival(torch.zeros(4), 0, 0, 2, weight, 0.5)], positions, values)
+    assert all(weight.isnan().tolist() == [True, False, False, True] for weight in weights)
