@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
@@ -55,6 +56,11 @@ def explain_(exception: BaseException, strategy: Strategy) -> None:
         )
     elif CANNOT_REPLACE in message and name is not None:
         message = f"{message} {what_to_pass(cls, name)}"
+    elif name is not None and draws_batches(module.trainer):
+        message = (
+            f"{message} (Perhaps because the sampler of the training data gives whole batches, and Lightning has made "
+            f"a DistributedSampler of it. {what_to_pass(cls, name)})"
+        )
     exception.args = (message, *exception.args[1:])
 
 
@@ -76,10 +82,22 @@ def warn_if_not_distributed(trainer: pl.Trainer, strategy: Strategy) -> None:
 
 def what_to_pass(cls: str, name: str) -> str:
     """Return what to do where another library has not made the data distributed."""
+    keywords = "find_unused_parameters=True" if name.endswith(f"{SEARCH}_true") else "..."
     return (
         "A library that distributes its data where it finds 'ddp' in the name of the strategy, as scvi-tools does, "
-        f"does not do so with {name!r}: pass the class, strategy=lightning_lowbw.{cls}(...), which is a DDPStrategy."
+        f"does not do so with {name!r}: pass the class, strategy=lightning_lowbw.{cls}({keywords}), which is a "
+        "DDPStrategy."
     )
+
+
+def draws_batches(trainer: pl.Trainer) -> bool:
+    """Return whether Lightning has put its DistributedSampler around a sampler that gives batches, not elements."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened if trainer.train_dataloader is not None else []
+    samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
+    wrapped = [
+        getattr(each.dataset, "_sampler", None) for each in samplers if isinstance(each, DistributedSamplerWrapper)
+    ]
+    return any(isinstance(each, BatchSampler) for each in wrapped)
 
 
 def whole_data_sampler_of(loader: object) -> object | None:

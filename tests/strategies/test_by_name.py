@@ -119,6 +119,33 @@ def test_a_loader_that_cannot_be_distributed_is_explained() -> None:
         assert "does not do so with 'dgc': pass the class, strategy=lightning_lowbw.DGCStrategy(...)" in message
 
 
+class Rows(Tiny):
+    """Fails on a batch of batches, with an error that says nothing of samplers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        x.expand(len(y), 16)
+        return super().training_step(batch, batch_idx)
+
+
+def fail_in_the_module(strategy: Any) -> str:
+    data = TensorDataset(torch.zeros(32, 16), torch.zeros(32, dtype=torch.long))
+    in_batches = BatchSampler(RandomSampler(data), 8, drop_last=False)
+    trainer = make_trainer(strategy, dist.get_world_size(), use_distributed_sampler=True)
+    with pytest.raises(RuntimeError, match=r"^expand\(") as caught:
+        trainer.fit(Rows(), DataLoader(data, sampler=in_batches))
+    return str(caught.value)
+
+
+def test_an_error_of_the_module_names_the_sampler_that_may_have_caused_it() -> None:
+    """As in scvi-tools, whose loader expects batches from its sampler."""
+    for message in run_ranks(fail_in_the_module, 2, "dgc_find_unused_parameters_true"):
+        assert "sampler of the training data gives whole batches" in message
+        assert "pass the class, strategy=lightning_lowbw.DGCStrategy(find_unused_parameters=True), which" in message
+    for message in run_ranks(fail_in_the_module, 2, DGCStrategy()):
+        assert "sampler" not in message
+
+
 # Fabric ---------------------------------------------------------------------------------------------------------------
 
 
