@@ -52,6 +52,7 @@ from lightning_lowbw.engine.unsent import apply_unsent
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.ops.layout import Order
 from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
@@ -73,6 +74,7 @@ class GradientWorker(Worker):
         sparse: the exchange of large tensors; None unless the payload is `TopK`.
         large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         narrow: that of tensors in few bits; None unless the payload has some.
+        orders: how the elements of parameters are numbered in what is kept of them, by name.
     """
 
     is_local = False
@@ -90,6 +92,7 @@ class GradientWorker(Worker):
         self._num_backwards = 0
         self._unlooked: list[Slot] = []  # whose gradients are looked at while they are accumulated
         self._made_for = what
+        self.orders: dict[str, Order] = {}
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_senders
         )
@@ -182,6 +185,10 @@ class GradientWorker(Worker):
     def has_residuals(self) -> bool:
         """Whether anything has been kept back."""
         return bool(self.residuals) or bool(self.narrow is not None and self.narrow.residuals)
+
+    def keeps(self, name: str) -> bool:
+        """Whether anything of a parameter has been kept back."""
+        return name in self.residuals or (self.narrow is not None and name in self.narrow.residuals)
 
     def residual_norm(self) -> float:
         """Return the 2-norm of what this rank has not sent yet; reads all residuals."""
@@ -341,7 +348,9 @@ class GradientWorker(Worker):
     def _average_whole(self, skip_nonfinite: bool) -> bool:
         """All-reduce the small tensors and the control message; return whether the step is to be taken."""
         whole = [slot for slot in self._slots if not slot.is_sparse and not self._is_narrow]
-        gradients = [torch.zeros_like(slot.parameter) if slot.is_missing else slot.gradient for slot in whole]
+        gradients = [
+            slot.in_order(torch.zeros_like(slot.parameter) if slot.is_missing else slot.gradient) for slot in whole
+        ]
         fault = self._fault
         assert fault is not None
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.engine.slots import Slot
-from lightning_lowbw.ops.reference import as_real, flat
+from lightning_lowbw.ops.reference import flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.where.narrow import narrow_mean_
@@ -62,7 +62,7 @@ class NarrowExchange:
         In place:
             `.grad`, and the residuals.
         """
-        gradients = {slot.name: as_real(slot.gradient) for slot in slots if slot.parameter.numel() > 0}
+        gradients = {slot.name: slot.in_order(slot.gradient) for slot in slots if slot.parameter.numel() > 0}
         flats = {name: flat(gradient) for name, gradient in gradients.items()}
         self._average(flats, flats)
         for name, gradient in gradients.items():

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.engine.control import control_message, first_fault
+from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.ops.layout import flat_in_order, in_order
 from lightning_lowbw.ops.reference import Segment, are_not_finite, as_real
 from lightning_lowbw.ops.table import constant
 from lightning_lowbw.what.momentum import ErrorFeedback
@@ -40,6 +42,10 @@ class Slot:
         assert self.parameter.grad is not None
         return self.parameter.grad
 
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """Return a real view of a tensor of the parameter's shape; contiguous where laid out as the parameter is."""
+        return in_order(as_real(tensor), as_real(self.parameter))
+
     @property
     def has_sparse_layout(self) -> bool:
         """Whether the gradient is a sparse tensor, which cannot be summed."""
@@ -55,13 +61,18 @@ class Slot:
     def flat_target(self) -> Tensor:
         """Where a mean is written, float32 and flat: the gradient itself, where it is laid out for that."""
         if self.is_flat_target:
-            return self.gradient.view(-1)
+            return flat_in_order(self.gradient, self.parameter)
         return torch.empty(self.gradient.numel(), dtype=torch.float32, device=self.gradient.device)
+
+    @property
+    def flat_pair(self) -> tuple[Tensor, Tensor]:
+        """The gradient and the parameter, flat; to be changed in place, where both are laid out alike."""
+        return flat_in_order(self.gradient, self.parameter), flat_in_order(self.parameter.detach(), self.parameter)
 
     @property
     def is_flat_target(self) -> bool:
         """Whether a mean is written into the gradient itself."""
-        return self.gradient.dtype == torch.float32 and self.gradient.is_contiguous()
+        return self.gradient.dtype == torch.float32 and self.in_order(self.gradient).is_contiguous()
 
 
 def sparse_of(slots: Sequence[Slot]) -> list[Slot]:
@@ -119,6 +130,7 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
                 continue
             name = worker.name_of(parameter)
             is_sparse = what is not None and is_taken(worker, what, name, parameter)
+            check_order(worker, name, parameter)
             if name in worker.residuals and not is_sparse and worker.peers.num_senders > 1:
                 raise ConfigurationError(
                     f"Step {worker.step} would send {name!r} dense, but gradients that earlier sparse steps did not "
@@ -165,7 +177,7 @@ def take_means(
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
             if slot.name in means:
-                targets.append(as_real(slot.gradient))
+                targets.append(slot.in_order(slot.gradient))
                 sources.append(means[slot.name])
             kept.append(slot)
     if targets:
@@ -182,7 +194,7 @@ def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities
     has_velocity = constants.momentum != 0 or second_moment is not None
     return {
         "momentum_buffer": velocities.part(parameter) if has_velocity else None,
-        "weight": parameter.detach().reshape(-1)[own] if constants.weight_decay != 0 else None,
+        "weight": flat_in_order(parameter.detach(), parameter)[own] if constants.weight_decay != 0 else None,
         "second_moment": second_moment,
         "elsewhere": correction.elsewhere(parameter, slot.group, own),
         **vars(constants),

@@ -67,9 +67,9 @@ class SparseExchange:
         """What finds the largest, as the payload says."""
         return self._selections.setdefault(self.payload.selection, Selection(self.payload.selection))
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor, flat; a view where the tensor is contiguous."""
-        return tensor.reshape(-1)[self.peers.part(tensor.numel())]
+    def part(self, flat: Tensor) -> Tensor:
+        """Return this rank's part of the elements of a tensor."""
+        return flat[self.peers.part(flat.numel())]
 
     def parts_of_node_mean(self, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of the mean of tensors over the ranks of the node; on one level they are whole.

@@ -16,6 +16,7 @@ from lightning_lowbw.engine.slots import Slot, by_group, keep_fields, numels_of,
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.engine.velocities import Velocities
+from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.sparse_sum import Sparse
 from lightning_lowbw.where.peers import Peers
@@ -83,7 +84,7 @@ class SparseGradients:
             return
         payload = self._exchange.payload
         self._correction.density = density if payload.keep_momentum else 0.0
-        gradients = {slot.name: self._exchange.part(slot.gradient) for slot in slots}
+        gradients = {slot.name: self._exchange.part(flat_in_order(slot.gradient, slot.parameter)) for slot in slots}
         unlooked = [slot for slot in slots if slot.parameter not in self.faults]
         flags = torch.zeros(len(unlooked), dtype=torch.bool, device=slots[0].gradient.device).unbind()
         faults = {slot.name: flag for slot, flag in zip(unlooked, flags, strict=True)}
@@ -142,12 +143,7 @@ class SparseGradients:
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:
         """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""
-        work.step_(
-            {
-                slot.name: (slot.gradient.view(-1), slot.parameter.detach().view(-1), float(slot.group["lr"]))
-                for slot in slots
-            }
-        )
+        work.step_({slot.name: (*slot.flat_pair, float(slot.group["lr"])) for slot in slots})
         for slot in slots:
             slot.parameter.grad = None
 
@@ -157,7 +153,7 @@ class SparseGradients:
         work.average_(outs)
         for slot in slots:
             if not slot.is_flat_target:
-                slot.gradient.copy_(outs[slot.name].view(slot.gradient.shape))
+                copy_in_order_(slot.gradient, slot.parameter, outs[slot.name])
         climbing = []
         for slot in slots:
             if self._correction.constants(slot.parameter, slot.group).sign < 0:

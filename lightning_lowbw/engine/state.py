@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
 from lightning_lowbw.engine.averaging import recalled
+from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.layout import order_of
 from lightning_lowbw.ops.reference import as_real, is_finite
 from lightning_lowbw.when.adaptive import Period
 from lightning_lowbw.where.topology import part_of
@@ -107,7 +109,7 @@ def _on(nodes: list[list[int]] | None) -> str:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-EQUAL = ("step", "small_numel", "correction", "shapes", "num_participants")
+EQUAL = ("step", "small_numel", "correction", "shapes", "orders", "num_participants")
 
 
 def of_gradients(worker: GradientWorker) -> dict[str, Any]:
@@ -126,6 +128,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
         "num_participants": worker.peers.num_senders,
         "correction": worker.correction.kind,
         "shapes": {name: tuple(parameters[name].shape) for name in worker.residuals},
+        "orders": {name: order_of(as_real(each)) for name, each in parameters.items() if worker.keeps(name)},
         "residuals": {} if worker.sparse is None else worker.sparse.residuals.state(),
         "velocities": _saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
         "rounded": {} if worker.narrow is None else worker.narrow.residuals.state(),
@@ -187,21 +190,24 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             "be. Resume with the payload of that run, or begin a new run with the weights alone."
         )
     is_own = state["local_rank"] is not None
+    to_order = Reordering(worker, parameters, state)
     worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
     worker.velocities.clear()
     if worker.narrow is not None:
         rounded = {
-            name: _only_own(whole, worker)
+            name: _only_own(to_order(name, whole), worker)
             for name, whole in state["rounded"].items()
             if name in parameters and as_real(parameters[name]).numel() == whole.numel()
         }
         worker.narrow.residuals.load(rounded, worker.device)
     if worker.sparse is not None:
-        own = {name: part if is_own else _own(part, worker) for name, part in state["residuals"].items()}
+        own = {name: to_order(name, part) for name, part in state["residuals"].items()}
+        own = {name: part if is_own else _own(part, worker) for name, part in own.items()}
         worker.sparse.residuals.load(own, worker.device)
         if state["exchange"] is not None:
             worker.sparse.load_state_dict(state["exchange"])
     for name, part in state["velocities"].items():
+        part = to_order(name, part)
         worker.velocities.load(parameters[name], part if is_own else _own(part, worker))
     for name, tensors in state["local"].items():
         for key, value in tensors.items():

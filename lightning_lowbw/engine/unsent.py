@@ -13,7 +13,8 @@ from lightning_lowbw.engine.slots import (
     segment_fields,
     sparse_of,
 )
-from lightning_lowbw.ops.reference import accumulate_, as_real
+from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order
+from lightning_lowbw.ops.reference import accumulate_
 from lightning_lowbw.what.residuals import Residuals
 
 if TYPE_CHECKING:
@@ -50,17 +51,18 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
         correction.decay_weights(parameters, group)
     for slot in slots:
         if slot.name in rounded:
-            gradient = as_real(slot.gradient)
+            gradient = slot.in_order(slot.gradient)
             gradient.add_(rounded.pop(slot.name).view(gradient.shape))
         if not slot.is_sparse:  # `take_over` has taken momentum and decay from the optimizer
             correction.correct_dense([slot.parameter], slot.group)
             continue
         assert worker.sparse is not None
         fields = segment_fields(slot, correction, worker.velocities, worker.peers)
-        table = worker.sparse.segments({slot.name: worker.sparse.part(slot.gradient)}, 1.0, {slot.name: fields})
+        own = worker.sparse.part(flat_in_order(slot.gradient, slot.parameter))
+        table = worker.sparse.segments({slot.name: own}, 1.0, {slot.name: fields})
         for segment in table.values():  # none of an empty tensor
             accumulate_(segment, 0.0)
-            slot.gradient.copy_((segment.residual * segment.sign).view(slot.gradient.shape))
+            copy_in_order_(slot.gradient, slot.parameter, segment.residual * segment.sign)
             keep_fields(slot, segment, correction, worker.velocities, worker.peers)
         worker.sparse.residuals.pop(slot.name)
     return True

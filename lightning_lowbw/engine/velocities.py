@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order, in_order
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.where.peers import Peers
 
@@ -28,11 +29,11 @@ class Velocities:
         return self._correction.velocity_key
 
     def part(self, parameter: Parameter) -> Tensor:
-        """Return u of this rank's part: flat; a copy where the optimizer's is not contiguous, see `keep`."""
+        """Return u of this rank's part: flat; a copy where it is laid out unlike the parameter, see `keep`."""
         if not self._peers.is_two_level:
-            return self._correction.velocity(parameter).reshape(-1)
+            return flat_in_order(self._correction.velocity(parameter), parameter)
         if parameter not in self._parts:
-            whole = self._correction.velocity(parameter).reshape(-1)
+            whole = flat_in_order(self._correction.velocity(parameter), parameter)
             self._parts[parameter] = whole[self._peers.part(parameter.numel())].clone()
             del self._correction.optimizer.state[parameter][self.key]
         return self._parts[parameter]
@@ -41,8 +42,8 @@ class Velocities:
         """Write back what `part` has returned, where it was a copy."""
         if velocity is not None and not self._peers.is_two_level:
             whole = self._correction.velocity(parameter)
-            if not whole.is_contiguous():
-                whole.copy_(velocity.view(whole.shape))
+            if not in_order(whole, parameter).is_contiguous():
+                copy_in_order_(whole, parameter, velocity)
 
     def whole(self) -> dict[Parameter, Tensor]:
         """Return the velocities that are kept in parts, whole.
@@ -57,7 +58,7 @@ class Velocities:
             wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
             gathered = self._peers.gather_parts_in_node(wide, parameter.numel())
             whole[parameter] = torch.empty_like(parameter, requires_grad=False)
-            whole[parameter].copy_(gathered.view(parameter.shape))
+            copy_in_order_(whole[parameter], parameter, gathered)
         return whole
 
     def saved(self, parameter: Parameter) -> Tensor | None:
@@ -65,15 +66,14 @@ class Velocities:
         if parameter in self._parts:
             return self._parts[parameter]
         velocity = None if self.key is None else self._correction.optimizer.state.get(parameter, {}).get(self.key)
-        return None if velocity is None else velocity.detach().reshape(-1)
+        return None if velocity is None else flat_in_order(velocity.detach(), parameter)
 
     def load(self, parameter: Parameter, part: Tensor) -> None:
-        """Take over u of this rank's part."""
+        """Take over u of this rank's part: flat, in the parameter's order."""
         if self._peers.is_two_level:
             self.part(parameter).copy_(part)
         else:
-            whole = self._correction.velocity(parameter)
-            whole.copy_(part.view(whole.shape))
+            copy_in_order_(self._correction.velocity(parameter), parameter, part)
 
     def clear(self) -> None:
         """Forget the parts."""

@@ -119,8 +119,8 @@ class Elsewhere:
 class Segment:
     """One tensor of a compress step: a row of the table that every backend takes.
 
-    All of its tensors are flat, contiguous and of one length. Whoever has a velocity that is laid out otherwise
-    (channels_last) gives a copy, and writes it back.
+    All of its tensors are flat, contiguous and of one length, in the order of the parameter's elements in memory (see
+    `ops.layout`). Whoever has a velocity that is laid out unlike the parameter gives a copy, and writes it back.
 
     Args:
         residual: v, the unsent gradient; float32.

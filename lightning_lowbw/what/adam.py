@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order, in_order
 from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
 from lightning_lowbw.what.momentum import Constants, ErrorFeedback, Group, MomentumCorrection
 
@@ -94,9 +95,9 @@ class AdamCorrection(ErrorFeedback):
 
     def elsewhere(self, parameter: Parameter, group: Group, own: slice) -> tuple[Elsewhere, ...]:
         assert parameter.grad is not None
-        moment, gradient = self._moment(parameter, group), parameter.grad.reshape(-1)
+        moment, gradient = self._moment(parameter, group), flat_in_order(parameter.grad, parameter)
         constants = self.constants(parameter, group)
-        weight = parameter.detach().reshape(-1) if constants.weight_decay != 0 else None
+        weight = flat_in_order(parameter.detach(), parameter) if constants.weight_decay != 0 else None
         parts = [slice(0, own.start), slice(own.stop, parameter.numel())]
         others = tuple(
             Elsewhere(
@@ -109,7 +110,8 @@ class AdamCorrection(ErrorFeedback):
             for part in parts
             if part.start < part.stop
         )
-        if all(self.optimizer.state[parameter][key].is_contiguous() for key in self.local_keys):
+        states = self.optimizer.state[parameter]
+        if all(in_order(states[key], parameter).is_contiguous() for key in self.local_keys):
             return others
         for other in others:  # copies, to be written back now
             other.take_()
@@ -120,7 +122,7 @@ class AdamCorrection(ErrorFeedback):
         """Return the second moment of a whole parameter; copies of what is laid out otherwise."""
         state, beta2 = self.optimizer.state[parameter], float(group["betas"][1])
         step, beta1 = self._coming[parameter], self.constants(parameter, group).momentum
-        flat = {key: state[key].reshape(-1) for key in self.local_keys}
+        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys}
         return SecondMoment(
             square=flat["exp_avg_sq"],
             largest=flat.get("max_exp_avg_sq"),
@@ -131,7 +133,8 @@ class AdamCorrection(ErrorFeedback):
         )
 
     def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
-        flat = {key: self.optimizer.state[parameter][key].reshape(-1) for key in self.local_keys}
+        state = self.optimizer.state[parameter]
+        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys}
         for whole, part in zip(flat.values(), moment.tensors, strict=True):
             if whole[own].data_ptr() != part.data_ptr():
                 whole[own] = part
@@ -141,8 +144,8 @@ class AdamCorrection(ErrorFeedback):
         """Write states back that are laid out otherwise, so that their flat form is a copy."""
         for key, copy in flat.items():
             whole = self.optimizer.state[parameter][key]
-            if not whole.is_contiguous():
-                whole.copy_(copy.view(whole.shape))
+            if not in_order(whole, parameter).is_contiguous():
+                copy_in_order_(whole, parameter, copy)
 
     def _num_steps(self, parameter: Parameter) -> int:
         """Return the steps taken. On the device, where a fused optimizer counts, they are read once."""

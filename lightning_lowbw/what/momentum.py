@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.layout import in_order
 from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
 
 Group = dict[str, Any]
@@ -111,7 +112,10 @@ class ErrorFeedback:
         return (
             self.is_complete
             and not group.get("differentiable")
-            and all(each.dtype == torch.float32 and each.is_contiguous() for each in (parameter, gradient))
+            and all(
+                each.dtype == torch.float32 and in_order(each, parameter).is_contiguous()
+                for each in (parameter, gradient)
+            )
         )
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:

@@ -78,6 +78,19 @@ def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> 
     return weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight
 
 
+def in_memory(tensor: Tensor, name: str) -> Tensor:
+    """Return the elements of a tensor, flat, in the order in which those of `make_weight` lie in memory."""
+    if tensor.dim() == 4:
+        tensor = tensor.permute(0, 2, 3, 1)
+    return (tensor.t() if name == "transposed" else tensor).reshape(-1)
+
+
+def from_memory(flat: Tensor, name: str, shape: Shape) -> Tensor:
+    """Return what `in_memory` was made of: contiguous."""
+    numbers = in_memory(torch.arange(flat.numel()).view(shape), name)
+    return torch.empty_like(flat).index_copy_(0, numbers, flat).view(shape)
+
+
 def make_parameters(shapes: Mapping[str, Shape], dtype: torch.dtype = torch.float32) -> Parameters:
     return {name: Parameter(make_weight(name, shape, dtype)) for name, shape in shapes.items()}
 

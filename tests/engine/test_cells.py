@@ -20,6 +20,8 @@ from tests.engine.problem import (
     Nodes,
     coefficients,
     each,
+    from_memory,
+    in_memory,
     make_parameters,
     make_weight,
     take_step,
@@ -79,16 +81,18 @@ class SlowTopK:
 
 
 def by_the_slow_twin(what: TopK, nodes: Nodes) -> tuple[dict[str, Tensor], dict[tuple[str, int], SlowTopK]]:
-    weights, num_local = {name: make_weight(name, shape).contiguous() for name, shape in SHAPES.items()}, len(nodes[0])
+    weights, num_local = {name: in_memory(make_weight(name, s), name) for name, s in SHAPES.items()}, len(nodes[0])
     twins = {(name, local): SlowTopK(len(nodes), what) for name in SHAPES for local in range(num_local)}
     for step in range(STEPS):
         for name, weight in weights.items():
-            own = [sum(coefficients(name, weight, rank, step) + weight for rank in n) / len(n) for n in nodes]
+            like = torch.empty(SHAPES[name])
+            random = [[in_memory(coefficients(name, like, rank, step), name) for rank in n] for n in nodes]
+            own = [sum(c + weight for c in of_node) / len(of_node) for of_node in random]
             for local_rank in range(num_local):
                 part = part_of(weight.numel(), local_rank, num_local)
                 if part.stop > part.start:
-                    twins[name, local_rank].step(weight.view(-1)[part], [g.reshape(-1)[part] for g in own])
-    return weights, twins
+                    twins[name, local_rank].step(weight[part], [g[part] for g in own])
+    return {name: from_memory(weight, name, SHAPES[name]) for name, weight in weights.items()}, twins
 
 
 PAYLOADS = [

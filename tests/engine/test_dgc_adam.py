@@ -26,6 +26,8 @@ from tests.engine.problem import (
     backward,
     coefficients,
     each,
+    from_memory,
+    in_memory,
     make_parameters,
     make_weight,
     message_of,
@@ -77,7 +79,7 @@ def by_the_equations(
     if kind == "AdamW":
         options = {"weight_decay": 0.01, **options}  # torch's default
     begin = changes.get("rampup_begin_step", BEGIN)
-    weights = {name: make_weight(name, shape).contiguous() for name, shape in SHAPES.items()}
+    weights = {name: in_memory(make_weight(name, shape), name) for name, shape in SHAPES.items()}
     oracles = {
         (name, local_rank): OracleAdam(
             len(nodes),
@@ -94,17 +96,19 @@ def by_the_equations(
     for step in range(STEPS):
         density = 1.0 if step < begin else 0.5 if step < begin + 2 else 0.1
         for name, weight in weights.items():
-            of_nodes = [sum(coefficients(name, weight, rank, step) + weight for rank in n) / len(n) for n in nodes]
+            like = torch.empty(SHAPES[name])
+            random = [[in_memory(coefficients(name, like, rank, step), name) for rank in n] for n in nodes]
+            of_nodes = [sum(c + weight for c in of_node) / len(of_node) for of_node in random]
             for local_rank in range(len(nodes[0])):
                 part = part_of(weight.numel(), local_rank, len(nodes[0]))
-                own = [[gradient.reshape(-1)[part]] for gradient in of_nodes]
+                own = [[gradient[part]] for gradient in of_nodes]
                 if not own[0][0].numel():
                     continue
                 if density == 1.0:
-                    oracles[name, local_rank].dense_step([weight.view(-1)[part]], own)
+                    oracles[name, local_rank].dense_step([weight[part]], own)
                 else:
-                    oracles[name, local_rank].sparse_step([weight.view(-1)[part]], own, density)
-    return weights
+                    oracles[name, local_rank].sparse_step([weight[part]], own, density)
+    return {name: from_memory(weight, name, SHAPES[name]) for name, weight in weights.items()}
 
 
 CASES: list[Case] = [

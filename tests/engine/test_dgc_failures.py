@@ -20,7 +20,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.collectives import Collectives, Gathering
-from tests.engine.problem import Parameters, backward, each, make_parameters, message_of, take_step
+from tests.engine.problem import Parameters, backward, each, in_memory, make_parameters, message_of, take_step
 from tests.ranks import run_ranks
 
 SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
@@ -413,7 +413,7 @@ def fail_in_the_exchange(options: dict[str, Any]) -> tuple[str, int, str]:
     weights = digest(parameters.values())
     worker.optimizer.zero_grad()
     backward(parameters, 1)
-    gradients = {name: p.grad.flatten().clone() for name, p in parameters.items() if p.grad is not None}
+    gradients = {name: in_memory(p.grad, name).clone() for name, p in parameters.items() if p.grad is not None}
 
     def exchange() -> None:
         with worker.stepping():

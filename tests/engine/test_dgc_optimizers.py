@@ -24,6 +24,7 @@ from tests.engine.problem import (
     backward,
     by_the_paper,
     each,
+    from_memory,
     make_parameters,
     make_weight,
     take_step,
@@ -167,7 +168,7 @@ def account_for_mass(optimizer_name: str, method: Method) -> dict[str, Any]:
                 assert parameter.grad is not None
                 applied[name] += parameter.grad
             worker.optimizer.step()
-    residuals = {name: v.double().view(parameters[name].shape) for name, v in worker.residuals.items()}
+    residuals = {name: from_memory(v.double(), name, MASS_SHAPES[name]) for name, v in worker.residuals.items()}
     messages = [str(warning.message) for warning in caught]
     return {
         "own": own,

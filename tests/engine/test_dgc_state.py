@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError, Method, Narrow, TopK
@@ -23,6 +24,8 @@ from tests.engine.problem import (
     Parameters,
     backward,
     each,
+    from_memory,
+    in_memory,
     make_parameters,
     make_weight,
     message_of,
@@ -97,7 +100,7 @@ def send_everything(state: dict[str, Any], weights: dict[str, Tensor], momentum:
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     worker.load_state_dict(state)
-    kept = {name: worker.residuals[name].view(parameters[name].shape).clone() for name in state["residuals"]}
+    kept = {name: from_memory(worker.residuals[name], name, SHAPES[name]) for name in state["residuals"]}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     with worker.stepping():
@@ -124,11 +127,12 @@ def test_other_ranks_hold_the_same_unsent_gradient(num_ranks: int, momentum: flo
         assert facts["left"] == 0.0
         for name in ("large", "conv"):
             states, shape = [each["worker"] for each in old], SHAPES[name]
-            mean = sum(state["residuals"][name].double().view(shape) for state in states) / 2
+            mean = from_memory(sum(state["residuals"][name].double() for state in states) / 2, name, shape)
             assert mean.norm() > 1
             torch.testing.assert_close(facts["kept"][name].double(), mean, rtol=1e-6, atol=1e-7)
             if momentum:
-                mean += momentum * sum(state["velocities"][name].double().view(shape) for state in states) / 2
+                velocity = sum(state["velocities"][name].double() for state in states) / 2
+                mean += momentum * from_memory(velocity, name, shape)
             torch.testing.assert_close(facts["applied"][name], mean, rtol=0, atol=2e-6)
 
 
@@ -145,7 +149,8 @@ def test_a_world_that_shrinks_to_one_rank_and_grows_holds_the_same_unsent_gradie
     for facts in run_ranks(send_everything, 2, merge([alone]), old[0]["weights"], 0.0):
         assert facts["left"] == 0.0
         for name in ("large", "conv"):
-            mean = sum(each["worker"]["residuals"][name].double() for each in old).view(SHAPES[name]) / 2
+            mean = sum(each["worker"]["residuals"][name].double() for each in old) / 2
+            mean = from_memory(mean, name, SHAPES[name])
             assert mean.norm() > 1
             torch.testing.assert_close(facts["applied"][name], mean, rtol=0, atol=2e-6)
 
@@ -303,11 +308,48 @@ def test_a_state_takes_the_layout_of_the_parameter() -> None:
     worker.load_state_dict(state)
     conv = parameters["conv"]
     assert worker.step == 7
-    assert worker.residuals["conv"].equal(residual.view(-1))
+    assert worker.residuals["conv"].equal(in_memory(residual, "conv"))
     loaded = worker.optimizer.state[conv]["momentum_buffer"]
     assert loaded.equal(momentum_buffer)
     assert loaded.is_contiguous(memory_format=torch.channels_last)
     assert worker.state_dict()["exchange"]["thresholds"] == {"conv": 0.25}
+
+
+def test_a_run_goes_on_in_another_memory_format() -> None:
+    """What is kept follows the elements; parts of it cannot, and say so."""
+    other = {name: Parameter(p.detach().contiguous()) for name, p in make_parameters(SHAPES).items()}
+    method = DGC(min_numel=1)
+    contiguous = method.attach(SGD(other.values(), lr=0.1, momentum=0.9), other.items())
+    worker, parameters = make_worker(method)
+    residual, velocity = torch.randn(2, *SHAPES["conv"])
+    state = state_of(residuals={"conv": residual}, velocities={"conv": velocity.view(-1)})
+    contiguous.load_state_dict(state)
+    for _ in range(2):
+        worker.load_state_dict(contiguous.state_dict())
+        assert worker.residuals["conv"].equal(in_memory(residual, "conv"))
+        assert worker.optimizer.state[parameters["conv"]]["momentum_buffer"].equal(velocity)
+        contiguous.load_state_dict(worker.state_dict())
+        assert contiguous.residuals["conv"].equal(residual.view(-1))
+    state = {**worker.state_dict(), "nodes": None, "local_rank": (0, 2)}
+    with pytest.raises(
+        ConfigurationError, match=r"\(0, 2, 3, 1\), and it now lies in memory in the order \(0, 1, 2, 3\)"
+    ):
+        contiguous.load_state_dict(state)
+
+
+def change_the_memory_format() -> str | None:
+    worker, parameters = make_worker(DGC(min_numel=1))
+    take_step(worker, parameters, 0)
+    conv = parameters["conv"]
+    conv.data = conv.data.contiguous()
+    return message_of(lambda: take_step(worker, parameters, 1), ConfigurationError)
+
+
+def test_a_memory_format_that_changes_under_what_is_kept_is_told() -> None:
+    for said in run_ranks(change_the_memory_format, 2):
+        assert said is not None
+        assert "'conv' is laid out in memory otherwise than before" in said
+        assert "model.to(memory_format=...)" in said
 
 
 def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:

@@ -13,7 +13,7 @@ from lightning_lowbw import DGC
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.link import EXCHANGES
-from tests.engine.problem import AWKWARD, backward, each, make_parameters
+from tests.engine.problem import AWKWARD, backward, each, from_memory, make_parameters
 from tests.ranks import run_ranks
 
 SHAPES = {**AWKWARD, "large": (331, 257)}
@@ -57,7 +57,7 @@ def train(
         "weights": {name: p.detach().clone() for name, p in parameters.items()},
         "produced": produced,
         "applied": applied,
-        "residuals": {name: v.view(parameters[name].shape).clone() for name, v in worker.residuals.items()},
+        "residuals": {name: from_memory(v, name, parameters[name].shape) for name, v in worker.residuals.items()},
         "chosen": chosen,
         "sent": sent,
     }

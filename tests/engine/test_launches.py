@@ -165,7 +165,7 @@ class Event:
 
 
 def count_step(
-    monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, ...]], optimizer: Any, peers: Any, *, has_scaler: bool
+    monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, has_scaler: bool
 ) -> Counter[str]:
     """Return what the second sparse step has launched and waited for, without the step of the user's optimizer."""
     count: Counter[str] = Counter()
@@ -180,7 +180,13 @@ def count_step(
     monkeypatch.setattr(SideQueue, "begin", run_now)
     stand_in_for_the_device(monkeypatch, count, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count):
-        parameters = [Parameter(torch.empty(shape, device="cuda"), requires_grad=False) for shape in shapes]
+        last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
+        formats = [last if len(shape) == 4 else torch.contiguous_format for shape in shapes_of(model)]
+        empty = [
+            torch.empty(shape, device="cuda", memory_format=each)
+            for shape, each in zip(shapes_of(model), formats, strict=True)
+        ]
+        parameters = [Parameter(each, requires_grad=False) for each in empty]
         for parameter in parameters:
             parameter.requires_grad_()
         ours = optimizer(parameters)
@@ -220,6 +226,13 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
 
 
 MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}
+CHANNELS_LAST = " in channels_last"
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    return MODELS[model.removesuffix(CHANNELS_LAST)]()
+
+
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
     "SGD": (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 40),
     "AdamW": (lambda parameters: AdamW(parameters, lr=1e-3), 60),
@@ -231,6 +244,8 @@ CELLS = [
     *(("SGD", "ResNet-50", where, False) for where in {**FLAT, **NESTED}),
     *(("AdamW", "ResNet-50", where, False) for where in ("64 ranks", "8 nodes of 8")),
     *(("SGD", "transformer", where, False) for where in ("8 ranks", "8 nodes of 8")),
+    *(("SGD", f"ResNet-50{CHANNELS_LAST}", where, False) for where in ("8 ranks", "8 nodes of 8")),
+    ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", False),
     ("SGD", "ResNet-50", "8 nodes of 8", True),
     ("AdamW", "transformer", "8 ranks", True),
     ("AdamW(fused=True)", "transformer", "8 ranks", True),
@@ -263,7 +278,7 @@ def test_launches(
     (make, most), (num_ranks, num_nodes) = OPTIMIZERS[optimizer], {**FLAT, **NESTED}[where]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        count = count_step(monkeypatch, MODELS[model](), make, make_peers(num_ranks, num_nodes), has_scaler=has_scaler)
+        count = count_step(monkeypatch, model, make, make_peers(num_ranks, num_nodes), has_scaler=has_scaler)
     finally:
         dist.destroy_process_group()
     num_waits = sum(number for name, number in count.items() if name.startswith("wait"))

@@ -29,6 +29,8 @@ from tests.engine.problem import (
     backward,
     coefficients,
     each,
+    from_memory,
+    in_memory,
     make_parameters,
     make_weight,
     node_of,
@@ -117,7 +119,7 @@ def train_narrow(
         "weights": weights_of(parameters),
         "own": own,
         "applied": applied,
-        "unsent": {name: each.double().view(SHAPES[name]) for name, each in unsent.items()},
+        "unsent": {name: from_memory(each.double(), name, SHAPES[name]) for name, each in unsent.items()},
         "inter": worker.peers.ledger.inter_bytes,
         "sent": worker.peers.ledger.sent_bytes,
     }
@@ -290,7 +292,7 @@ def go_on(state: dict[str, Any]) -> dict[str, Any]:
         parameter.grad = torch.zeros_like(parameter)
     worker.exchange()
     return {
-        "applied": {name: p.grad.flatten() for name, p in parameters.items() if p.grad is not None},
+        "applied": {name: in_memory(p.grad, name) for name, p in parameters.items() if p.grad is not None},
         "unsent": {} if worker.narrow is None else worker.narrow.residuals,
     }
 

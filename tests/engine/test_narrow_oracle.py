@@ -23,6 +23,8 @@ from tests.engine.problem import (
     backward,
     coefficients,
     each,
+    from_memory,
+    in_memory,
     make_parameters,
     make_weight,
     node_of,
@@ -99,20 +101,18 @@ def by_definition(bits: int, kind: str, nodes: Nodes, form: str) -> tuple[list[T
         signals = []
         for node in nodes:
             of_ranks = [{name: gradient_of(name, weights[name], rank, step, form) for name in SHAPES} for rank in node]
-            signals.append({name: sum(each[name] for each in of_ranks) / num_local for name in SHAPES})
+            means_of_node = {name: sum(each[name] for each in of_ranks) / num_local for name in SHAPES}
+            signals.append({name: in_memory(mean, name) for name, mean in means_of_node.items()})
         means: dict[str, list[Tensor]] = {name: [] for name in SHAPES}
         for local_rank, oracle in enumerate(oracles):
-            parts = [
-                [part_of(signal.reshape(-1), local_rank, num_local) for signal in of_node.values()]
-                for of_node in signals
-            ]
+            parts = [[part_of(signal, local_rank, num_local) for signal in of_node.values()] for of_node in signals]
             longest = sum(part_of(weight.reshape(-1), 0, num_local).numel() for weight in weights.values())
             rows = [torch.cat([*of_node, torch.zeros(longest)])[:longest].numpy() for of_node in parts]
             row = torch.from_numpy(oracle.mean([rows[node] for node in order_of(nodes, local_rank)]))
             for name, mean in zip(SHAPES, cut(row, parts[0]), strict=True):
                 means[name].append(mean)
         for name, weight in weights.items():
-            weight.grad = torch.cat(means[name]).view(weight.shape).clone(memory_format=torch.preserve_format)
+            weight.grad = from_memory(torch.cat(means[name]), name, SHAPES[name])
         if form == "clipped":
             clip_([weight.grad for weight in weights.values() if weight.grad is not None])
         optimizer.step()

@@ -74,8 +74,7 @@ def test_weights_are_stepped_where_something_was_sent_as_the_optimizer_would(pay
             assert direct == by_hand, kind
             assert not any(of_dense)
             can_step = payload != "dense" and kind != "rmsprop"
-            # Where a tensor is laid out in another way the optimizer steps it.
-            expected = ["matrix", "pointwise"] if can_step else []
+            expected = ["matrix", "transposed", "conv", "pointwise"] if can_step else []
             assert absent == [[]] * FIRST_SPARSE + [expected] * (STEPS - FIRST_SPARSE), kind
         assert len({direct for (direct, _), _ in results}) == 1
 
