@@ -8,7 +8,10 @@ import scvi
 from clients.trial import Trial
 
 PROJECT = "scvi-tools"
-REMARK = 'By class: it looks for "ddp" in a name to choose its distributed sampler. By name it ends with an error that says so.'
+REMARK = (
+    'By class: it looks for "ddp" in a name to choose its distributed sampler. By name it ends with an error that says '
+    "so."
+)
 CLASSES = {
     "ddp": '"ddp_find_unused_parameters_true"',
     "dgc": "lowbw.DGCStrategy(find_unused_parameters=True)",
