@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest test-clients reliability bench gpu lint clean
+.PHONY: help venv demo test test-oldest test-clients reliability surface bench gpu lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -44,6 +44,9 @@ test-clients:  ## train with other people's projects, and write docs/compatibili
 
 reliability: $(STAMP)  ## run the tests of faults, also under Lightning's ddp, and write docs/reliability.md
 	$(RUN) -m pytest -m "fault or stock" --rewrite-reliability tests
+
+surface: $(STAMP)  ## try what Lightning offers with every strategy, and write docs/lightning.md
+	$(RUN) -m pytest tests/test_surface.py -k runs_find --rewrite-surface
 
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)
 	$(RUN) benchmarks/slow_link.py

@@ -12,16 +12,23 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.namespaces import twins
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.agreement import checksum
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.mean import MeanWork
+
+# Callbacks that keep an average of the weights over steps, in `_average_model`.
+AVERAGING: tuple[type[pl.Callback], ...] = (
+    StochasticWeightAveraging,
+    *([pl.callbacks.WeightAveraging] if hasattr(pl.callbacks, "WeightAveraging") else []),  # not before Lightning 2.6
+)
 
 
 class ConsensusView:
@@ -107,9 +114,27 @@ def agree_on_weights_(module: torch.nn.Module, ledger: TrafficLedger, device: to
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if int(extremes[0]) != -int(extremes[1]):
         nothing_beside = torch.zeros(1, dtype=torch.float32, device=device)
-        mean = MeanWork(tensors, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
+        there = [tensor.to(device) for tensor in tensors]  # a callback may keep its average on the CPU
+        mean = MeanWork(there, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
         for tensor, value in zip(tensors, mean.wait()[0], strict=True):
             as_real(tensor).copy_(value)
+
+
+def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch.device) -> None:
+    """Average over ranks what callbacks have averaged over steps: it is validated and saved as that of all ranks.
+
+    An average over steps is linear in the weights, so that it goes on as that of the replicas' mean.
+
+    In place:
+        The averages of `AVERAGING` callbacks.
+
+    Collective: all ranks, blocking; for each callback as `agree_on_weights_`.
+    """
+    classes = tuple(twin for cls in AVERAGING for twin in twins(cls))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
+        average = getattr(callback, "_average_model", None) if isinstance(callback, classes) else None
+        if average is not None:
+            agree_on_weights_(average, ledger, device)
 
 
 def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:

@@ -19,7 +19,12 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, warn_if_never_local
-from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.consensus_view import (
+    ConsensusView,
+    agree_on_averages_,
+    agree_on_monitored,
+    agree_on_weights_,
+)
 from lightning_lowbw.strategies.ends import Ends, is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.regime import EndOfBatch, Regime
@@ -194,10 +199,13 @@ class Replicas(Regime):
         module = self.strategy.lightning_module
         if module is None or module._trainer is None or self.view.is_shown:
             return
-        if not module.trainer.interrupted:
+        trainer = module.trainer
+        if not trainer.interrupted:
             self.quiet.pause_audit()
-            self.uneven.check_view(module.trainer)
-            self.ends.check_view(module.trainer)
+            self.uneven.check_view(trainer)
+            self.ends.check_view(trainer)
+            if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
+                agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
         self.view.show(self.workers, module)
 
     @override

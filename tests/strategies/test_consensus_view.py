@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,6 +124,32 @@ def fit_with_swa() -> list[str]:
 def test_weights_that_a_callback_leaves_at_the_end_are_averaged_too() -> None:
     first, second = run_ranks(fit_with_swa, 2)
     assert first == second
+
+
+def save_averaged(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the average of this rank's own weights after each step, and the average that a checkpoint has."""
+    own: list[dict[str, torch.Tensor]] = []
+
+    class Collect(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            own.append({name: p.detach().clone() for name, p in module.named_parameters()})
+            if trainer.global_step == STEPS - 2:
+                trainer.save_checkpoint(path)
+
+    callbacks = [pl.callbacks.WeightAveraging(), Collect()]
+    strategy = LocalSGDStrategy(k_steps=100, begin_step=0)
+    make_trainer(strategy, 2, callbacks=callbacks).fit(Tiny(), make_data(2, STEPS))
+    kept = own[: STEPS - 2]
+    average = {name: torch.stack([each[name] for each in kept]).mean(0) for name in kept[0]}
+    return average, torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="not before Lightning 2.6")
+def test_a_checkpoint_has_the_average_over_steps_of_all_ranks(tmp_path: Path) -> None:
+    (first, saved), (second, _) = run_ranks(save_averaged, 2, str(tmp_path / "some.ckpt"))
+    assert not first["wide.weight"].allclose(second["wide.weight"])
+    for name, average in first.items():
+        torch.testing.assert_close(saved[name], (average + second[name]) / 2, rtol=1e-4, atol=1e-6)
 
 
 class Spoil(Callback):

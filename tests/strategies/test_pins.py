@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from lightning_lowbw.strategies.consensus_view import AVERAGING
 from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 
@@ -73,6 +74,17 @@ def test_sgd_runs_the_closure_before_it_reads_its_groups() -> None:
 def test_checkpoints_go_through_these() -> None:
     assert "self.is_global_zero" in inspect.getsource(Strategy.save_checkpoint)
     assert list(inspect.signature(Strategy.load_optimizer_state_dict).parameters) == ["self", "checkpoint"]
+
+
+def test_averaging_callbacks_keep_their_average_under_one_name() -> None:
+    assert len(AVERAGING) == (2 if hasattr(callbacks, "WeightAveraging") else 1)
+    for cls in AVERAGING:
+        assert "self._average_model" in inspect.getsource(cls.setup)
+
+
+def test_the_weights_of_a_checkpoint_are_asked_for_before_its_callbacks() -> None:
+    source = inspect.getsource(_CheckpointConnector.dump_checkpoint)
+    assert source.index("_get_lightning_module_state_dict") < source.index("_call_callbacks_on_save_checkpoint")
 
 
 def test_the_path_of_a_resume_is_known_before_it_is_loaded() -> None:

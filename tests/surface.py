@@ -1,0 +1,932 @@
+"""What of Lightning's Trainer works with which strategy: docs/lightning.md, as short runs find it.
+
+A row is a function that runs on every rank: it trains, and fails where a callback or setting has not done its work.
+What it returns is what differs from what Lightning says of it; None where nothing does. `tests/test_surface.py` runs
+them, and `--rewrite-surface` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw.where.agreement import digest
+from tests.programs import forget_launcher
+from tests.ranks import run_ranks
+
+PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
+YES = "yes"
+Cells = dict[tuple[str, str], str]  # by row and column
+BATCHES, BATCH = 4, 4  # of each rank's epoch
+LR = 0.05
+SPARSE = {"density": 1 / 8, "chunk": 64, "min_numel": 100}
+COLUMNS: dict[str, Callable[..., DDPStrategy]] = {
+    "ddp": DDPStrategy,
+    "dgc": lambda **more: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=100, **more),
+    "int8": lambda **more: Strategy(NarrowGradients("int8"), **more),
+    "hierarchical": lambda **more: HierarchicalStrategy(ranks_per_node=1, **more),
+    "local_sgd": lambda **more: LocalSGDStrategy(k_steps=3, **more),
+    "diloco": lambda **more: LocalSGDStrategy(k_steps=3, outer="nesterov", **more),
+    "streaming_diloco": lambda **more: LocalSGDStrategy(
+        k_steps=4, outer="nesterov", num_fragments=2, delay_steps=1, **more
+    ),
+    "sparse_loco": lambda **more: LocalSGDStrategy(k_steps=3, compression=SPARSE, **more),
+}
+
+
+class Model(pl.LightningModule):
+    """A classifier; what rows need of a module, they give it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(16, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU())
+        self.head = nn.Linear(64, 8)
+        self.lr, self.momentum, self.scale = LR, 0.9, 1.0
+        self.scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+        self.losses: list[float] = []
+        self.seen: list[str] = []  # what has happened, in its order
+        self.__dict__.update(options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return self.scale * nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.append("train")
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.append("sanity" if self.trainer.sanity_checking else "validate")
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.log("rises", float(self.current_epoch), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum)
+        return optimizer if self.scheduler is None else [[optimizer], [self.scheduler(optimizer)]]
+
+
+def dataset(num_batches: int, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    num = BATCH * num_batches * dist.get_world_size()
+    return TensorDataset(torch.randn(num, 16, generator=generator), torch.randint(0, 8, (num,), generator=generator))
+
+
+def loader(num_batches: int = BATCHES) -> DataLoader:
+    return DataLoader(dataset(num_batches), batch_size=BATCH)
+
+
+class Run:
+    """What a row has: the column's strategy, a folder of its own, and a fit that ends with equal replicas."""
+
+    def __init__(self, column: str, folder: Path) -> None:
+        self.strategy, self.folder = COLUMNS[column], folder
+
+    def trainer(self, **options: Any) -> pl.Trainer:
+        defaults: dict[str, Any] = {
+            "logger": False,
+            "enable_checkpointing": any(isinstance(each, cb.Checkpoint) for each in options.get("callbacks", [])),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "max_epochs": 2,
+            "num_sanity_val_steps": 0,
+        }
+        options = {**(defaults if "barebones" not in options else {"max_epochs": 2}), **options}
+        options = {"strategy": self.strategy(), "accelerator": "cpu", "devices": dist.get_world_size(), **options}
+        return pl.Trainer(**options)
+
+    def fit(self, model: Any, *loaders: Any, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
+        trainer = self.trainer(**options)
+        trainer.fit(model, *(loaders or (loader(), loader(2))), ckpt_path=ckpt_path)
+        check_equal(trainer.lightning_module)
+        return trainer
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Return what each rank has."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_equal(module: nn.Module) -> None:
+    assert len(set(everywhere(digest(module.parameters())))) == 1, "replicas differ at the end"
+    assert all(bool(p.isfinite().all()) for p in module.parameters()), "not finite"
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def are_equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(some, others, strict=True))
+
+
+def mean_of_ranks(tensors: Iterable[Tensor]) -> list[Tensor]:
+    means = copies(tensors)
+    for tensor in means:
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size())
+    return means
+
+
+def are_close(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(some, others, strict=True))
+
+
+class Look(cb.Callback):
+    """Calls a function after each batch; the last in the list sees what the others have done."""
+
+    def __init__(self, function: Callable[[pl.Trainer, pl.LightningModule], None]) -> None:
+        self.function = function
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.function(trainer, module)
+
+
+Row = Callable[[Run], "str | None"]
+ROWS: dict[str, Row] = {}
+
+
+def row(name: str) -> Callable[[Row], Row]:
+    def add(function: Row) -> Row:
+        ROWS[name] = function
+        return function
+
+    return add
+
+
+# Callbacks ------------------------------------------------------------------------------------------------------
+
+
+@row("`StochasticWeightAveraging`")
+def swa(run: Run) -> None:
+    callback = cb.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+    trainer = run.fit(Model(), max_epochs=4, callbacks=[callback])
+    model = trainer.lightning_module
+    assert int(callback.n_averaged) == 3, f"{int(callback.n_averaged)} averaged"
+    assert callback._average_model is not None
+    assert are_close(model.parameters(), mean_of_ranks(callback._average_model.parameters())), "not swapped"
+
+
+class Watched(Model):
+    """Keeps a digest of the weights of each validation."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen.append(digest(self.parameters()))
+
+
+def average(run: Run, callback: Any) -> str | None:
+    sums: list[Tensor] = []
+    num = 0
+    last: list[Tensor] = []
+
+    def add(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        nonlocal num
+        num += 1
+        last[:] = copies(module.parameters())
+        sums[:] = last if not sums else [a + b for a, b in zip(sums, last, strict=True)]
+
+    model = Watched()
+    run.fit(model, callbacks=[callback, Look(add)])
+    ended = copies(model.parameters())
+    assert not are_close(ended, mean_of_ranks(last)), "not swapped"
+    if type(callback) is not getattr(cb, "EMAWeightAveraging", None):
+        assert are_close(ended, mean_of_ranks([each / num for each in sums])), "not the average"
+    looks = [each for each in model.seen if len(each) > 10]
+    return None if len(set(everywhere(tuple(looks)))) == 1 else "until the end each rank's own average is validated"
+
+
+@row("`WeightAveraging`")
+def weight_averaging(run: Run) -> str | None:
+    return average(run, cb.WeightAveraging())
+
+
+@row("`EMAWeightAveraging`")
+def ema(run: Run) -> str | None:
+    return average(run, cb.EMAWeightAveraging(decay=0.5))
+
+
+class Thaw(cb.BaseFinetuning):
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)  # type: ignore[arg-type]
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.02)  # type: ignore[arg-type]
+
+
+def thaw(run: Run, callback: cb.BaseFinetuning) -> None:
+    model = Model()
+    weight = model.backbone[0].weight
+    assert isinstance(weight, Tensor)
+    begun, at_epoch_1 = copies([weight]), []
+
+    def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step == BATCHES:
+            at_epoch_1[:] = copies([weight])
+
+    trainer = run.fit(model, max_epochs=3, callbacks=[callback, Look(look)])
+    assert are_equal(begun, at_epoch_1), "trained while frozen"
+    assert len(trainer.optimizers[0].param_groups) == 2
+    assert not begun[0].equal(weight), "thawed, and not trained"
+
+
+@row("`BaseFinetuning`")
+def base_finetuning(run: Run) -> None:
+    thaw(run, Thaw())
+
+
+@row("`BackboneFinetuning`")
+def backbone_finetuning(run: Run) -> None:
+    thaw(run, cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02, train_bn=False))
+
+
+@row("`EarlyStopping`")
+def early_stopping(run: Run) -> None:
+    trainer = run.fit(Model(), max_epochs=9, callbacks=[cb.EarlyStopping("rises", patience=2)])
+    assert trainer.current_epoch == 3, f"stopped after epoch {trainer.current_epoch}"
+    assert trainer.global_step == 3 * BATCHES
+
+
+@row("`GradientAccumulationScheduler`")
+def accumulation_schedule(run: Run) -> None:
+    trainer = run.fit(Model(), callbacks=[cb.GradientAccumulationScheduler({0: 1, 1: 2})])
+    assert trainer.global_step == BATCHES + BATCHES // 2, f"{trainer.global_step} steps"
+
+
+@row("`LearningRateFinder`")
+def learning_rate_finder(run: Run) -> None:
+    model = Model()
+    finder = cb.LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=20, early_stop_threshold=None)
+    trainer = run.fit(model, loader(20), callbacks=[finder], max_steps=4, default_root_dir=run.folder)
+    assert finder.optimal_lr is not None
+    found = finder.optimal_lr.suggestion()
+    assert found == model.lr == trainer.optimizers[0].param_groups[0]["lr"], "not set"
+    assert found not in (None, LR)
+    assert len(finder.optimal_lr.results["lr"]) >= 19, "stopped early"
+    assert len(set(everywhere(found))) == 1, "ranks have found different ones"
+    assert trainer.global_step == 4, f"{trainer.global_step} steps"
+
+
+class WithData(Model):
+    """A module with a loader of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.batch_size, self.num_loaded = 2, 0
+
+    def train_dataloader(self) -> DataLoader:
+        self.num_loaded += 1
+        return DataLoader(dataset(BATCHES), batch_size=self.batch_size)
+
+
+@row("`BatchSizeFinder`")
+def batch_size_finder(run: Run) -> None:
+    model, trainer = WithData(), run.trainer(callbacks=[cb.BatchSizeFinder(max_trials=2)])
+    trainer.fit(model)
+    assert model.batch_size > 2
+
+
+class Log(pl.loggers.Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    name = version = "log"  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@row("`LearningRateMonitor`")
+def learning_rate_monitor(run: Run) -> None:
+    model = Model(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    callback, log = cb.LearningRateMonitor(logging_interval="epoch"), Log()
+    run.fit(model, callbacks=[callback], logger=log)
+    assert callback.lrs == {"lr-SGD": [LR, LR / 2]}, callback.lrs
+    assert [row["lr-SGD"] for row in log.rows if "lr-SGD" in row] == [LR, LR / 2]
+
+
+@row("`DeviceStatsMonitor`")
+def device_stats_monitor(run: Run) -> None:
+    class Counts(CPUAccelerator):
+        def get_device_stats(self, device: Any) -> dict[str, Any]:  # Lightning's needs psutil
+            return {"threads": float(torch.get_num_threads())}
+
+    log, accelerator = Log(), Counts()
+    run.fit(
+        Model(),
+        callbacks=[cb.DeviceStatsMonitor(cpu_stats=True)],
+        logger=log,
+        log_every_n_steps=1,
+        accelerator=accelerator,
+    )
+    found = [name for row in log.rows for name in row if name.startswith("DeviceStatsMonitor.on_train_batch_end")]
+    assert len(found) == 2 * BATCHES, f"{len(found)} were logged"
+
+
+@row("`Timer`")
+def timer(run: Run) -> None:
+    callback = cb.Timer(duration={"milliseconds": 60}, interval="step")  # type: ignore[arg-type]
+    trainer = run.fit(Model(), loader(), max_epochs=-1, callbacks=[callback])
+    assert callback.time_elapsed("train") >= 0.06
+    assert len(set(everywhere(trainer.global_step))) == 1
+
+
+@row("`OnExceptionCheckpoint`")
+def on_exception_checkpoint(run: Run) -> None:
+    def fail(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step == 5:
+            raise RuntimeError("on purpose")
+
+    callback = cb.OnExceptionCheckpoint(run.folder, filename="left")
+    with contextlib.suppress(RuntimeError):
+        run.fit(Model(), callbacks=[callback, Look(fail)])
+    assert (run.folder / "left.ckpt").is_file()
+    dist.barrier()
+    trainer = run.fit(Model(), ckpt_path=str(run.folder / "left.ckpt"))
+    assert trainer.global_step == 2 * BATCHES, f"{trainer.global_step} steps"
+
+
+@row("`ModelCheckpoint(save_top_k=2)`")
+def top_k(run: Run) -> None:
+    callback = cb.ModelCheckpoint(run.folder, "{epoch}", monitor="rises", save_top_k=2)
+    run.fit(Model(), max_epochs=4, callbacks=[callback])
+    dist.barrier()
+    assert {path.name for path in run.folder.glob("*.ckpt")} == {"epoch=0.ckpt", "epoch=1.ckpt"}
+    assert len(list(run.folder.iterdir())) in (2, 4), "files of deleted checkpoints are left"
+    assert callback.best_model_path.endswith("epoch=0.ckpt")
+
+
+@row("`ModelCheckpoint(every_n_train_steps=3)`")
+def every_n_train_steps(run: Run) -> None:
+    run.fit(Model(), callbacks=[cb.ModelCheckpoint(run.folder, "{step}", every_n_train_steps=3, save_top_k=-1)])
+    dist.barrier()
+    assert {path.name for path in run.folder.glob("*.ckpt")} == {"step=3.ckpt", "step=6.ckpt"}
+
+
+@row('`ModelCheckpoint(save_last="link")`')
+def save_last_link(run: Run) -> None:
+    run.fit(Model(), max_epochs=1, callbacks=[cb.ModelCheckpoint(run.folder, "{epoch}", save_last="link")])
+    dist.barrier()
+    link = run.folder / "last.ckpt"
+    assert link.is_symlink()
+    assert link.resolve().name == "epoch=0.ckpt"
+    trainer = run.fit(model := Model(), ckpt_path=str(link))
+    assert trainer.global_step == 2 * BATCHES
+    assert len(model.losses) == BATCHES
+
+
+@row('`ckpt_path="last"`')
+def last(run: Run) -> None:
+    def callbacks() -> list[cb.Callback]:
+        return [cb.ModelCheckpoint(run.folder, save_last=True)]
+
+    class Half(cb.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = True
+
+    run.fit(Model(), callbacks=[*callbacks(), Half()])
+    dist.barrier()
+    trainer = run.fit(model := Model(), callbacks=callbacks(), ckpt_path="last")
+    assert len(model.losses) == BATCHES, "not resumed"
+    assert trainer.global_step == 2 * BATCHES
+    run.fit(straight := Model())
+    assert digest(model.parameters()) == digest(straight.parameters()), "not the weights of a run without a stop"
+
+
+@row("`ModelCheckpoint(save_weights_only=True)`")
+def save_weights_only(run: Run) -> None:
+    run.fit(model := Model(), callbacks=[cb.ModelCheckpoint(run.folder, "some", save_weights_only=True)])
+    dist.barrier()
+    loaded = Model.load_from_checkpoint(run.folder / "some.ckpt", weights_only=True)
+    assert are_equal(loaded.parameters(), model.parameters())
+    assert len(list(run.folder.iterdir())) == 1
+
+
+@row("`fit(ckpt_path=..., weights_only=True)`")
+def weights_only(run: Run) -> None:
+    run.fit(Model(), max_epochs=1, callbacks=[cb.ModelCheckpoint(run.folder, "some")])
+    dist.barrier()
+    trainer = run.trainer()
+    trainer.fit(model := Model(), loader(), ckpt_path=str(run.folder / "some.ckpt"), weights_only=True)
+    check_equal(model)
+    assert len(model.losses) == BATCHES, "not resumed"
+
+
+@row("`ModelPruning`")
+def pruning(run: Run) -> None:
+    model = Model()
+    callback = cb.ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=[(model.head, "weight")],
+        amount=0.5,
+        make_pruning_permanent=True,
+        use_lottery_ticket_hypothesis=False,
+    )
+    run.fit(model, callbacks=[callback])
+    zeros = int((model.head.weight == 0).sum())
+    assert zeros >= model.head.weight.numel() // 2, f"{zeros} zeros"
+
+
+# Schedulers -----------------------------------------------------------------------------------------------------
+
+
+@row("`ReduceLROnPlateau`")
+def plateau(run: Run) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"scheduler": plateau, "monitor": "rises"}
+
+    trainer = run.fit(Model(scheduler=scheduler), max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == LR / 4
+
+
+@row("`OneCycleLR`, in each step")
+def one_cycle(run: Run) -> None:
+    def cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * BATCHES + 1)
+
+    found: list[Any] = []
+
+    def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        found.append({name: trainer.optimizers[0].param_groups[0][name] for name in ("lr", "momentum")})
+
+    model = Model(scheduler=lambda optimizer: {"scheduler": cycle(optimizer), "interval": "step"})
+    run.fit(model, callbacks=[Look(look)])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR, momentum=0.9)
+    scheduler, wanted = cycle(optimizer), []
+    for _ in range(2 * BATCHES):
+        optimizer.step()
+        scheduler.step()
+        wanted.append({name: optimizer.param_groups[0][name] for name in ("lr", "momentum")})
+    assert found == wanted
+
+
+# The Trainer's arguments ----------------------------------------------------------------------------------------
+
+
+@row("`accumulate_grad_batches=3`")
+def accumulate(run: Run) -> None:
+    trainer = run.fit(Model(), accumulate_grad_batches=3)
+    assert trainer.global_step == 4, f"{trainer.global_step} steps"  # 3 + 1 of each epoch
+
+
+@row("`overfit_batches=2`")
+def overfit(run: Run) -> None:
+    model = Model()
+    trainer = run.fit(model, overfit_batches=2, max_epochs=3)
+    assert trainer.global_step == 6, f"{trainer.global_step} steps"
+    assert min(model.losses[2:]) < model.losses[0]
+
+
+@row("`limit_train_batches`, `limit_val_batches`: numbers")
+def limits(run: Run) -> None:
+    model = Model()
+    trainer = run.fit(model, limit_train_batches=3, limit_val_batches=1)
+    assert trainer.global_step == 6, f"{trainer.global_step} steps"
+    assert model.seen.count("validate") == 2
+
+
+@row("`limit_train_batches`, `limit_val_batches`: fractions")
+def fractions(run: Run) -> None:
+    model = Model()
+    trainer = run.fit(model, limit_train_batches=0.5, limit_val_batches=0.5)
+    assert trainer.global_step == BATCHES, f"{trainer.global_step} steps"
+    assert model.seen.count("validate") == 2
+
+
+def train_and_look(run: Run, **options: Any) -> list[str]:
+    model = Model()
+    run.fit(model, loader(), loader(1), **options)
+    return model.seen
+
+
+@row("`val_check_interval`: a number")
+def val_check_number(run: Run) -> None:
+    assert train_and_look(run, max_epochs=1, val_check_interval=2) == 2 * ["train", "train", "validate"]
+
+
+@row("`val_check_interval`: a fraction")
+def val_check_fraction(run: Run) -> None:
+    assert train_and_look(run, max_epochs=1, val_check_interval=0.25) == 4 * ["train", "validate"]
+
+
+@row("`val_check_interval=3`, `check_val_every_n_epoch=None`")
+def val_check_across_epochs(run: Run) -> None:
+    seen = train_and_look(run, val_check_interval=3, check_val_every_n_epoch=None)
+    assert seen == [*2 * [*3 * ["train"], "validate"], "train", "train"]
+
+
+@row("`check_val_every_n_epoch=2`")
+def every_second_epoch(run: Run) -> None:
+    assert train_and_look(run, check_val_every_n_epoch=2) == [*8 * ["train"], "validate"]
+
+
+@row("`num_sanity_val_steps=2`")
+def sanity(run: Run) -> None:
+    model = Model()
+    run.fit(model, num_sanity_val_steps=2, max_epochs=1)
+    assert model.seen[:3] == ["sanity", "sanity", "train"]
+
+
+@row("`max_time`")
+def max_time(run: Run) -> None:
+    begun = time.monotonic()
+    trainer = run.fit(Model(), loader(), max_epochs=-1, max_time={"milliseconds": 60})
+    assert time.monotonic() - begun >= 0.06
+    assert len(set(everywhere(trainer.global_step))) == 1
+
+
+@row("`fast_dev_run=2`")
+def fast_dev_run(run: Run) -> None:
+    model = Model()
+    trainer = run.fit(model, fast_dev_run=2)
+    assert model.seen == ["train", "train", "validate", "validate"]
+    assert trainer.global_step == 2
+
+
+def clip(run: Run, algorithm: str) -> None:
+    """With a loss a million times larger, only clipped gradients leave the weights where they are."""
+    model, most = Model(lr=1.0, momentum=0.0, scale=1e6), 1e-3
+    begun = copies(model.parameters())
+    trainer = run.fit(model, max_epochs=1, gradient_clip_val=most, gradient_clip_algorithm=algorithm)
+    moves = [(a - b).flatten() for a, b in zip(model.parameters(), begun, strict=True)]
+    move = torch.cat(moves).norm() if algorithm == "norm" else torch.cat(moves).abs().max()
+    # An outer optimizer goes further than the average: here at most 0.7 (1 + 0.9 + ...) times as far.
+    assert 0.0 < float(move) <= 4.0 * trainer.global_step * most, f"moved by {float(move)}"
+
+
+@row('`gradient_clip_algorithm="norm"`')
+def clip_norm(run: Run) -> None:
+    clip(run, "norm")
+
+
+@row('`gradient_clip_algorithm="value"`')
+def clip_value(run: Run) -> None:
+    clip(run, "value")
+
+
+@row("`detect_anomaly=True`")
+def anomaly(run: Run) -> None:
+    class Asks(Model):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.seen.append(f"anomaly {torch.is_anomaly_enabled()}")
+            return super().training_step(batch, batch_idx)
+
+    model = Asks()
+    run.fit(model, max_epochs=1, detect_anomaly=True)
+    assert model.seen.count("anomaly True") == BATCHES
+
+
+@row("`deterministic=True`")
+def deterministic(run: Run) -> None:
+    ends = []
+    for _ in range(2):
+        run.fit(model := Model(), max_epochs=1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        ends.append(digest(model.parameters()))
+    assert ends[0] == ends[1]
+
+
+@row("`inference_mode=False`")
+def inference_mode(run: Run) -> None:
+    class Asks(Model):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen.append(f"inference {torch.is_inference_mode_enabled()}")
+            with torch.enable_grad():
+                self.loss(batch).backward()  # of the gradients in validation; none is left for the next step
+            self.zero_grad()
+
+    model = Asks()
+    run.fit(model, inference_mode=False)
+    assert "inference False" in model.seen
+
+
+@row("`barebones=True`")
+def barebones(run: Run) -> None:
+    trainer = run.fit(Model(), barebones=True)
+    assert trainer.global_step == 2 * BATCHES
+
+
+@row("`sync_batchnorm=True`")
+def sync_batchnorm(run: Run) -> None:
+    run.fit(Model(), sync_batchnorm=True)
+
+
+@row("`reload_dataloaders_every_n_epochs=1`")
+def reload(run: Run) -> None:
+    model, trainer = WithData(), run.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(model)
+    check_equal(model)
+    assert model.num_loaded == 3
+    assert trainer.global_step == 3 * 2 * BATCHES
+
+
+def indices(trainer: pl.Trainer) -> set[int]:
+    assert trainer.train_dataloader is not None
+    return set(trainer.train_dataloader.sampler)
+
+
+@row("`use_distributed_sampler=True`")
+def distributed_sampler(run: Run) -> None:
+    trainer = run.fit(Model(), max_epochs=1)
+    assert isinstance(trainer.train_dataloader.sampler, DistributedSampler)
+    shares = everywhere(indices(trainer))
+    assert not shares[0] & shares[1]
+    assert len(shares[0] | shares[1]) == len(trainer.train_dataloader.dataset)
+
+
+@row("`use_distributed_sampler=False`")
+def own_sampler(run: Run) -> None:
+    trainer = run.fit(Model(), max_epochs=1, use_distributed_sampler=False)
+    assert trainer.global_step == 2 * BATCHES
+    assert indices(trainer) == set(range(len(trainer.train_dataloader.dataset)))
+
+
+@row('`profiler="simple"`')
+def simple_profiler(run: Run) -> None:
+    trainer = run.fit(Model(), profiler="simple")
+    assert len(trainer.profiler.recorded_durations["run_training_batch"]) == 2 * BATCHES  # type: ignore[attr-defined]
+
+
+@row('`profiler="advanced"`')
+def advanced_profiler(run: Run) -> None:
+    summaries: list[str] = []
+
+    class Read(cb.Callback):
+        def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            summaries.append(trainer.profiler.summary())  # type: ignore[attr-defined]
+
+    run.fit(Model(), max_epochs=1, profiler="advanced", callbacks=[Read()])
+    assert re.search(r"run_training_batch.*\d+ function calls", summaries[0], re.DOTALL)
+
+
+# Modules --------------------------------------------------------------------------------------------------------
+
+
+@row('`torch.compile(module, backend="eager")`')
+def compiled(run: Run) -> None:
+    model = Model()
+    begun = copies(model.parameters())
+    trainer = run.fit(torch.compile(model, backend="eager"), max_epochs=1)
+    assert trainer.global_step == BATCHES
+    assert not any(a.equal(b) for a, b in zip(begun, model.parameters(), strict=True))
+    check_equal(model)
+
+
+@row("`channels_last`")
+def channels_last(run: Run) -> None:
+    class Pictures(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Sequential(
+                nn.Conv2d(4, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.AdaptiveAvgPool2d(1)
+            )
+            self.to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> Tensor:
+            picture = x.unflatten(1, (4, 2, 2)).to(memory_format=torch.channels_last)
+            return self.head(self.backbone(picture).flatten(1))
+
+    model = Pictures()
+    begun = copies(model.parameters())
+    run.fit(model)
+    weight = model.backbone[0].weight
+    assert isinstance(weight, Tensor)
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not any(a.equal(b) for a, b in zip(begun, model.parameters(), strict=True))
+
+
+@row("tied weights")
+def tied(run: Run) -> None:
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.decode = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+            self.decode.weight = self.encode.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.decode(torch.relu(self.encode(x))))
+
+    model = Tied()
+    begun = copies([model.encode.weight])
+    run.fit(model)
+    assert model.encode.weight is model.decode.weight
+    assert not begun[0].equal(model.encode.weight)
+
+
+class Manual(Model):
+    """Two optimizers in manual optimization, of which the second steps in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        if batch_idx % 2:
+            second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=LR) for part in (self.backbone, self.head)]
+
+
+@row("manual optimization with two optimizers")
+def manual(run: Run) -> None:
+    model = Manual()
+    begun = copies(model.parameters())
+    trainer = run.fit(model)
+    assert trainer.global_step == 3 * BATCHES, f"{trainer.global_step} steps"
+    assert not any(a.equal(b) for a, b in zip(begun, model.parameters(), strict=True))
+
+
+@row("manual optimization, `toggle_optimizer`, with `find_unused_parameters=True`")
+def toggled(run: Run) -> None:
+    class Toggles(Manual):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            for optimizer in self.optimizers():
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+    model = Toggles()
+    begun = copies(model.parameters())
+    trainer = run.fit(model, strategy=run.strategy(find_unused_parameters=True))
+    assert trainer.global_step == 4 * BATCHES, f"{trainer.global_step} steps"
+    assert not any(a.equal(b) for a, b in zip(begun, model.parameters(), strict=True))
+
+
+@row("`validate`, `test` and `predict` after `fit`")
+def after_fit(run: Run) -> None:
+    trainer = run.fit(model := Model())
+    before = digest([*model.parameters(), *model.buffers()])
+    (validated,) = trainer.validate(model, loader(2), verbose=False)
+    (tested,) = trainer.test(model, loader(2), verbose=False)
+    assert abs(validated["val_loss"] - tested["test_loss"]) < 1e-6
+    predicted = trainer.predict(model, loader(2), return_predictions=True)
+    assert predicted is not None
+    assert len(predicted) == 2
+    assert before == digest([*model.parameters(), *model.buffers()])
+    (fresh,) = run.trainer().validate(model, loader(2), verbose=False)
+    assert fresh["val_loss"] == validated["val_loss"]
+
+
+@row("a second `fit` of the same Trainer")
+def again(run: Run) -> None:
+    trainer = run.fit(model := Model(), max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    check_equal(model)
+    assert trainer.global_step == 2 * BATCHES
+
+
+# Started by the Trainer -----------------------------------------------------------------------------------------
+
+NOTEBOOK = 'notebooks: `strategy="..._notebook"`'
+
+
+class Note(cb.Callback):
+    """Writes down what a rank has at the end."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        line = f"{trainer.global_step} steps {digest(module.parameters())}"
+        (Path(self.folder) / f"rank{trainer.global_rank}").write_text(line)
+
+
+class OnItsOwn(WithData):
+    """Has its data, which it makes before there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = TensorDataset(torch.randn(64, 16), torch.randint(0, 8, (64,)))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.data, batch_size=BATCH)
+
+
+def in_notebook(column: str, folder: str) -> dict[str, str]:
+    """Train as in a notebook, in a process that nobody has launched: the ranks are forked from it."""
+    forget_launcher()
+    accelerator_connector._IS_INTERACTIVE = True  # type: ignore[attr-defined]  # what Lightning finds in a notebook
+    model, options = OnItsOwn(), {"accelerator": "cpu", "devices": 2, "max_steps": 8, "logger": False}
+    options |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    try:
+        trainer = pl.Trainer(strategy=f"{column}_notebook", callbacks=[Note(folder)], **options)
+        trainer.fit(model)
+        ends = {(Path(folder) / f"rank{rank}").read_text() for rank in (0, 1)}
+        assert ends == {f"8 steps {digest(model.parameters())}"}, "not the weights of both ranks"
+    except Exception as error:  # noqa: BLE001 - as in `survey`
+        return {NOTEBOOK: in_words(error)}
+    return {NOTEBOOK: YES}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def in_words(error: BaseException) -> str:
+    """Return the first sentence of an error."""
+    sentence = re.split(r"(?<=[^.])\. ", " ".join(str(error).split()))[0].rstrip(".").replace("|", "/")
+    return sentence if isinstance(error, AssertionError) else f"{type(error).__name__}: {sentence}"
+
+
+def survey(column: str, names: list[str], folder: str) -> dict[str, str]:
+    """Return the cells of a column, on every rank."""
+    cells = {}
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    for number, name in enumerate(names):
+        own = Path(folder) / f"{number}"
+        own.mkdir(exist_ok=True)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                cells[name] = ROWS[name](Run(column, own)) or YES
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the cell
+            cells[name] = in_words(error)
+        torch.use_deterministic_algorithms(False)
+        dist.barrier()
+    logging.disable(logging.NOTSET)
+    return cells
+
+
+def run_survey(columns: Iterable[str], folder: Path, names: Iterable[str] = (*ROWS, NOTEBOOK)) -> Cells:
+    """Return what two ranks find, by row and column."""
+    cells: Cells = {}
+    for column in columns:
+        own = folder / column
+        own.mkdir()
+        ranks = run_ranks(survey, 2, column, [name for name in names if name in ROWS], str(own), timeout_s=150.0)
+        if NOTEBOOK in names:
+            (noted,) = run_ranks(in_notebook, 1, column, str(own), fresh=True)
+            ranks = [{**each, **noted} for each in ranks]
+        cells |= {(name, column): " / ".join({each[name]: None for each in ranks}) for name in names}
+    return cells
+
+
+def table(cells: Cells) -> str:
+    """Return the cells as a table, in which reasons are numbers, and the reasons below it."""
+    rows, columns = (list(dict.fromkeys(each)) for each in zip(*cells, strict=True))
+    reasons = list(dict.fromkeys(cell for cell in cells.values() if cell != YES))
+    shown = {YES: YES, **{reason: f"({number})" for number, reason in enumerate(reasons, start=1)}}
+    lines = [[name, *(shown[cells[name, column]] for column in columns)] for name in rows]
+    head = f"| | {' | '.join(f'`{column}`' for column in columns)} |\n{'|---' * (len(columns) + 1)}|\n"
+    body = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return head + body + "".join(f"\n({number}) {reason}\n" for number, reason in enumerate(reasons, start=1))
+
+
+def read_table(text: str) -> Cells:
+    """Return the cells of a page, by row and column."""
+    head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|")
+    reasons = {YES: YES, **dict(re.findall(r"^(\(\d+\)) (.*)$", text, re.MULTILINE))}
+    return {
+        (row[0], column.strip("`")): reasons[cell]
+        for row in rows
+        for column, cell in zip(head[1:], row[1:], strict=True)
+    }
