@@ -79,6 +79,20 @@ def agree_on_configuration(
     agree(f"configuration of {strategy}", {"class": strategy, **method, **others})
 
 
+def agree_on_resume(trainer: pl.Trainer) -> None:
+    """Check that all ranks resume from a checkpoint, or none does; the others would not load their state with them.
+
+    Each may have a path of its own. That the checkpoints are of one save is compared where the shards are loaded.
+
+    Collective: all ranks, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    found = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
+    agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": found})
+
+
 def agree_on_model(module: torch.nn.Module, compares_weights: bool = False) -> None:
     """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
 

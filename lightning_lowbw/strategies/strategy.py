@@ -189,6 +189,7 @@ class Strategy(InterruptibleDDP):
             super().setup(trainer)
             self.regime.set_up(trainer)
             return
+        facts.agree_on_resume(trainer)
         self.auto.begin_fit(trainer)
         self.regime.check(trainer)
         self.ledger = TrafficLedger()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from torch import nn
 
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy
@@ -119,6 +120,36 @@ def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
             assert ("callbacks: rank 0 has [], rank 1 has [" if is_callback else f"Trainer({name}): rank 0") in message
             if name in ("max_steps", "gradient_clip_val", "accumulate_grad_batches"):
                 assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+
+
+def resume_on_one_rank(strategy: str, folder: str) -> list[str]:
+    """Give rank 0 alone the checkpoint; then let rank 1 alone find the last one, in a folder of its own."""
+    path, found = f"{folder}/{strategy}.ckpt", []
+    trainer = make_trainer(make_strategy(strategy), 2)
+    trainer.fit(Tiny(), make_data(2, 4))
+    trainer.save_checkpoint(path)
+    own = f"{folder}/{dist.get_rank()}"
+    for one, given in ((0, path), (1, "last")):
+        is_mine = dist.get_rank() == one
+        callbacks = [ModelCheckpoint(folder if is_mine else own, strategy, save_last=True)]
+        if given == "last" and is_mine:
+            torch.save(torch.load(path, weights_only=False), f"{folder}/last.ckpt")
+        trainer = make_trainer(make_strategy(strategy), 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+        with pytest.raises(DisagreementError) as caught:
+            trainer.fit(Tiny(), make_data(2, 4), ckpt_path=given if is_mine or given == "last" else None)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.fault(
+    "a checkpoint that only some ranks are given, or find",
+    "refused before the first step, on all ranks, with who has one",
+)
+@pytest.mark.parametrize("strategy", ["dgc", "dense"])
+def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(strategy: str, tmp_path: Path) -> None:
+    for first, second in run_ranks(resume_on_one_rank, 2, strategy, str(tmp_path), timeout_s=60.0):
+        assert "ckpt_path: rank 0 has 'a checkpoint', rank 1 has 'no checkpoint'" in first
+        assert "ckpt_path: rank 0 has 'no checkpoint', rank 1 has 'a checkpoint'" in second
 
 
 def train_on_a_share(name: str) -> str | int:
