@@ -11,6 +11,7 @@ some hang, are left out.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -50,17 +51,20 @@ class Recorder:
             self.has_failed |= report.failed
             for name in ("fault", "stock"):
                 for marker in item.iter_markers(name):
-                    self._note(name, marker.args, item, dict(report.user_properties))
+                    self._note(name, marker.args, item, dict(report.user_properties), report.duration)
         return report
 
-    def _note(self, name: str, words: tuple[str, ...], item: pytest.Item, found: dict[str, Any]) -> None:
-        row = self.rows.setdefault(words[0], {"what": "", "seconds": [], "ddp": "", "tests": {}})
+    def _note(
+        self, name: str, words: tuple[str, ...], item: pytest.Item, found: dict[str, Any], duration: float
+    ) -> None:
+        row = self.rows.setdefault(words[0], {"what": "", "seconds": [], "whole": [], "ddp": "", "tests": {}})
         if name == "stock":
             row["ddp"] = found["ddp"]
             return
         row["what"] = row["what"] or words[1]
         row["tests"][f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"] = None  # type: ignore[attr-defined]
         row["seconds"] += [found["seconds"]] if "seconds" in found else []
+        row["whole"].append(duration)
 
     def pytest_sessionfinish(self) -> None:
         if self.has_failed:
@@ -88,7 +92,7 @@ def without_places(message: str) -> str:
 
 
 def _line(fault: str, row: dict[str, Any]) -> str:
-    seconds = f"{max(row['seconds']):.1f}" if row["seconds"] else ""
+    seconds = f"{max(row['seconds']):.1f}" if row["seconds"] else f"< {math.ceil(max(row['whole']))}"
     tests = ", ".join(f"`{each}`" for each in row["tests"])
     return f"| {fault} | {row['what']} | {seconds} | {row['ddp']} | {tests} |\n"
 

@@ -234,7 +234,8 @@ class GradientWorker(Worker):
             ]
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
         if not self._unlooked or any(slot.has_sparse_layout for slot in self._slots):
-            self._fault = first_fault_of(self._slots, known, {slot.parameter for slot in self._unlooked})
+            unlooked = {slot.parameter for slot in self._unlooked}
+            self._fault = first_fault_of(self._slots, known, unlooked, self.late_faults)
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -287,7 +288,7 @@ class GradientWorker(Worker):
         if self.large is not None and self._unlooked:
             self.large.compress(self._unlooked, self.density)
             if self._fault is None:
-                self._fault = first_fault_of(self._slots, self.large.faults)
+                self._fault = first_fault_of(self._slots, self.large.faults, late=self.late_faults)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_senders == 1:
@@ -369,7 +370,7 @@ class GradientWorker(Worker):
             )
         if control.first_fault is not None:
             rank, number = control.first_fault
-            if skip_nonfinite and 0 < number <= len(self._slots):
+            if skip_nonfinite and len(self._slots) < number <= 2 * len(self._slots):
                 return False
             raise fault_error(
                 number,
@@ -386,6 +387,11 @@ class GradientWorker(Worker):
         if self.is_sparse:
             self.correction.take_over([slot.parameter for slot in sparse_of(self._slots)])
         return True
+
+    @property
+    def late_faults(self) -> dict[Parameter, Tensor]:
+        """Whether what is kept has become infinite or NaN in the last step, after its control message; by parameter."""
+        return {} if self.large is None else self.large.late
 
     # The tensors of a step ------------------------------------------------------------------------------------------
 

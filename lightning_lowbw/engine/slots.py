@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.engine.control import control_message, first_fault
+from lightning_lowbw.engine.kept import kept_error, late_error
 from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
@@ -144,15 +145,15 @@ def control_of(worker: GradientWorker, slots: Sequence[Slot], fault: Tensor, mar
     """Return the control message of a step; its sums count the ranks that have a gradient of each parameter.
 
     Args:
-        worker: of the optimizer. Where what its exchange in few bits has left is not finite, the fault is one more than
-            there are slots: before those of the gradients, which may be a consequence.
+        worker: of the optimizer. Where what its exchange in few bits has left is not finite, the fault is the one
+            behind all others, and takes the place of those of the gradients, which may be a consequence.
         slots: of the step.
         fault: see `first_fault_of`.
         mark: see `make_mark`.
     """
     peers, narrow = worker.peers, worker.narrow
     if narrow is not None and narrow.left is not None:
-        fault = torch.where(narrow.left.isfinite(), fault, len(slots) + 1)
+        fault = torch.where(narrow.left.isfinite(), fault, 2 * len(slots) + 1)
     used = [float(slot.parameter.grad is not None) for slot in slots]
     return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, worker.requests)
 
@@ -208,15 +209,22 @@ def keep_fields(slot: Slot, segment: Segment, correction: ErrorFeedback, velocit
         correction.keep_second_moment(slot.parameter, peers.part(slot.parameter.numel()), segment.second_moment)
 
 
-def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later: Collection[Parameter] = ()) -> Tensor:
-    """Return 1 + the number of the first slot whose gradient is not finite, else 0; a scalar.
+def first_fault_of(
+    slots: Sequence[Slot],
+    known: dict[Parameter, Tensor],
+    later: Collection[Parameter] = (),
+    late: Mapping[Parameter, Tensor] | None = None,
+) -> Tensor:
+    """Return 1 + the number of the first fault, else 0; a scalar.
 
-    Negative for a gradient that is not dense: that is known on the host, and only on the rank that has it.
+    Of so many slots the faults of the step before are numbered first, then the gradients that are not finite. Negative
+    for a gradient that is not dense: that is known on the host, and only on the rank that has it.
 
     Args:
         slots: at least one.
         known: whether gradients are not finite, of those that have been looked at; the others are added.
         later: parameters whose gradients are looked at later.
+        late: `GradientWorker.late_faults`, of which what is not finite now may be a consequence.
     """
     unlooked: dict[Parameter, Tensor] = {}
     for number, slot in enumerate(slots):
@@ -227,7 +235,7 @@ def first_fault_of(slots: Sequence[Slot], known: dict[Parameter, Tensor], later:
             unlooked[parameter] = gradient
     known.update(zip(unlooked, are_not_finite(list(unlooked.values())), strict=True))
     nothing = constant((False,), torch.bool, slots[0].parameter.device).squeeze()
-    return first_fault([known.get(slot.parameter, nothing) for slot in slots])
+    return first_fault([faults.get(slot.parameter, nothing) for faults in (late or {}, known) for slot in slots])
 
 
 def fault_error(
@@ -245,13 +253,12 @@ def fault_error(
         is_sent: whether other gradients have been sent during backward.
     """
     where = f"on rank {rank}"
-    if fault > len(slots):
-        return NonFiniteGradientError(
-            f"Step {step}: what was kept of earlier gradients {where} has become too large for float32: their sum over "
-            "the ranks was not finite, or the value_dtype ends below them (float16 at 65504). Lower the learning rate, "
-            "or clip the gradients, and go on from an earlier checkpoint."
-        )
-    name = slots[abs(fault) - 1].name
+    if fault > 2 * len(slots):
+        return kept_error(f"what was kept of earlier gradients {where}", step)
+    slot = slots[(abs(fault) - 1) % len(slots)]
+    name = slot.name
+    if 0 < fault <= len(slots):
+        return late_error(name, rank, step)
     if fault < 0:
         return ConfigurationError(
             f"The gradient of {name!r} {where} is sparse; only dense ones are exchanged. Build the layer with "
@@ -262,7 +269,9 @@ def fault_error(
         where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
     sent = "What was sent during backward is not applied."  # each rank takes its own back
     return NonFiniteGradientError(
-        f"Step {step}: the gradient of {name!r} {where} is not finite. {sent if is_sent else 'Nothing was exchanged.'} "
+        f"Step {step}: the gradient of {name!r} {where} is not finite"
+        f"{', or too large to be added to what earlier ones have left' if slot.is_sparse else ''}. "
+        f"{sent if is_sent else 'Nothing was exchanged.'} "
         "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' such steps "
         "are skipped."
     )

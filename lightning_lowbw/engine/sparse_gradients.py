@@ -32,7 +32,9 @@ class SparseGradients:
         peers: who takes part.
 
     Attributes:
-        faults: whether a gradient is not finite, of the parameters that have been looked at: bool, scalars.
+        faults: whether a gradient is not finite, or its sum with what is kept, of the parameters that have been looked
+            at: bool, scalars.
+        late: the same, of those that were looked at after the last control message: for the next one.
         begun: what has been sent: the slots, and the messages.
     """
 
@@ -41,6 +43,7 @@ class SparseGradients:
     ) -> None:
         self._exchange, self._correction, self._velocities, self._peers = exchange, correction, velocities, peers
         self.faults: dict[Parameter, Tensor] = {}
+        self.late: dict[Parameter, Tensor] = {}
         self.begun: list[tuple[list[Slot], SparseWork]] = []
         self._compressed: set[str] = set()
         self._selected: dict[str, Sparse] = {}  # of these, but for parts of no elements; until it is sent
@@ -85,27 +88,25 @@ class SparseGradients:
         payload = self._exchange.payload
         self._correction.density = density if payload.keep_momentum else 0.0
         gradients = {slot.name: self._exchange.part(flat_in_order(slot.gradient, slot.parameter)) for slot in slots}
-        unlooked = [slot for slot in slots if slot.parameter not in self.faults]
-        flags = torch.zeros(len(unlooked), dtype=torch.bool, device=slots[0].gradient.device).unbind()
-        faults = {slot.name: flag for slot, flag in zip(unlooked, flags, strict=True)}
+        flags = torch.zeros(len(slots), dtype=torch.bool, device=slots[0].gradient.device).unbind()
         fields = {}
-        for slot in slots:
+        for slot, flag in zip(slots, flags, strict=True):
             corrected = segment_fields(slot, self._correction, self._velocities, self._peers)
-            fields[slot.name] = {**corrected, "fault": faults.get(slot.name)}
+            fields[slot.name] = {**corrected, "fault": flag}
         table = self._exchange.segments(gradients, density, fields)
         masking = self._correction.masks if payload.momentum_masking is None else payload.momentum_masking
         if masking and payload.keep_momentum:
             masking = not any(self._correction.is_brief(each.momentum, times=2.0) for each in table.values())
         self._selected |= self._exchange.compress(table, masking=masking)
         self._compressed |= {slot.name for slot in slots}
-        for slot in slots:
+        for slot, flag in zip(slots, flags, strict=True):
             if slot.name not in table:  # this rank's part has no elements
                 for other in fields[slot.name]["elsewhere"]:
                     other.take_()
             else:
                 keep_fields(slot, table[slot.name], self._correction, self._velocities, self._peers)
-            if slot.name in faults:
-                self.faults[slot.parameter] = faults[slot.name]
+            faults = self.late if slot.parameter in self.faults else self.faults
+            faults[slot.parameter] = flag
 
     def begin(self, slots: list[Slot], density: float, kind: str = "all_gather") -> None:
         """Send what is selected of some tensors, or is selected now.
@@ -125,7 +126,8 @@ class SparseGradients:
 
         Collective: as `SparseExchange.choose` and `begin`; blocking.
         """
-        sent = self.sent
+        sent, told = self.sent, set(self.faults)
+        self.late.clear()
         rest = [slot for slot in sparse_of(slots) if slot.parameter not in sent]
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
@@ -139,6 +141,7 @@ class SparseGradients:
             ]
             self._step([slot for slot, can in zip(mine, can_step, strict=True) if can], work)
             self._take([slot for slot, can in zip(mine, can_step, strict=True) if not can], work)
+        self.late |= {parameter: fault for parameter, fault in self.faults.items() if parameter not in told}
         self._forget()
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:

@@ -200,7 +200,13 @@ def _accumulate(  # type: ignore[no-untyped-def]
         own_u, own_divisor = None if u is None else u[start:stop], None if square is None else divisor
         _correct(v[start:stop], own_u, g, own_divisor, m, gain, look_ahead, left_sign, size)
         for first in range(start, stop - CHUNK + 1, CHUNK):
-            if _largest(bits[first : first + CHUNK], CHUNK) >= least and count <= positions.size:
+            largest_v = _largest(bits[first : first + CHUNK], CHUNK)
+            if largest_v >= least and count <= positions.size:
                 count = _collect(v, first, first + CHUNK, threshold, positions, count)
-        count = _collect(v, start + size // CHUNK * CHUNK, stop, threshold, positions, count)
+            if fault is not None and largest_v >= INFINITE:
+                fault[0] = True
+        rest = start + size // CHUNK * CHUNK
+        count = _collect(v, rest, stop, threshold, positions, count)
+        if fault is not None and _largest(bits[rest:stop], stop - rest) >= INFINITE:
+            fault[0] = True
     return count

@@ -34,9 +34,10 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     def accumulate_chunk(chunk: slice) -> None:
         part = segment.map(lambda tensor: tensor[chunk])
-        if part.fault is not None and reference.is_finite(part.gradient):
-            part = replace(part, fault=None)  # else the reference looks at each element
-        reference.accumulate_(part, 0.0)
+        looks = part.fault is None or not reference.is_finite(part.gradient)  # the reference, at each element
+        reference.accumulate_(part if looks else replace(part, fault=None), 0.0)
+        if part.fault is not None and not looks:
+            part.fault.logical_or_(reference.is_finite(part.residual).logical_not_())
 
     return _reach_after(accumulate_chunk, segment.residual, threshold, most)
 

@@ -137,8 +137,8 @@ class Segment:
         sign: -1.0 where the optimizer climbs, else 1.0.
         dampening: d; see `correct_`.
         second_moment: gives the s of `correct_`; None for 1.
-        fault: set where G has elements that are not finite, which then count as zeros: bool, a scalar; None: nobody
-            looks, and they enter v.
+        fault: set where G has elements that are not finite, which then count as zeros, or v has some afterwards, for
+            finite numbers may have a sum that is not: bool, a scalar; None: nobody looks, and they enter v.
         elsewhere: the other parts of the tensor, where second moments of these are kept: not for `accumulate_`, but for
             `compress_many_`.
     """
@@ -314,6 +314,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         divisor=None if segment.second_moment is None else segment.second_moment.take_(gradient),
         ahead=segment.ahead,
     )
+    if segment.fault is not None:
+        segment.fault.logical_or_(is_finite(residual).logical_not_())
     if not threshold > 0:
         return torch.empty(0, dtype=torch.int64, device=residual.device)
     positions = reach(residual, threshold)

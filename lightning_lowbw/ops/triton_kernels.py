@@ -104,8 +104,6 @@ def correct_kernel(
     u = tl.load(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), mask=inside & has_buffer, other=0.0)
     v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside & has_residual, other=0.0)
     is_bad = (has_fault | (has_residual == 0)) & ((tl.abs(g) == float("inf")) | (g != g))
-    num_bad = tl.sum(is_bad.to(tl.int32), 0)
-    tl.store(tl.load(row + FAULT).to(tl.pointer_type(tl.int8)), 1, mask=(num_bad > 0) & has_fault)
     g = tl.where(is_bad, 0.0, g)
     # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
     g = tl.fma(w, tl.load(factors + WEIGHT_DECAY), g * tl.load(factors + SIGN))  # in float32: c w is lost in a narrow G
@@ -126,6 +124,8 @@ def correct_kernel(
         v += tl.div_rn(u, tl.where(inside, s, 1.0))
     else:
         v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + ahead), v + u)
+    num_bad = tl.sum((is_bad | (tl.abs(v) == float("inf")) | (v != v)).to(tl.int32), 0)
+    tl.store(tl.load(row + FAULT).to(tl.pointer_type(tl.int8)), 1, mask=(num_bad > 0) & has_fault)
     tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside & has_residual)
     tl.store(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), u.to(U), mask=inside & has_buffer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
@@ -129,8 +131,19 @@ class Synchronous(Regime):
         self.strategy.auto.restart_clock()
 
     @override
+    def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self._check_kept()  # a message with an infinity is in the weights
+        return take()
+
+    def _check_kept(self) -> None:
+        for worker in self.strategy.workers:
+            if isinstance(worker, GradientWorker) and not self.strategy.is_interrupted:
+                check_kept(worker)
+
+    @override
     def end_training(self) -> None:
         self.strategy.signals.settle()
+        self._check_kept()
         for worker in self.strategy.workers:
             leave_whole_velocities_(worker)
         self._batch_norm.keep()  # without a batch since a resume

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, make_parameters, message_of
 from tests.ranks import run_ranks
@@ -217,3 +218,51 @@ def take_local_steps() -> bool:
 
 def test_local_steps_keep_their_gradients() -> None:
     assert run_ranks(take_local_steps, 2) == [True, True]
+
+
+def add_up_too_much(kind: str, looks: bool, nodes: Nodes, ends: bool) -> tuple[list[str], bool]:
+    """Return what is said in each step, and whether weights are finite; rank 1 has gradients as large as float32."""
+    parameters = make_parameters(SHAPES)
+    optimizer = OPTIMIZERS[kind](parameters.values())
+    method = METHOD.replace(rampup_begin_step=0)
+    worker = method.attach(optimizer, parameters.items(), topology=None if nodes == FLAT else nodes)
+    assert isinstance(worker, GradientWorker)
+    said: list[str] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        if dist.get_rank() == 1 and (step or not ends):
+            assert parameters["matrix"].grad is not None
+            parameters["matrix"].grad.fill_(3e38)
+        try:
+            with worker.stepping():
+                worker.prepare(looks=looks)
+                worker.exchange()
+                optimizer.step()
+            if ends and step == 2:
+                check_kept(worker)
+            said.append("")
+        except NonFiniteGradientError as error:
+            said.append(str(error))
+            break
+    return said, all(bool(weight.isfinite().all()) for weight in parameters.values())
+
+
+@pytest.mark.fault(
+    "gradients of 3e38, which are finite, and whose sum with earlier ones is not",
+    "an error on all ranks that names the rank and the parameter, in the next step or at the end of the fit at the latest",
+)
+@pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]], ids=["flat", "two levels"])
+def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:
+    """In the step that adds them up; where gradients are looked at before, in the next one, or where the run ends."""
+    cases = [("sgd", False, nodes, False), ("sgd", True, nodes, False), ("sgd", True, nodes, True)]
+    num_ranks = sum(map(len, nodes))
+    for at_once, late, at_the_end in run_ranks(each, num_ranks, add_up_too_much, cases):
+        who = "on rank 1" if nodes == FLAT else "of node 0 (ranks [0, 1])"
+        assert f"the gradient of 'matrix' {who} is not finite, or too large to be added to what" in at_once[0][-1]
+        assert at_once[1]
+        kept = "the gradient of 'matrix' on rank "
+        assert kept in late[0][-1]
+        assert "with what earlier ones have left, has become too large for float32" in late[0][-1]
+        assert kept in at_the_end[0][-1]
+        assert len(at_the_end[0]) == 3

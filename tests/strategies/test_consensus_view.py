@@ -191,6 +191,20 @@ def test_a_nan_between_averages_reaches_no_checkpoint(kwargs: dict[str, Any], tm
     assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
 
 
+def diverge_under_ddp(folder: str) -> bool:
+    model, saves = Tiny(), ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
+    make_trainer("ddp", 2, callbacks=[Spoil(5), saves], enable_checkpointing=True).fit(model, make_data(2, STEPS))
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+@pytest.mark.stock("a weight that becomes NaN between two averages")
+def test_stock_ddp_and_a_nan(tmp_path: Path, record_property: Any) -> None:
+    are_finite = run_ranks(diverge_under_ddp, 2, str(tmp_path))
+    saved = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)["state_dict"]
+    is_saved = not all(bool(value.isfinite().all()) for value in saved.values())
+    record_property("ddp", f"trains on; NaN on {are_finite.count(False)} of 2 ranks{', and saved' if is_saved else ''}")
+
+
 @pytest.mark.fault("a weight that becomes NaN between two averages")
 def test_a_nan_after_the_last_average_ends_no_fit_unseen() -> None:
     first, second = run_ranks(diverge, 2, "", STEPS, {})

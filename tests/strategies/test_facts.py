@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy
 from lightning_lowbw.strategies.facts import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
+from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of
 from tests.strategies.watching import meet_an_error
@@ -208,6 +210,20 @@ def test_other_weights_are_found_where_nobody_makes_them_equal() -> None:
     for (message,) in run_ranks(begin_from_other_weights, 2, "dense"):
         assert "weights of head.bias (init_sync=False): rank 0 has" in message
         assert "head.weight" not in message
+
+
+def train_from_other_weights() -> str:
+    model = Tiny()
+    if dist.get_rank() == 1:
+        torch.nn.init.ones_(model.head.bias)
+    make_trainer(DDPStrategy(init_sync=False), 2).fit(model, make_data(2, 4))
+    return digest(model.parameters())
+
+
+@pytest.mark.stock("initial weights that differ between ranks, `init_sync=False`")
+def test_stock_ddp_and_other_weights(record_property: Any) -> None:
+    differ = len(set(run_ranks(train_from_other_weights, 2))) > 1
+    record_property("ddp", "trains; at the end the weights differ" if differ else "trains; the weights are equal")
 
 
 class SparseEmbedding(Tiny):

@@ -107,6 +107,12 @@ def test_stock_ddp_and_a_rank_that_fails(record_property: Any) -> None:
     record_property("ddp", f"after {seconds:.1f} s: {without_places(message)}")
 
 
+@pytest.mark.stock("a rank that no longer answers, on two levels, `timeout=1`")
+def test_stock_ddp_and_a_rank_that_is_stopped(record_property: Any) -> None:
+    (message, _, seconds), *_ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "stop", timeout_s=60.0)
+    record_property("ddp", f"on one level, after {seconds:.1f} s: {without_places(message)}")
+
+
 @pytest.mark.stock("a rank that is later than the timeout")
 def test_stock_ddp_and_a_rank_that_is_late(record_property: Any) -> None:
     (message, _, seconds), _ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "dawdle", timeout_s=60.0)

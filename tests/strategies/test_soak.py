@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,14 @@ def held() -> dict[str, int]:
         "elements": sum(each.numel() for each in tensors),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
+        "resident_kib": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024,
     }
 
 
-def fit_disturbed(name: str, path: str) -> tuple[str, list[dict[str, int]]]:
+def fit_disturbed(name: str, path: str, steps: int, num_fits: int) -> tuple[str, list[dict[str, int]]]:
     random_numbers, resume, holds = random.Random(1), None, []
-    stops = sorted(random_numbers.sample(range(10, STEPS, 3), NUM_FITS - 1))
-    for last in [*stops, STEPS]:
+    stops = sorted(random_numbers.sample(range(10, steps, 3), num_fits - 1))
+    for last in [*stops, steps]:
         model = Uneven()
         options: dict[str, Any] = {"val_check_interval": random_numbers.randint(5, 20), "num_sanity_val_steps": 1}
         trainer = make_trainer(
@@ -91,15 +93,19 @@ def fit_disturbed(name: str, path: str) -> tuple[str, list[dict[str, int]]]:
     return end, holds
 
 
-def fit_in_peace(name: str) -> str:
+def fit_in_peace(name: str, steps: int) -> str:
     model = Uneven()
-    trainer = make_trainer(STRATEGIES[name](), 2, max_steps=STEPS, max_epochs=-1, plugins=[amp_with_scaler()])
+    trainer = make_trainer(STRATEGIES[name](), 2, max_steps=steps, max_epochs=-1, plugins=[amp_with_scaler()])
     trainer.fit(model, make_data(2, 20))
     return weights(model)
 
 
-def soak(name: str, folder: str) -> tuple[str, str, list[dict[str, int]]]:
-    return fit_in_peace(name), *fit_disturbed(name, f"{folder}/some.ckpt")
+def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -> tuple[str, str, list[dict[str, int]]]:
+    """Return the weights of a run in peace and of one in many fits, and what is held after each of these.
+
+    Longer than the test: ``run_ranks(soak, 2, "dgc", folder, 2000, 40, timeout_s=600.0)``.
+    """
+    return fit_in_peace(name, steps), *fit_disturbed(name, f"{folder}/some.ckpt", steps, num_fits)
 
 
 @pytest.mark.fault(
