@@ -22,6 +22,7 @@ from lightning_lowbw.strategies import (
     DGCStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
+    ShardedStrategy,
     Strategy,
     register,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Narrow",
     "NarrowGradients",
     "NonFiniteGradientError",
+    "ShardedStrategy",
     "SparsityWarmup",
     "Strategy",
     "TopK",

@@ -177,7 +177,8 @@ class _Finder(MetaPathFinder):
         """Make the mirror's strategies known by name, and each package's classes known to the other."""
         mirror.register()
         strategies = sys.modules[STRATEGIES]
-        mirror.Strategy.__base__.register(strategies.Strategy)  # it becomes its twin in a Trainer
+        for name in ("Strategy", "ShardedStrategy"):  # which become their twins in a Trainer
+            getattr(mirror, name).__base__.register(getattr(strategies, name))
         for name in set(mirror.__all__) - {"register"}:
             getattr(strategies, name).register(getattr(mirror, name))
         for callback in self.callbacks or ():

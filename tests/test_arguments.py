@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lowbw as lowbw
-from lightning_lowbw import ConfigurationError, Method, Strategy, Topology
+from lightning_lowbw import ConfigurationError, Method, ShardedStrategy, Strategy, Topology
 from lightning_lowbw.lab import LabError
 from lightning_lowbw.lab.cli import _change, _rates
 from lightning_lowbw.lab.launcher import check_run
@@ -83,7 +83,7 @@ def arguments_of(constructor: Callable[..., Any]) -> list[str]:
 def use(built: Any) -> None:
     """Do with a value what is done before a training begins."""
     assert repr(built)
-    if isinstance(built, Strategy):
+    if isinstance(built, (Strategy, ShardedStrategy)):
         built = built.method
     if isinstance(built, Method):
         assert Method(**built.describe()) == built
@@ -101,7 +101,7 @@ def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None
     given_values = data.draw(
         st.dictionaries(st.sampled_from([*names, "nonsense"]), values | mappings | kinds, max_size=3)
     )
-    if name == "Strategy" and (data.draw(st.booleans()) or "method" not in given_values):
+    if name in ("Strategy", "ShardedStrategy") and (data.draw(st.booleans()) or "method" not in given_values):
         given_values["method"] = lowbw.LocalSGD()
     try:
         built = constructor(**given_values)

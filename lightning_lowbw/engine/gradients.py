@@ -75,6 +75,8 @@ class GradientWorker(Worker):
         large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         narrow: that of tensors in few bits; None unless the payload has some.
         orders: how the elements of parameters are numbered in what is kept of them, by name.
+        fault: after `prepare`, 1 + the number of the first fault, else 0, as `first_fault_of` says; a scalar. Who knows
+            of a fault in another shard may raise it before `exchange`. None where nothing was looked at.
     """
 
     is_local = False
@@ -88,7 +90,7 @@ class GradientWorker(Worker):
         self.last_density = 1.0
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
-        self._fault: Tensor | None = None
+        self.fault: Tensor | None = None
         self._num_backwards = 0
         self._unlooked: list[Slot] = []  # whose gradients are looked at while they are accumulated
         self._made_for = what
@@ -214,7 +216,7 @@ class GradientWorker(Worker):
     @torch.no_grad()
     def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
         self._is_prepared, self._num_backwards = True, num_backwards
-        self._slots, self._unlooked, self._fault = [], [], None
+        self._slots, self._unlooked, self.fault = [], [], None
         if self.large is not None and not self._has_begun:
             self.large.take_back()  # of an exchange that failed
         if self.peers.num_ranks == 1:
@@ -235,7 +237,7 @@ class GradientWorker(Worker):
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
         if not self._unlooked or any(slot.has_sparse_layout for slot in self._slots):
             unlooked = {slot.parameter for slot in self._unlooked}
-            self._fault = first_fault_of(self._slots, known, unlooked, self.late_faults)
+            self.fault = first_fault_of(self._slots, known, unlooked, self.late_faults)
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -287,8 +289,8 @@ class GradientWorker(Worker):
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
         if self.large is not None and self._unlooked:
             self.large.compress(self._unlooked, self.density)
-            if self._fault is None:
-                self._fault = first_fault_of(self._slots, self.large.faults, late=self.late_faults)
+            if self.fault is None:
+                self.fault = first_fault_of(self._slots, self.large.faults, late=self.late_faults)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_senders == 1:
@@ -309,7 +311,7 @@ class GradientWorker(Worker):
 
     def give_back(self) -> None:
         self.correction.give_back()
-        self._slots, self._unlooked, self._fault = [], [], None
+        self._slots, self._unlooked, self.fault = [], [], None
         if self.large is not None and self.large.take_back():
             self.torn = f"the exchange of gradients after step {self.step}"
 
@@ -352,7 +354,7 @@ class GradientWorker(Worker):
         gradients = [
             slot.in_order(torch.zeros_like(slot.parameter) if slot.is_missing else slot.gradient) for slot in whole
         ]
-        fault = self._fault
+        fault = self.fault
         assert fault is not None
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
         message = control_of(self, self._slots, fault, make_mark(self._num_backwards, every))

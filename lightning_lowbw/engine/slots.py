@@ -267,6 +267,8 @@ def fault_error(
     if is_of_node and peers.topology is not None:
         node = peers.topology.node_of(rank)
         where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
+    elif peers.nodes is not None:
+        where = f"of node {rank} (ranks {list(peers.nodes[rank])})"
     sent = "What was sent during backward is not applied."  # each rank takes its own back
     return NonFiniteGradientError(
         f"Step {step}: the gradient of {name!r} {where} is not finite"

@@ -5,6 +5,7 @@ from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
 from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
 from lightning_lowbw.strategies.names import register
+from lightning_lowbw.strategies.sharded import ShardedStrategy
 from lightning_lowbw.strategies.strategy import Strategy
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DGCStrategy",
     "HierarchicalStrategy",
     "LocalSGDStrategy",
+    "ShardedStrategy",
     "Strategy",
     "register",
 ]

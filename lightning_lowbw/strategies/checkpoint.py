@@ -54,6 +54,11 @@ class Checkpoints:
         self._rng_state: Mapping[str, Any] | None = None  # to be set before the first batch
         self._precision_state: dict[str, Any] | None = None
 
+    @property
+    def kind(self) -> str:
+        """Of the state beside a checkpoint; another kind cannot be taken over."""
+        return self._strategy.method.kind
+
     def begin_fit(self) -> None:
         """Give the fit an identity, by which the shards of a save are told from others.
 
@@ -117,7 +122,7 @@ class Checkpoints:
             "step": checkpoint["global_step"],
             "is_interrupted": strategy.is_interrupted,
             "format": FORMAT,
-            "kind": strategy.method.kind,
+            "kind": self.kind,
             "nodes": strategy.groups.nodes,
             "chosen": strategy.auto.state_dict(),
             "workers": [equal_state(worker) for worker in strategy.workers],
@@ -221,7 +226,7 @@ class Checkpoints:
                 )
             return False
         self._strategy.auto.load_state_dict(metadata.get("chosen"))
-        return bool(metadata["kind"] == self._strategy.method.kind)
+        return bool(metadata["kind"] == self.kind)
 
     def _begin_with(self, checkpoint: Mapping[str, Any]) -> None:
         """Begin with a checkpoint that another method, version or package has written."""

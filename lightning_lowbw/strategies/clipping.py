@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
-from lightning_lowbw.engine.worker import Worker
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -35,8 +34,8 @@ class Clipping:
         assert module is not None
         return bool(module.trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
 
-    def clip(self, worker: Worker) -> None:
-        """Clip the gradients of an optimizer before they are exchanged.
+    def clip(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of an optimizer, the user's own, before they are exchanged.
 
         In place:
             `.grad` of its parameters.
@@ -45,7 +44,7 @@ class Clipping:
         trainer = self._strategy.trainer
         self._original(
             self._strategy.lightning_module,
-            worker.optimizer,
+            optimizer,
             trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )

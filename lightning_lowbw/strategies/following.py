@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.namespaces import package_of, twins
+from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -26,7 +25,7 @@ def set_accelerator(strategy: Strategy, accelerator: Accelerator) -> None:
     if package not in (None, own):
         strategy.__class__ = _twin(type(strategy), f"{own}, and the Trainer is one of {package}")
         strategy._make_parts()
-        stock = twins(DDPStrategy)[-1]()  # what Lightning's own constructor makes
+        stock = next(each for each in type(strategy).__mro__ if each.__module__.partition(".")[0] in PACKAGES)()
         vars(strategy).update({key: value for key, value in vars(stock).items() if package_of(value) == package})
     strategy._accelerator = accelerator
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from typing_extensions import override
 
 T = TypeVar("T")
 
 
-class InterruptibleDDP(DDPStrategy):
-    """DDP whose ranks ask each other nothing once the training is interrupted.
+class Interruptible(ParallelStrategy):
+    """A strategy whose ranks ask each other nothing once the training is interrupted.
 
     Lightning does ask: `trainer.save_checkpoint` ends with a barrier, and `ModelCheckpoint` lets the ranks agree on
     names. A callback that saves on an exception would wait there for ranks that never come, or meet them in the middle
@@ -27,15 +27,23 @@ class InterruptibleDDP(DDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.is_interrupted:
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.is_interrupted:
             return obj
-        received: T = super().broadcast(obj, src)
+        received: T = super().broadcast(obj, src)  # type: ignore[safe-super]
         return received
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision if self.is_interrupted else bool(super().reduce_boolean_decision(decision, all))
+
+
+class InterruptibleDDP(Interruptible, DDPStrategy):
+    """DDP that can be interrupted."""
+
+
+class InterruptibleModelParallel(Interruptible, ModelParallelStrategy):
+    """Lightning's strategy for sharded models that can be interrupted."""

@@ -335,7 +335,7 @@ class Strategy(InterruptibleDDP):
         clips = worker.clips_before_exchange and self.clipping.is_asked_for
         worker.prepare(reduced=reduced, num_backwards=self._backwards.num, looks=clips or skip_nonfinite)
         if clips:
-            self.clipping.clip(worker)
+            self.clipping.clip(worker.optimizer)
         applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))
         return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 

@@ -18,14 +18,20 @@ class FlatPeers:
     Args:
         group: the process group; None is the world, or one rank where torch.distributed is not initialised.
         ledger: where the traffic is written down.
+        nodes: where the model is sharded inside nodes: the ranks of each, of which one is a peer.
     """
 
     topology = None
     groups: Sequence[dist.ProcessGroup | None] = ()
     local_rank, num_local_ranks, is_two_level = 0, 1, False
 
-    def __init__(self, group: dist.ProcessGroup | None = None, ledger: TrafficLedger | None = None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ledger: TrafficLedger | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.group, self.nodes = group, nodes
         self.ledger = TrafficLedger() if ledger is None else ledger
         self.between = Collectives(group, self.ledger)
         self.node = Collectives(group, self.ledger, is_alone=True)

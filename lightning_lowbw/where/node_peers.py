@@ -49,7 +49,7 @@ class NodePeers:
     Collective: all ranks, at the first use of a topology: groups are made once, in one order.
     """
 
-    group = None
+    group = nodes = None
 
     def __init__(
         self,

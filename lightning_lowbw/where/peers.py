@@ -54,6 +54,11 @@ class Peers(Protocol):
         ...
 
     @property
+    def nodes(self) -> Sequence[Sequence[int]] | None:
+        """The ranks of each node, where a model is sharded inside nodes and each peer is one of them. For messages."""
+        ...
+
+    @property
     def num_ranks(self) -> int:
         """The number of all ranks; 1 where torch.distributed is not initialised."""
         ...

@@ -26,6 +26,7 @@ from lightning_lowbw import (
     HierarchicalStrategy,
     LocalSGD,
     LocalSGDStrategy,
+    ShardedStrategy,
     Strategy,
     namespaces,
 )
@@ -250,6 +251,7 @@ def test_what_is_exported() -> None:
         "Narrow",
         "NarrowGradients",
         "NonFiniteGradientError",
+        "ShardedStrategy",
         "SparsityWarmup",
         "Strategy",
         "TopK",
@@ -337,13 +339,14 @@ NAMES = {
     "int4": Strategy,
     "int4_hierarchical": Strategy,
 }
+OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
 
 
 def test_strategies_are_known_by_name() -> None:
     names = [name for name in StrategyRegistry.available_strategies() if is_ours(name)]
-    assert sorted(names) == sorted(map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)))
+    assert sorted(names) == sorted([*map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)), *OF_SHARDS])
     for name, cls in NAMES.items():
         assert "ddp" not in name  # Lightning treats such names in its own way
         assert name == name.lower()
@@ -353,6 +356,8 @@ def test_strategies_are_known_by_name() -> None:
             assert (strategy.method.where.topology == "auto") == ("hierarchical" in name)
             assert strategy._start_method == start_method
             assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(found)
+    for name in OF_SHARDS:
+        assert type(StrategyRegistry.get(name)) is ShardedStrategy
 
 
 def is_ours(name: str) -> bool:

@@ -1,0 +1,424 @@
+"""`ShardedStrategy`: a model that is sharded over the ranks of each node, and a method that works between nodes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowbw.arguments import is_count
+from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_parameters
+from lightning_lowbw.engine.method import Method, as_method
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies import facts
+from lightning_lowbw.strategies.advice import (
+    tell_notes,
+    tell_what_stays_whole,
+    warn_if_never_local,
+    warn_if_never_sparse,
+)
+from lightning_lowbw.strategies.checkpoint import Needs
+from lightning_lowbw.strategies.clipping import Clipping
+from lightning_lowbw.strategies.following import set_accelerator
+from lightning_lowbw.strategies.interruption import InterruptibleModelParallel
+from lightning_lowbw.strategies.keywords import as_timeout
+from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
+from lightning_lowbw.strategies.sharded_arguments import between_nodes, refuse_keywords
+from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
+from lightning_lowbw.strategies.sharded_moments import ShardedMoments
+from lightning_lowbw.strategies.sharded_step import ShardedStep
+from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_
+from lightning_lowbw.strategies.signals import Signals
+from lightning_lowbw.strategies.words import in_words
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import agree, failing_together
+from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.node_mesh import NodeMesh, make_node_mesh
+from lightning_lowbw.where.topology import Topology
+from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice, resolve
+
+
+class ShardedStrategy(InterruptibleModelParallel):
+    """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
+
+    Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
+    Lightning's `ModelParallelStrategy` (``fully_shard(layer, mesh=self.device_mesh["data_parallel"])``), or by a
+    default where it has none. FSDP's reduce-scatter leaves each rank its shard of the node's mean gradient; the method
+    exchanges that, or the shard of the weights, with the ranks that have the same shard in other nodes. N, the number
+    of participants, is that of the nodes.
+
+    Args:
+        method: when the nodes communicate, and what they send; a `Method`, such as `DGC(...)` or `LocalSGD(...)`
+            return, or a mapping. k is that of each shard.
+        topology: which ranks share a node: "auto" (asks the launcher and the host names), a number of ranks per node,
+            the ranks of each node, or a `Topology`. None: the method's own, or "auto". Nodes are of one size.
+        tensor_parallel_size: ranks of a node that share a tensor-parallel part; the node's
+            ``device_mesh["tensor_parallel"]``. The others are data-parallel.
+        blocks: for a module without `configure_model`: class names of the layers that are gathered one at a time. None
+            given: the layers in each `nn.ModuleList` and `nn.Sequential`.
+        save_distributed_checkpoint: as of `ModelParallelStrategy`: a folder in which each rank writes its shards, or
+            one file, for which rank 0 gathers all weights in its memory.
+        resume: as of `Strategy`.
+        process_group_backend: of torch.distributed; None asks the device.
+        timeout: seconds that a collective may take, or a timedelta.
+
+    Attributes:
+        method: the configuration.
+        ledger: the traffic of this rank between nodes since the start of the fit.
+
+    Raises:
+        ConfigurationError: a value is out of range, or the method cannot be used with shards, with the reason; at the
+            start of the fit, on all ranks: the topology does not fit the world, or the model is not sharded inside
+            nodes.
+
+    Example:
+        >>> from lightning_lowbw import LocalSGD
+        >>> ShardedStrategy(LocalSGD(k_steps=4), topology=8)
+        ShardedStrategy(every 4 steps after step 1, whole parameters in float32; topology=8)
+    """
+
+    def __init__(
+        self,
+        method: Mapping[str, Any] | Method,
+        *,
+        topology: TopologyChoice | None = None,
+        tensor_parallel_size: int = 1,
+        blocks: Sequence[str] = (),
+        save_distributed_checkpoint: bool = True,
+        resume: Needs = "exact",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = default_pg_timeout,
+        **unknown: Any,
+    ) -> None:
+        refuse_keywords(unknown, ShardedStrategy)
+        if not is_count(tensor_parallel_size):
+            raise ConfigurationError(f"tensor_parallel_size={tensor_parallel_size!r}: give an integer >= 1.")
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=None if timeout is None else as_timeout(timeout),
+        )
+        given = as_method(method)
+        own = given.where.topology
+        self.topology = topology if topology is not None else own if own != "flat" else "auto"
+        if check_choice(self.topology) is None and self.topology == "flat":
+            raise ConfigurationError(
+                "topology='flat': a model is sharded over the ranks of a node. Give 'auto', a number of ranks per "
+                "node, the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
+            )
+        self.method = between_nodes(given)
+        self.ledger = TrafficLedger()
+        self._options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "resume": resume}
+        self._blocks = tuple(blocks) if not isinstance(blocks, str) else blocks
+        self._workers: dict[int, Worker] = {}  # by id of the optimizer
+        self._views: dict[int, LocalView] = {}  # by id of the worker
+        self._tensors = LocalTensors()
+        self._groups: NodeMesh | None = None
+        self._make_parts()
+
+    def _make_parts(self) -> None:
+        """Make what touches Lightning; once more when this becomes a strategy of the other package."""
+        self.regime = ShardedMoments(self)
+        self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
+        self.clipping = Clipping(self)  # type: ignore[arg-type]
+        self.auto = NothingChosen()
+        self._default = DefaultSharding(self._blocks)
+        self._step = ShardedStep(self)
+        self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]
+
+    accelerator = property(ModelParallelStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(ShardedStrategy).parameters
+        chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
+        shown = ", ".join(f"{name}={value!r}" for name, value in {"topology": self.topology, **chosen}.items())
+        return f"{type(self).__name__}({in_words(self.method)}; {shown})"
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The method's workers, in the order of the optimizers, of the present fit or the last one."""
+        return list(self._workers.values())
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the present fit."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def groups(self) -> NodeMesh:
+        """This rank's place among the nodes; from the start of a fit on."""
+        if self._groups is None:
+            raise RuntimeError("The nodes are known when a fit, a validation or the like has begun.")
+        return self._groups
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return dict(self.groups.sampler_arguments(self.global_rank))
+
+    def worker_of(self, optimizer: Any) -> Worker:
+        """Return the worker of an optimizer.
+
+        Raises:
+            ConfigurationError: `configure_optimizers` has not returned it.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if id(optimizer) not in self._workers:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
+                f"{type(self).__name__} exchanges gradients for those only."
+            )
+        return self._workers[id(optimizer)]
+
+    def reconfigure(self, method: Method) -> None:
+        """Replace the method's configuration, for the steps to come.
+
+        Collective: all ranks.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
+        facts.agree_on_configuration(type(self).__name__, method.facts())
+        self.method = method
+        for worker in self.workers:
+            worker.method = method
+
+    # Setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        assert self.lightning_module is not None
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        settings = facts.settings_of(self.trainer) if fitting else {}
+        with failing_together():
+            choice = repr(check_choice(self.topology) or self.topology)
+        everything = {**self.method.facts(), **self._options, "topology": choice, "blocks": self._blocks}
+        facts.agree_on_configuration(type(self).__name__, everything, settings)
+        topology = resolve(self.topology, self.world_size) or Topology.blocks(self.world_size, 1)
+        self._groups = make_node_mesh(
+            topology, self.global_rank, self.root_device.type, self._options["tensor_parallel_size"], self._timeout
+        )
+        self._device_mesh = self.groups.mesh
+        self._data_parallel_size, self._tensor_parallel_size = self.groups.sizes
+        self.lightning_module._device_mesh = self._device_mesh
+        with failing_together():
+            self._default.install(self.lightning_module, self.root_device)
+        if fitting:
+            self._tell_nodes(topology)
+
+    def _tell_nodes(self, topology: Topology) -> None:
+        name, shown = type(self).__name__, ", ".join(str(list(node)) for node in topology.nodes)
+        rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.")
+        if topology.num_nodes == 1:
+            rank_zero_warn(
+                f"{name}, topology={self.topology!r}: all ranks are on one node, so there is no slow network between "
+                "nodes: this trains as FSDP."
+            )
+        elif topology.ranks_per_node == 1:
+            rank_zero_warn(
+                f"{name}, topology={self.topology!r}: one rank on each node, so each holds the whole model, and "
+                "nothing is sharded. lightning_lowbw.Strategy does the same without FSDP."
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.ledger = TrafficLedger()
+            self._workers.clear()
+            self._views.clear()
+            self._tensors = LocalTensors()
+            self._step.backwards.begin_fit()
+            self.signals.begin_fit()
+            self.regime.view.keep()
+            assert self.model is not None
+            facts.agree_on_model(self.model)
+            with failing_together():
+                check_sharded(self.model, self.groups)
+        super().setup(trainer)
+        if not fitting:
+            return
+        peers = FlatPeers(self.groups.peers, self.ledger, nodes=self.groups.nodes)
+        with torch.no_grad():
+            equalise_(trainer.lightning_module, self._tensors, Collectives(self.groups.peers, TrafficLedger()))
+        self._make_workers(peers)
+        facts.agree_on_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
+        self._checkpoints.begin_fit()
+        self.clipping.install()
+        self.regime.set_up(trainer)
+
+    def _make_workers(self, peers: FlatPeers) -> None:
+        """Make a worker for each optimizer, which sees this rank's shards.
+
+        Collective: all ranks.
+        """
+        module = self.lightning_module
+        assert module is not None
+        named = local_parameters(module.named_parameters(), self._tensors)
+        with failing_together():
+            for optimizer in self.optimizers:
+                view = LocalView(optimizer, self._tensors)
+                buffers = None
+                if self.method.averages_weights:
+                    buffers = buffers_by_optimizer(module, self.optimizers)[id(optimizer)]
+                worker = self.method.make_worker(view.local, named, peers, buffers)
+                self._workers[id(optimizer)], self._views[id(worker)] = worker, view
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer = self.trainer
+        agree("data", {"number of batches per epoch": trainer.num_training_batches})
+        self._step.guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
+        self.signals.defer(trainer)
+        if isinstance(self.method.when, EveryK):
+            resolve_begin(self, trainer)  # type: ignore[arg-type]
+            warn_if_never_local(self.method.when, trainer)
+        for worker in self.workers:
+            worker.check_schedule()
+            if isinstance(worker, ReplicaWorker):
+                worker.begin_local()
+        if self.groups.topology.num_nodes > 1:
+            if self.method.uses_kernels(self.root_device):
+                prepare_kernels(self.root_device)
+            if self.method.compresses_gradients:
+                assert isinstance(self.method.when, EveryStep)
+                warn_if_never_sparse(self.method.when, trainer)
+                tell_notes(self.workers)
+                tell_what_stays_whole(self.workers)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.regime.end_training()
+
+    @override
+    def teardown(self) -> None:
+        self.regime.tear_down()
+        self.signals.restore()
+        self.clipping.restore()
+        self._step.guard.release()
+        self._default.restore()
+        for worker in self.workers:
+            worker.to(torch.device("cpu"))
+        super().teardown()
+        self.barrier()
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._checkpoints.begin_batch()
+        self.regime.view.hide()  # whoever asked for the consensus last has not ended it
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._step.backwards.num += 1
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        worker = self.worker_of(optimizer)
+        view = self._views[id(worker)]
+
+        def exchanging_closure() -> Any:
+            result = closure()
+            self._step.end_closure(worker, view)
+            return result
+
+        with self._step.guard.allowing(view.optimizer), worker.stepping():
+            try:
+                result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+            finally:
+                view.release()
+        self.signals.hear(worker)
+        return result
+
+    # Validation and checkpoints ---------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.trainer.state.fn == TrainerFn.FITTING:  # the sanity check comes before the training
+            self.signals.defer(self.trainer)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.regime.end_validation()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.is_interrupted:  # the shards of others are not to be had; `save_checkpoint` says so
+            return {}
+        return self.regime.state_dict(super().lightning_module_state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.is_interrupted:
+            return {}
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with self._step.guard.allowing(raw):  # of an optimizer without a state, torch takes an empty step
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self.is_interrupted:
+            rank_zero_warn(
+                f"{filepath} is not written: an exception has ended the training of this rank, and the shards of the "
+                "others cannot be gathered. Go on from the checkpoint before."
+            )
+            return
+        if self._save_distributed_checkpoint and self.is_global_zero and os.path.isfile(filepath):
+            os.unlink(filepath)
+        write = functools.partial(super().save_checkpoint, storage_options=storage_options)
+        self._checkpoints.save(checkpoint, filepath, write)
+        self.regime.end_save()
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.remove_shards(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.trainer.state.fn == TrainerFn.FITTING and "global_step" in checkpoint:
+            for view in self._views.values():
+                view.refresh()
+            with torch.no_grad():
+                self._checkpoints.load_shards(checkpoint, checkpoint_path)
+        return checkpoint

@@ -1,0 +1,212 @@
+"""What `ShardedStrategy` does beside the exchange, at the moments of a fit; see `regime.Regime` for that of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_lowbw.engine.averaging import fault_of
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import NonFiniteGradientError
+from lightning_lowbw.ops.table import upload
+from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored
+from lightning_lowbw.where.agreement import checksum
+from lightning_lowbw.where.mean import MeanWork
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.sharded import ShardedStrategy
+
+
+class ShardedMoments:
+    """The consensus view, and what the shards of a node must know of each other before they talk to their peers.
+
+    A rank's peers have the same shard in other nodes. What another shard of the node has found - a gradient that is
+    not finite, a signal - they do not hear; so the ranks of a node tell each other first.
+
+    Attributes:
+        view: of the consensus.
+    """
+
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        self._strategy = strategy
+        self.view = ConsensusView()
+        self._callback = FirstCallback(self)
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Buffers of this rank by name, while others are shown."""
+        return self.view.own_buffers
+
+    @property
+    def _replicas(self) -> list[ReplicaWorker]:
+        return [worker for worker in self._strategy.workers if isinstance(worker, ReplicaWorker)]
+
+    def set_up(self, trainer: pl.Trainer) -> None:
+        """Let the callback be the first, so that all others see the consensus, and metrics that agree."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self._strategy.workers and self._callback not in callbacks:
+            callbacks.insert(0, self._callback)
+        for worker in self._replicas:
+            worker.meet = self.agree_in_world
+
+    def tear_down(self) -> None:
+        """Give Lightning's objects back as they were."""
+        module = self._strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+
+    # What shards tell each other --------------------------------------------------------------------------------
+
+    def agree_in_node(self, worker: Worker) -> None:
+        """Tell the other shards of the node what this rank asks for, and of a fault in its gradients.
+
+        Collective: the ranks of the node, blocking; three numbers.
+        """
+        fault = worker.fault if isinstance(worker, GradientWorker) else None
+        requests = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
+        nothing = torch.zeros((), dtype=torch.float32, device=worker.device)
+        numbers = torch.cat([(nothing if fault is None else fault.float()).reshape(1), requests])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._strategy.groups.node)
+        if fault is not None:
+            assert isinstance(worker, GradientWorker)
+            worker.fault = numbers[0]
+        worker.stop_requested, worker.save_requested = (bool(each) for each in numbers[1:].tolist())
+        if worker.peers.num_ranks == 1:
+            worker.agree_on(worker.requests)
+
+    def agree_in_world(self, worker: ReplicaWorker) -> None:
+        """Tell all ranks, before an average, what this rank asks for, and of a fault in its weights.
+
+        Collective: all ranks, blocking; three numbers.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter.
+        """
+        parameters = [each for each in worker.parameters() if each.requires_grad]
+        fault = fault_of(parameters, worker.device)
+        requests = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
+        numbers = torch.cat([fault.float().reshape(1), requests])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        num_faulty, stop, save = numbers.tolist()
+        if num_faulty:
+            own = int(fault)
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, worker.name_of(parameters[own - 1]) if own else None)
+            rank, name = next((rank, name) for rank, name in enumerate(told) if name is not None)
+            node = self._strategy.groups.topology.node_of(rank)
+            raise NonFiniteGradientError(
+                f"The local steps of node {node} up to step {worker.step} left parameter {name!r} infinite or NaN, in "
+                f"the shard of rank {rank}. Nothing was averaged. Lower the learning rate, or clip gradients."
+            )
+        worker.stop_requested, worker.save_requested = bool(stop), bool(save)
+
+    # The consensus view -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Enclose the loading of a rank's own state: what the checkpoint shows to all stays until the first batch."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        if not self._replicas:
+            yield
+            return
+        with self.view.loading(self._replicas, module):
+            yield
+
+    def show(self) -> None:
+        """Put the consensus into the model's shards, until the next batch, the end of validation or of a save."""
+        module = self._strategy.lightning_module
+        workers = self._replicas
+        if not workers or module is None or module._trainer is None or self.view.is_shown:
+            return
+        if not module.trainer.interrupted:
+            for worker in workers:
+                if not worker.consensus_view.is_there:
+                    self.agree_in_world(worker)
+        self.view.show(workers, module)
+
+    def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the weights for a checkpoint."""
+        module = self._strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.show()
+        return self.view.copied(take())
+
+    def end_validation(self) -> None:
+        """Called after validation, when all others have seen what is shown."""
+        if not self._strategy.trainer.sanity_checking:  # after which there may be nothing to train
+            self.view.hide()
+
+    def end_save(self) -> None:
+        """Called when a checkpoint has been written."""
+        if not self._strategy.trainer.validating:
+            self.view.hide()
+
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """Save if SLURM's signal asked for it; called after each batch, before the callbacks."""
+        if self._strategy.signals.save_is_due:
+            self._strategy.signals.save(trainer)
+
+    def end_validating(self, trainer: pl.Trainer) -> None:
+        """Agree on what is monitored, where each node has seen data of its own."""
+        if self._replicas and not trainer.sanity_checking:
+            agree_on_monitored(trainer, self._strategy.root_device)
+
+    def leave_consensus(self) -> None:
+        """Leave the consensus in the model, before the callbacks' `on_train_end`."""
+        self.show()
+        self.view.keep()
+        for worker in self._replicas:
+            worker.finish()
+
+    def end_training(self) -> None:
+        """Average weights that differ between nodes after the last average: a callback may have put in its own.
+
+        Collective: the peers, blocking; two numbers, and the shards where they differ.
+        """
+        for worker in self._replicas:
+            shards = [each.detach() for each in worker.parameters() if each.numel()]
+            if worker.peers.num_ranks == 1 or not shards:
+                continue
+            bits = torch.as_tensor(checksum(shards), dtype=torch.int64, device=worker.device)
+            extremes = torch.stack([bits, -bits])
+            worker.peers.all_reduce_(extremes, dist.ReduceOp.MAX)
+            if int(extremes[0]) != -int(extremes[1]):
+                beside = torch.zeros(1, dtype=torch.float32, device=worker.device)
+                means = MeanWork(shards, beside, 1.0 / worker.peers.num_ranks, worker.peers).wait()[0]
+                for shard, mean in zip(shards, means, strict=True):
+                    shard.copy_(mean)
+
+
+class FirstCallback(Callback):
+    """Is the first in the list of callbacks."""
+
+    def __init__(self, moments: ShardedMoments) -> None:
+        self._moments = moments
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._moments.end_batch(trainer)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._moments.show()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._moments.end_validating(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._moments.end_validating(trainer)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._moments.leave_consensus()

@@ -1,0 +1,193 @@
+"""The models that `ShardedStrategy` trains: which are sharded by their own `configure_model`, and the others here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbw.engine.local_view import LocalTensors
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.where.agreement import checksum, failing_together
+from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.node_mesh import NodeMesh
+
+# Of a LightningModule that has parameters of its own: they are gathered before each of these.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def fully_shard_of_torch() -> tuple[Callable[..., Any], Callable[[Any, str], None]]:
+    """Return torch's `fully_shard` and `register_fsdp_forward_method`.
+
+    Raises:
+        ConfigurationError: this torch has none that is public.
+    """
+    try:
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    except ImportError as error:
+        raise ConfigurationError(
+            f"ShardedStrategy needs torch.distributed.fsdp.fully_shard, which torch {torch.__version__} does not have: "
+            "install torch 2.6 or newer."
+        ) from error
+    return fully_shard, register_fsdp_forward_method
+
+
+class DefaultSharding:
+    """Shards a module that has no `configure_model`, where Lightning would call that.
+
+    The whole model is on each rank until then. A model that does not fit needs a `configure_model` of its own, under
+    ``with torch.device("meta")``.
+
+    Args:
+        blocks: class names of layers that are gathered one at a time; empty: the layers in each `nn.ModuleList` and
+            `nn.Sequential`. What is in none of them is gathered with the root.
+    """
+
+    def __init__(self, blocks: Sequence[str] = ()) -> None:
+        is_list = isinstance(blocks, Sequence) and not isinstance(blocks, str)
+        if not is_list or not all(isinstance(each, str) and each for each in blocks):
+            raise ConfigurationError(
+                f"blocks={blocks!r}: give the class names of the layers that are gathered one at a time, as in "
+                "blocks=['Block']; none: the layers in each nn.ModuleList and nn.Sequential."
+            )
+        self._blocks = tuple(blocks)
+        self._module: Any = None
+
+    def install(self, module: Any, device: torch.device) -> None:
+        """Give a module that has none a `configure_model`, until `restore`.
+
+        Raises:
+            ConfigurationError: it has one, and `blocks` were given.
+        """
+        fully_shard_of_torch()
+        if is_overridden("configure_model", module):
+            if self._blocks:
+                raise ConfigurationError(
+                    f"blocks={list(self._blocks)}: {type(module).__name__} shards itself in configure_model. Leave out "
+                    "one of them."
+                )
+            return
+        self._module = module
+
+        def configure_model() -> None:
+            if not any(isinstance(each, DTensor) for each in module.parameters()):
+                self._shard(module, device)
+
+        module.configure_model = configure_model
+
+    def restore(self) -> None:
+        """Take it away again."""
+        if self._module is not None:
+            del self._module.configure_model
+            self._module = None
+
+    def _shard(self, module: Any, device: torch.device) -> None:
+        fully_shard, register_fsdp_forward_method = fully_shard_of_torch()
+        with failing_together():
+            blocks = self._blocks_of(module)
+        for tensor in [*module.parameters(), *module.buffers()]:  # as DDP: rank 0's, before each keeps its shard of it
+            whole = tensor.detach().to(device)
+            dist.broadcast(whole, 0)
+            with torch.no_grad():
+                tensor.copy_(whole)
+        mesh = module.device_mesh["data_parallel"]
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        for child in _callable_children(module):  # `training_step` calls these, and need not call the module itself
+            fully_shard(child, mesh=mesh)
+        if any(True for _ in module.parameters(recurse=False)):
+            fully_shard(module, mesh=mesh)
+            for name in STEPS:
+                register_fsdp_forward_method(module, name)
+
+    def _blocks_of(self, module: nn.Module) -> list[nn.Module]:
+        if self._blocks:
+            found = [each for each in module.modules() if type(each).__name__ in self._blocks]
+            missing = set(self._blocks) - {type(each).__name__ for each in found}
+            if missing:
+                names = sorted({type(each).__name__ for each in module.modules()})
+                raise ConfigurationError(
+                    f"blocks={list(self._blocks)}: the model has no layer of class {', '.join(sorted(missing))}; its "
+                    f"classes are {', '.join(names)}."
+                )
+        else:
+            lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+            found = [layer for each in lists for layer in each]
+        inner_first = {id(each): number for number, each in enumerate(module.modules())}
+        children = _callable_children(module)
+        found = [each for each in dict.fromkeys(found) if _is_sharded_alone(each) and each not in children]
+        return sorted(found, key=lambda each: -inner_first[id(each)])
+
+
+def _callable_children(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of a module with parameters; in place of lists and dictionaries of layers, their layers."""
+    found = []
+    for child in module.children():
+        found += _callable_children(child) if isinstance(child, CONTAINERS) else [child]
+    return [child for child in found if _is_sharded_alone(child)]
+
+
+def _is_sharded_alone(layer: nn.Module) -> bool:
+    """Whether a layer has parameters, and is called: what only holds other layers is not."""
+    return any(True for _ in layer.parameters()) and not isinstance(layer, CONTAINERS)
+
+
+def check_sharded(module: nn.Module, mesh: NodeMesh) -> None:
+    """Check that each parameter that is trained is sharded over this node, and not over more or less.
+
+    Raises:
+        ConfigurationError: one is not; names it.
+    """
+    ranks = set(mesh.mesh.mesh.flatten().tolist())
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            others = set(parameter.device_mesh.mesh.flatten().tolist())
+            if not others <= ranks:
+                raise ConfigurationError(
+                    f"{name!r} is sharded over ranks {sorted(others)}, and this node has {sorted(ranks)}: what is "
+                    "sharded over several nodes is sent between them in every forward pass. In configure_model give "
+                    'fully_shard the mesh of the node: mesh=self.device_mesh["data_parallel"].'
+                )
+            missing = len(ranks) // max(1, len(others))
+            if parameter.requires_grad and missing > 1 and mesh.sizes[0] > 1 and not _is_over_data(parameter):
+                raise ConfigurationError(
+                    f"{name!r} is sharded by tensor parallelism alone, and there are {mesh.sizes[0]} data-parallel "
+                    "ranks, whose gradients nobody would average. Call fully_shard(..., "
+                    'mesh=self.device_mesh["data_parallel"]) on the module as well.'
+                )
+        elif parameter.requires_grad and len(ranks) > 1:
+            raise ConfigurationError(
+                f"{name!r} is not sharded: its gradient would be that of this rank alone. End configure_model with "
+                'fully_shard(self, mesh=self.device_mesh["data_parallel"]), which takes what no block has.'
+            )
+
+
+def _is_over_data(parameter: DTensor) -> bool:
+    return "data_parallel" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def equalise_(module: nn.Module, tensors: LocalTensors, peers: Collectives) -> None:
+    """Give all nodes the weights and buffers of the first, where they differ.
+
+    In place:
+        Parameters and buffers.
+
+    Collective: the peers, blocking: two numbers, and the tensors where these differ.
+    """
+    shards: list[Tensor] = [tensors.of(parameter).detach() for parameter in module.parameters()]
+    shards += list(module.buffers())
+    if peers.num_ranks == 1 or not shards:
+        return
+    bits = torch.as_tensor(checksum(shards), dtype=torch.int64, device=shards[0].device)
+    extremes = torch.stack([bits, -bits])
+    peers.all_reduce_(extremes, dist.ReduceOp.MAX)
+    if int(extremes[0]) != -int(extremes[1]):
+        for shard in shards:
+            if shard.numel():
+                peers.broadcast_(shard)

@@ -1,0 +1,141 @@
+"""Models that `ShardedStrategy` trains in the tests, with how they are trained, sharded and not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.tiny import sgd
+
+NODES = 2
+BATCH = 4
+
+
+def data(steps: int, num_shares: int, share: int) -> DataLoader:
+    """Return one of equal shares of the batches; together they are the same, however many there are."""
+    generator = torch.Generator().manual_seed(1)
+    size = 4 * BATCH * steps
+    x = torch.randn(size, 16, generator=generator)
+    y = torch.randint(0, 5, (size,), generator=generator)
+    rows = torch.arange(size).view(steps, num_shares, -1)[:, share].reshape(-1)
+    return DataLoader(TensorDataset(x[rows], y[rows]), batch_size=4 * BATCH // num_shares, shuffle=False)
+
+
+class Plain(pl.LightningModule):
+    """A small network without `configure_model`; widths that two ranks cannot halve, and a frozen layer."""
+
+    def __init__(
+        self, make_optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd, poison: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.make_optimizer, self.poison = make_optimizer, poison
+        self.val_losses: list[float] = []
+        self.build()
+
+    def build(self) -> None:
+        torch.default_generator.manual_seed(0)
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.net = nn.Sequential(nn.Linear(16, 63), nn.ReLU(), nn.Linear(63, 32), nn.LayerNorm(32), nn.ReLU())
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x + self.frozen(x)))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def on_after_backward(self) -> None:
+        if self.poison == (self.global_rank, self.trainer.global_step):
+            gradient = self.net[0].weight.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.view(-1)[0] = float("nan")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.val_losses.append(float(loss))
+        self.log("val_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+class Configured(Plain):
+    """The same, as it is written for Lightning's ModelParallelStrategy."""
+
+    def build(self) -> None:
+        self.net = None
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if self.net is not None:
+            return
+        super().build()
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[2], self.net, self.head, self.frozen):
+            fully_shard(layer, mesh=mesh)
+
+
+def train(
+    strategy: Any,
+    module: pl.LightningModule,
+    steps: int,
+    num_shares: int,
+    share: int,
+    *,
+    ckpt_path: str | None = None,
+    val: bool = False,
+    **kwargs: Any,
+) -> pl.Trainer:
+    """Fit a module on this rank's share of the data."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+    }
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), **{**quiet, **kwargs})
+    loader = data(steps, num_shares, share)
+    trainer.fit(module, loader, loader if val else None, ckpt_path=ckpt_path)
+    return trainer
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    """Return all weights, gathered.
+
+    Collective: the ranks of a node.
+    """
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+def shard_digest(module: nn.Module) -> str:
+    """Return a digest of the exact bits of this rank's shards."""
+    total = hashlib.sha256()
+    for p in module.parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        total.update(local.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference of two sets of weights."""
+    assert list(one) == list(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)

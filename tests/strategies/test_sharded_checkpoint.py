@@ -1,0 +1,144 @@
+"""Checkpoints of sharded models: both formats, resumed to the bit, by other nodes, and by other strategies."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import ShardedStrategy, Strategy
+from lightning_lowbw.engine.presets import DGC, LocalSGD, preset
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what.top_k import SPARSE_LOCO
+from tests.ranks import run_ranks
+from tests.strategies.sharded_models import Configured, Plain, distance, shard_digest, train, whole
+from tests.tiny import Watcher, sgd
+
+STEPS, SAVED_AT = 8, 5
+OPTIMIZERS: dict[str, Any] = {"sgd": sgd, "adamw": functools.partial(torch.optim.AdamW, lr=1e-2)}
+METHODS = {
+    "dgc": DGC(sparsity=[0.9], rampup_begin_step=2, min_numel=50),
+    "local_sgd": LocalSGD(k_steps=3, begin_step=0),
+    "diloco": LocalSGD(k_steps=2, begin_step=0, outer="nesterov"),
+    "sparse_loco": LocalSGD(k_steps=2, begin_step=0, compression={**SPARSE_LOCO, "min_numel": 50, "density": 0.1}),
+    "int8": preset("int8"),
+}
+
+
+class ByStep(Configured):
+    """Draws its data by the step, for a loader begins anew in the middle of an epoch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.global_rank)
+        x, y = torch.randn(4, 16, generator=generator), torch.randint(0, 5, (4,), generator=generator)
+        return super().training_step((x, y), batch_idx)
+
+
+def strategy_of(name: str, **kwargs: Any) -> ShardedStrategy:
+    return ShardedStrategy(METHODS[name], **{"topology": 2, **kwargs})
+
+
+def run(name: str, optimizer: str, path: str, whole_file: bool) -> dict[str, Any]:
+    """Train with a save on the way, and once more from that."""
+    kwargs = {"save_distributed_checkpoint": not whole_file}
+    model = ByStep(OPTIMIZERS[optimizer])
+    train(strategy_of(name, **kwargs), model, STEPS, 4, dist.get_rank(), callbacks=[Watcher(path, (SAVED_AT,))])
+    expected = shard_digest(model)
+    unwatched = ByStep(OPTIMIZERS[optimizer])
+    train(strategy_of(name, **kwargs), unwatched, STEPS, 4, dist.get_rank())
+    resumed = ByStep(OPTIMIZERS[optimizer])
+    saved = path.format(SAVED_AT)
+    trainer = train(strategy_of(name, **kwargs), resumed, STEPS, 4, dist.get_rank(), ckpt_path=saved)
+    assert trainer.global_step == STEPS
+    return {"watched": expected, "unwatched": shard_digest(unwatched), "resumed": shard_digest(resumed)}
+
+
+@pytest.mark.parametrize("whole_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_resume_is_the_same_to_the_bit(name: str, optimizer: str, whole_file: bool, tmp_path: Path) -> None:
+    for result in run_ranks(run, 4, name, optimizer, str(tmp_path / "step-{}.ckpt"), whole_file):
+        assert result["watched"] == result["unwatched"] == result["resumed"]
+    saved = tmp_path / f"step-{SAVED_AT}.ckpt"
+    assert saved.is_file() == whole_file
+    assert len(os.listdir(f"{saved}.ranks")) == 4
+
+
+def save(name: str, path: str, topology: int, whole_file: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train; return the weights that were saved, and what this rank's shards keep back."""
+    model = ByStep(OPTIMIZERS["sgd"])
+    strategy = strategy_of(name, topology=topology, save_distributed_checkpoint=not whole_file)
+    train(strategy, model, STEPS, 4, dist.get_rank(), callbacks=[Watcher(path, (STEPS,))])
+    (worker,) = strategy.workers
+    return whole(model), {n: r.clone() for n, r in residuals_of(worker).items()}
+
+
+def residuals_of(worker: Any) -> dict[str, Tensor]:
+    sparse = worker.averaging.sparse if hasattr(worker, "averaging") else worker.sparse
+    return {} if sparse is None else dict(sparse.residuals)
+
+
+class Look(pl.Callback):
+    """Keep what a rank begins with."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if not hasattr(self, "weights"):
+            self.weights = whole(module)
+            self.residuals = {n: r.clone() for n, r in residuals_of(trainer.strategy.workers[0]).items()}  # type: ignore
+
+
+def go_on(name: str, path: str, topology: int, **kwargs: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
+    model, look = ByStep(OPTIMIZERS["sgd"]), Look()
+    strategy = strategy_of(name, topology=topology, **kwargs)
+    try:
+        train(strategy, model, 2 * STEPS, 4, 0, ckpt_path=path, callbacks=[look], max_epochs=2)
+    except ConfigurationError as error:
+        return str(error)
+    return look.weights, look.residuals
+
+
+@pytest.mark.parametrize("whole_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("name", ["dgc", "sparse_loco"])
+def test_other_nodes_keep_the_mean_of_what_was_not_sent(name: str, whole_file: bool, tmp_path: Path) -> None:
+    saved = run_ranks(save, 4, name, str(tmp_path / "{}.ckpt"), 2, whole_file)
+    path = str(tmp_path / f"{STEPS}.ckpt")
+    for num_ranks in (6, 2):
+        # Fresh ones: torch keeps what it knows of a mesh of ranks 0 and 1 over the end of a world.
+        for rank, (weights, residuals) in enumerate(run_ranks(go_on, num_ranks, name, path, 2, fresh=True)):
+            assert distance(weights, saved[0][0]) == 0.0
+            one, other = saved[rank % 2][1], saved[rank % 2 + 2][1]
+            assert list(residuals) == list(one) != []
+            for tensor in one:
+                assert torch.equal(residuals[tensor], (one[tensor] + other[tensor]) / 2)
+
+
+def test_shards_of_another_size_are_refused_or_go_on_without(tmp_path: Path) -> None:
+    saved = run_ranks(save, 4, "dgc", str(tmp_path / "{}.ckpt"), 2, False)
+    path = str(tmp_path / f"{STEPS}.ckpt")
+    for refusal in run_ranks(go_on, 4, "dgc", path, 1):
+        assert "nodes of 2 data-parallel x 1 tensor-parallel ranks" in refusal
+        assert "resume='weights and optimizer'" in refusal
+    alone = functools.partial(go_on, resume="weights and optimizer")
+    for weights, residuals in run_ranks(alone, 4, "dgc", path, 1):
+        assert distance(weights, saved[0][0]) == 0.0
+        assert residuals == {}
+
+
+def as_ddp(path: str) -> dict[str, Tensor]:
+    model, look = Plain(OPTIMIZERS["sgd"]), Look()
+    strategy = Strategy(METHODS["dgc"], resume="exact")
+    train(strategy, model, 2 * STEPS, 4, 0, ckpt_path=path, callbacks=[look], max_epochs=2)
+    return look.weights
+
+
+def test_a_whole_file_is_for_any_strategy(tmp_path: Path) -> None:
+    saved = run_ranks(save, 4, "dgc", str(tmp_path / "{}.ckpt"), 2, True)
+    for weights in run_ranks(as_ddp, 2, str(tmp_path / f"{STEPS}.ckpt")):
+        assert distance(weights, saved[0][0]) == 0.0
