@@ -104,7 +104,8 @@ def _no_leaked_torch_settings() -> Iterator[None]:
     yield
     after = _torch_settings()
     torch.set_default_dtype(before["default dtype"])  # type: ignore[arg-type]
-    torch.use_deterministic_algorithms(bool(before["deterministic algorithms"]))
+    if after["deterministic algorithms"] != before["deterministic algorithms"]:  # loads the compiler's options, in 1 s
+        torch.use_deterministic_algorithms(bool(before["deterministic algorithms"]))
     torch.set_num_threads(before["threads"])  # type: ignore[arg-type]
     torch.set_grad_enabled(bool(before["gradients"]))
     changed = [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]

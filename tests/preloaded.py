@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import os
 
 # Each Trainer looks for callbacks of other packages, through all that is installed: a seventh of a short fit.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
@@ -19,6 +20,7 @@ for name in (
     "torch._dynamo",  # by the first step of an optimizer
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",  # by Lightning's DDPStrategy
     "torch.profiler._cupti_monitor",
+    "pytest",  # by the test modules
     "lightning.pytorch",
     "torchmetrics",
     "lightning_lowbw",
@@ -33,6 +35,11 @@ with contextlib.suppress(ImportError):  # optional
 
     torch.set_num_threads(1)
     dispatch.prepare(torch.device("cpu"))  # compiled in seconds, loaded in a tenth; a rank that cannot says so itself
+
+if os.environ.get("TRITON_INTERPRET") == "1":  # tests/ops/kernel_steps.py
+    from tests.ops import interpreter
+
+    interpreter.speed_up()
 
 gc.collect()
 gc.freeze()  # and is not looked through again, after each function that a rank runs

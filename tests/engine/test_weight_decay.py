@@ -18,7 +18,8 @@ from lightning_lowbw import DGC
 from tests.engine.problem import each
 from tests.ranks import run_ranks
 
-STEPS = 700  # after 350, Adam's decay without w - lr r in it cannot be told from the one with it
+# After 350, Adam's decay without w - lr r in it cannot be told from the one with it; SGD's in G has diverged.
+STEPS = {"SGD": 350, "Nesterov": 700, "Adam": 700}
 CLIP = 0.05
 Cell = tuple[str, str, float, float | None]
 CELLS: list[Cell] = [
@@ -31,7 +32,11 @@ CELLS: list[Cell] = [
 
 
 def losses(cell: Cell) -> dict[str, float]:
-    return {name: train(*cell, make(), STEPS) for name, make in METHODS.items()}
+    torch.set_flush_denormal(True)  # as the benchmark: decay leaves weights so small that a CPU takes twice as long
+    try:
+        return {name: train(*cell, make(), STEPS[cell[1]]) for name, make in METHODS.items()}
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.slow
