@@ -137,7 +137,8 @@ def _run_positions(positions: Tensor, numel: int) -> None:
     fields = upload([field], torch.int64, positions.device).view(1, -1)
     words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
     compiled_positions.pack_(positions, fields, words)
-    _compare([compiled_positions.unpack(words, fields, unary, positions.numel())[0]], [positions])
+    numels = torch.tensor([numel])
+    _compare([compiled_positions.unpack(words, fields, numels, unary, positions.numel())[0]], [positions])
 
 
 def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:

@@ -74,13 +74,15 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     """Return what `pack` was given: int64, shape (sum(counts),).
 
     Raises:
-        ValueError: these words hold another number of positions.
+        ValueError: these words hold another number of positions, or one outside its tensor.
     """
     num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
     if packs_compiled(words):
         fields = fields_of(tuple(counts), tuple(numels), words.device)
-        positions, found = compiled_positions.unpack(words, fields, num_unary, expected)
+        table = torch.tensor(numels, dtype=torch.int64)
+        positions, found, outside = compiled_positions.unpack(words, fields, table, num_unary, expected)
         _check_count(found, expected)
+        _check_range(outside)
         return positions
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
     ones = (words.view(torch.uint8)[: -(-num_unary // 8)].unsqueeze(1) & bits).view(-1)[:num_unary].nonzero().squeeze(1)
@@ -91,12 +93,20 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
         chunk = wide.index_select(0, word + 1).bitwise_left_shift_(WORD_BITS).bitwise_or_(wide.index_select(0, word))
         chunk.bitwise_right_shift_(low & WORD_SLOT).bitwise_and_((1 << width) - 1)
         ones[part] = (ones[part] - unary).bitwise_left_shift_(width).bitwise_or_(chunk)
+    table = torch.tensor([list(counts), list(numels)], dtype=torch.int64, device=words.device)
+    limits = table[1].repeat_interleave(table[0], output_size=expected)
+    _check_range(int(((ones < 0) | (ones >= limits)).sum()))
     return ones
 
 
 def _check_count(found: int, expected: int) -> None:
     if found != expected:
         raise ValueError(f"A message with {found} positions; {expected} were expected.")
+
+
+def _check_range(outside: int) -> None:
+    if outside:  # what uses them need not look: compiled passes write where they are told
+        raise ValueError(f"A damaged message: {outside} of its positions lie outside their tensors.")
 
 
 def _low_width(count: int, numel: int) -> int:

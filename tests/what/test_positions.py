@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -110,3 +111,25 @@ def test_a_gpu_makes_the_same_words() -> None:
     words = pack(positions.cuda(), counts, numels)
     assert words.cpu().equal(pack(positions, counts, numels))
     assert unpack(words, counts, numels).cpu().equal(positions)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_damaged_words_are_refused_or_stay_inside(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(module, "packs_compiled", lambda _: False)
+    counts, numels, refused = [3, 0, 2], [100, 7, 50], 0
+    words = pack(torch.tensor([1, 50, 99, 0, 49]), counts, numels).numpy()
+    bits = range(32 * len(words))
+    for first, second in itertools.combinations(bits, 2):
+        damaged = words.view("uint32").copy()
+        for bit in (first, second):
+            damaged[bit // 32] ^= 1 << bit % 32
+        try:
+            decoded = unpack(torch.from_numpy(damaged.view("int32")), counts, numels)
+        except ValueError as error:
+            refused += "outside their tensors" in str(error)
+        else:
+            assert decoded.min() >= 0
+            assert decoded[:3].max() < 100
+            assert decoded[3:].max() < 50
+    assert refused  # two bits that are swapped keep the number of positions
