@@ -17,6 +17,7 @@ SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
     "plain_loop.py": (2, []),
     "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=4", "--k-steps=2"]),
     "two_nodes.py": (4, ["--max-epochs=1"]),
+    "sharded_text.py": (4, ["--steps=4", "--width=32"]),
     "slow_link.py": (2, ["--steps=12"]),
 }
 MAX_LINES = 100

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SEARCH = "_find_unused_parameters"
 UNFINISHED = "Expected to have finished reduction in the prior iteration"  # DDP, of a backward pass
 CANNOT_REPLACE = "Trying to inject custom `Sampler`"  # Lightning, of a DataLoader of a class it does not know
+NO_MESH = "'NoneType' object is not subscriptable"  # Python, of self.device_mesh["data_parallel"]
 WHOLE_DATA = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -56,6 +58,11 @@ def explain_(exception: BaseException, strategy: Strategy) -> None:
         )
     elif CANNOT_REPLACE in message and name is not None:
         message = f"{message} {what_to_pass(cls, name)}"
+    elif NO_MESH in message and is_overridden("configure_model", module) and module.device_mesh is None:
+        message = (
+            f"{message} (configure_model asks for self.device_mesh, which only a sharded model has: "
+            "strategy='dgc_fsdp' or the like, or lightning_lowbw.ShardedStrategy)"
+        )
     elif name is not None and draws_batches(module.trainer):
         message = (
             f"{message} (Perhaps because the sampler of the training data gives whole batches, and Lightning has made "

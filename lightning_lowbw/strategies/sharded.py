@@ -16,40 +16,30 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.arguments import is_count
-from lightning_lowbw.engine.kernels import prepare_kernels
-from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_parameters
+from lightning_lowbw.engine.local_view import LocalTensors, LocalView
 from lightning_lowbw.engine.method import Method, as_method
-from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
-from lightning_lowbw.strategies.advice import (
-    tell_notes,
-    tell_what_stays_whole,
-    warn_if_never_local,
-    warn_if_never_sparse,
-)
 from lightning_lowbw.strategies.checkpoint import Needs
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.interruption import InterruptibleModelParallel
 from lightning_lowbw.strategies.keywords import as_timeout
-from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
+from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
 from lightning_lowbw.strategies.sharded_step import ShardedStep
 from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.words import in_words
-from lightning_lowbw.when.every_k import EveryK
-from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.flat_peers import FlatPeers
@@ -229,21 +219,7 @@ class ShardedStrategy(InterruptibleModelParallel):
         with failing_together():
             self._default.install(self.lightning_module, self.root_device)
         if fitting:
-            self._tell_nodes(topology)
-
-    def _tell_nodes(self, topology: Topology) -> None:
-        name, shown = type(self).__name__, ", ".join(str(list(node)) for node in topology.nodes)
-        rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.")
-        if topology.num_nodes == 1:
-            rank_zero_warn(
-                f"{name}, topology={self.topology!r}: all ranks are on one node, so there is no slow network between "
-                "nodes: this trains as FSDP."
-            )
-        elif topology.ranks_per_node == 1:
-            rank_zero_warn(
-                f"{name}, topology={self.topology!r}: one rank on each node, so each holds the whole model, and "
-                "nothing is sharded. lightning_lowbw.Strategy does the same without FSDP."
-            )
+            tell_nodes(self, topology)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -266,51 +242,20 @@ class ShardedStrategy(InterruptibleModelParallel):
         peers = FlatPeers(self.groups.peers, self.ledger, nodes=self.groups.nodes)
         with torch.no_grad():
             equalise_(trainer.lightning_module, self._tensors, Collectives(self.groups.peers, TrafficLedger()))
-        self._make_workers(peers)
+        for optimizer, view, worker in make_workers(self, self._tensors, peers):
+            self._workers[id(optimizer)], self._views[id(worker)] = worker, view
         facts.agree_on_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._checkpoints.begin_fit()
         self.clipping.install()
         self.regime.set_up(trainer)
 
-    def _make_workers(self, peers: FlatPeers) -> None:
-        """Make a worker for each optimizer, which sees this rank's shards.
-
-        Collective: all ranks.
-        """
-        module = self.lightning_module
-        assert module is not None
-        named = local_parameters(module.named_parameters(), self._tensors)
-        with failing_together():
-            for optimizer in self.optimizers:
-                view = LocalView(optimizer, self._tensors)
-                buffers = None
-                if self.method.averages_weights:
-                    buffers = buffers_by_optimizer(module, self.optimizers)[id(optimizer)]
-                worker = self.method.make_worker(view.local, named, peers, buffers)
-                self._workers[id(optimizer)], self._views[id(worker)] = worker, view
-
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self.trainer
-        agree("data", {"number of batches per epoch": trainer.num_training_batches})
+        agree("data", {"number of batches per epoch": self.trainer.num_training_batches})
         self._step.guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
-        self.signals.defer(trainer)
-        if isinstance(self.method.when, EveryK):
-            resolve_begin(self, trainer)  # type: ignore[arg-type]
-            warn_if_never_local(self.method.when, trainer)
-        for worker in self.workers:
-            worker.check_schedule()
-            if isinstance(worker, ReplicaWorker):
-                worker.begin_local()
-        if self.groups.topology.num_nodes > 1:
-            if self.method.uses_kernels(self.root_device):
-                prepare_kernels(self.root_device)
-            if self.method.compresses_gradients:
-                assert isinstance(self.method.when, EveryStep)
-                warn_if_never_sparse(self.method.when, trainer)
-                tell_notes(self.workers)
-                tell_what_stays_whole(self.workers)
+        self.signals.defer(self.trainer)
+        begin_schedules(self)
 
     @override
     def on_train_end(self) -> None:

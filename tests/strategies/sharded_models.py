@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +34,8 @@ def data(steps: int, num_shares: int, share: int) -> DataLoader:
 class Plain(pl.LightningModule):
     """A small network without `configure_model`; widths that two ranks cannot halve, and a frozen layer."""
 
+    width = 63
+
     def __init__(
         self, make_optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd, poison: tuple[int, int] | None = None
     ) -> None:
@@ -45,7 +48,9 @@ class Plain(pl.LightningModule):
         torch.default_generator.manual_seed(0)
         self.frozen = nn.Linear(16, 16)
         self.frozen.requires_grad_(False)
-        self.net = nn.Sequential(nn.Linear(16, 63), nn.ReLU(), nn.Linear(63, 32), nn.LayerNorm(32), nn.ReLU())
+        self.net = nn.Sequential(
+            nn.Linear(16, self.width), nn.ReLU(), nn.Linear(self.width, 32), nn.LayerNorm(32), nn.ReLU()
+        )
         self.head = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,15 +82,21 @@ class Configured(Plain):
     def build(self) -> None:
         self.net = None
 
-    def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard
+    def make(self) -> None:
+        """Make the layers."""
+        super().build()
 
+    def policy(self) -> dict[str, Any]:
+        """Return more arguments of `fully_shard`."""
+        return {}
+
+    def configure_model(self) -> None:
         if self.net is not None:
             return
-        super().build()
+        self.make()
         mesh = self.device_mesh["data_parallel"]
         for layer in (self.net[0], self.net[2], self.net, self.head, self.frozen):
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **self.policy())
 
 
 def train(
@@ -131,7 +142,7 @@ def shard_digest(module: nn.Module) -> str:
     total = hashlib.sha256()
     for p in module.parameters():
         local = p.to_local() if isinstance(p, DTensor) else p
-        total.update(local.detach().contiguous().numpy().tobytes())
+        total.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
-from lightning_lowbw import ShardedStrategy, Strategy
+from lightning_lowbw import NonFiniteGradientError, ShardedStrategy, Strategy
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import DGC, LocalSGD, NarrowGradients, preset
 from lightning_lowbw.what.top_k import SPARSE_LOCO
+from lightning_lowbw.where.agreement import digest
+from tests.engine.problem import each
 from tests.ranks import run_ranks
-from tests.strategies.sharded_models import Configured, Plain, distance, shard_digest, train, whole
-from tests.tiny import sgd
+from tests.strategies.sharded_models import Configured, Plain, data, distance, shard_digest, train, whole
+from tests.tiny import Watcher, sgd
 
 STEPS = 6
 OPTIMIZERS: dict[str, Any] = {"sgd": sgd, "adamw": functools.partial(torch.optim.AdamW, lr=1e-2)}
@@ -31,9 +40,9 @@ def sharded(
     return whole(model), shard_digest(model)
 
 
-def alone(strategy: Any, optimizer: str = "sgd", **trainer: Any) -> dict[str, Tensor]:
+def alone(strategy: Any, optimizer: str = "sgd", module: type[Plain] = Plain, **trainer: Any) -> dict[str, Tensor]:
     """Train without shards, each rank on an equal share of the same batches."""
-    model = Plain(OPTIMIZERS[optimizer])
+    model = module(OPTIMIZERS[optimizer])
     strategy = Strategy(strategy) if isinstance(strategy, Method) else strategy
     train(strategy, model, STEPS, dist.get_world_size(), dist.get_rank(), **trainer)
     return whole(model)
@@ -90,3 +99,157 @@ def test_dgc_that_sends_nearly_all(optimizer: str, trainer: dict[str, Any]) -> N
     results = run_ranks(functools.partial(sharded, **trainer), 4, method, Configured, optimizer)
     expected = run_ranks(functools.partial(alone, **trainer), 2, method, optimizer)[0]
     check_equal(results, expected, 2e-5)
+
+
+# What else a module may do --------------------------------------------------------------------------------------------
+
+
+class Recomputing(Configured):
+    """Activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.net, x + self.frozen(x), use_reentrant=False)
+        return self.head(hidden)
+
+
+class Meta(Configured):
+    """Made without memory, and filled when it is sharded."""
+
+    def make(self) -> None:
+        with torch.device("meta"):
+            super().make()
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for layer in self.modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+
+
+class Compiled(Configured):
+    def make(self) -> None:
+        super().make()
+        for layer in (self.net[0], self.net[2]):
+            layer.compile(backend="eager")
+
+
+class HalfInside(Configured):
+    """Computes in bfloat16 by FSDP's own policy, and keeps weights in float32."""
+
+    def policy(self) -> dict[str, Any]:
+        return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+MODULES: dict[str, tuple[type[Plain], dict[str, Any]]] = {
+    "activation checkpointing": (Recomputing, {}),
+    "meta device": (Meta, {}),
+    "compiled blocks": (Compiled, {}),
+    "mixed precision policy": (HalfInside, {}),
+    "bf16-mixed": (Configured, {"precision": "bf16-mixed"}),
+    "bf16-true": (Configured, {"precision": "bf16-true"}),
+    "clipping by value": (Configured, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+    "accumulation": (Configured, {"accumulate_grad_batches": 2}),
+    "one shard has a NaN": (functools.partial(Configured, poison=(1, 4)), {}),  # type: ignore[dict-item]
+}
+SOME = {
+    "dgc": DGC(sparsity=[0.9], rampup_begin_step=2, min_numel=50),
+    "int8": NarrowGradients("int8"),
+    "diloco": LocalSGD(k_steps=2, begin_step=0, outer="nesterov"),
+}
+
+
+def fit(kind: str, name: str) -> tuple[str, str, bool]:
+    """Return what was raised, a digest of this rank's shards, and whether it trained."""
+    cls, options = MODULES[kind]
+    model = cls(functools.partial(SGD, lr=0.05, momentum=0.9))
+    said = ""
+    try:
+        train(ShardedStrategy(SOME[name], topology=2), model, STEPS, 4, dist.get_rank(), **options)
+    except NonFiniteGradientError as error:
+        said = str(error)
+    # A layer that is frozen stays gathered, and is no concern of the exchange.
+    shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
+    return said, digest(shards), all(bool(shard.isfinite().all()) for shard in shards)
+
+
+def test_modules_of_all_kinds() -> None:
+    cases = [(kind, name) for kind in MODULES for name in SOME]
+    for (kind, name), *results in zip(cases, *run_ranks(each, 4, fit, cases, timeout_s=120.0), strict=True):
+        digests, said = [result[1] for result in results], {result[0] for result in results}
+        if "NaN" not in kind:
+            assert digests[:2] == digests[2:], (kind, name)
+            assert said == {""}
+            assert all(result[2] for result in results), (kind, name)
+        else:
+            (message,) = said
+            assert "'net.0.weight'" in message
+            assert "of node 0 (ranks [0, 1])" in message or "in the shard of rank 0" in message or "rank 1" in message
+
+
+class Even(Plain):
+    width = 64
+
+
+class InParts(Even):
+    """Tensor parallelism inside the node, and FSDP over the other dimension."""
+
+    def configure_model(self) -> None:
+        how = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], how)
+        for layer in (self.net[0], self.net[2], self.net, self.head, self.frozen):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+def in_parts(method: Method) -> tuple[dict[str, Tensor], str]:
+    model = InParts(sgd)
+    train(ShardedStrategy(method, topology=2, tensor_parallel_size=2), model, STEPS, 2, dist.get_rank() // 2)
+    return whole(model), shard_digest(model)
+
+
+@pytest.mark.parametrize("method", [preset("hierarchical"), LOCAL["local_sgd"]], ids=["hierarchical", "local_sgd"])
+def test_tensor_parallelism_inside_the_node(method: Method) -> None:
+    results = run_ranks(in_parts, 4, method)
+    expected = run_ranks(alone, 2, "ddp" if method == preset("hierarchical") else method, "sgd", Even)[0]
+    for weights, _ in results:
+        assert distance(weights, expected) < 1e-5
+
+
+def send(name: str) -> tuple[int, int]:
+    model = Configured(sgd)
+    strategy = ShardedStrategy(preset("int8") if name == "int8" else preset("hierarchical"), topology=2)
+    train(strategy, model, STEPS, 4, dist.get_rank())
+    trained = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad and isinstance(p, DTensor))
+    return strategy.ledger.sent_bytes, trained
+
+
+def test_what_goes_between_the_nodes_is_a_shard_per_rank() -> None:
+    """Dense: an all-reduce of the shard's float32 between two nodes sends each number once; int8 a quarter of it."""
+    dense, few = run_ranks(send, 4, "dense"), run_ranks(send, 4, "int8")
+    for (nbytes, numel), (narrow, _) in zip(dense, few, strict=True):
+        assert 4 * numel <= nbytes / STEPS < 4 * numel + 100
+        assert narrow < 0.35 * nbytes
+
+
+def look(path: str) -> tuple[list[float], list[float]]:
+    """Return the losses of a validation between two averages, and those of the checkpoint that was saved there."""
+    model = Configured(sgd)
+    strategy = ShardedStrategy(LocalSGD(k_steps=4, begin_step=0), topology=2)
+    train(strategy, model, STEPS, 4, dist.get_rank(), val=True, callbacks=[Watcher(path, (STEPS,))])
+    again = Configured(sgd)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        strategy=ShardedStrategy(LocalSGD(), topology=2),
+        accelerator="cpu",
+        devices=4,
+        use_distributed_sampler=False,
+        **quiet,
+    )
+    trainer.validate(again, data(STEPS, 4, dist.get_rank()), ckpt_path=path.format(STEPS), verbose=False)
+    return model.val_losses, again.val_losses
+
+
+def test_validation_and_checkpoints_see_the_consensus(tmp_path: Path) -> None:
+    for seen, saved in run_ranks(look, 4, str(tmp_path / "step-{}.ckpt")):
+        assert seen == saved

@@ -1,0 +1,86 @@
+"""The beginning of a fit of `ShardedStrategy`: its workers, what is said about the nodes, and the schedules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_parameters
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.strategies.advice import (
+    tell_notes,
+    tell_what_stays_whole,
+    warn_if_never_local,
+    warn_if_never_sparse,
+)
+from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.sharded import ShardedStrategy
+
+
+def tell_nodes(strategy: ShardedStrategy, topology: Topology) -> None:
+    """Say which ranks make a node, and warn where there is nothing between nodes, or nothing inside them."""
+    name, shown = type(strategy).__name__, ", ".join(str(list(node)) for node in topology.nodes)
+    rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.")
+    if topology.num_nodes == 1:
+        rank_zero_warn(
+            f"{name}, topology={strategy.topology!r}: all ranks are on one node, so there is no slow network between "
+            "nodes: this trains as FSDP."
+        )
+    elif topology.ranks_per_node == 1:
+        rank_zero_warn(
+            f"{name}, topology={strategy.topology!r}: one rank on each node, so each holds the whole model, and "
+            "nothing is sharded. lightning_lowbw.Strategy does the same without FSDP."
+        )
+
+
+def make_workers(
+    strategy: ShardedStrategy, tensors: LocalTensors, peers: FlatPeers
+) -> list[tuple[Optimizer, LocalView, Worker]]:
+    """Make a worker for each optimizer, which sees this rank's shards.
+
+    Collective: all ranks.
+    """
+    module, method = strategy.lightning_module, strategy.method
+    assert module is not None
+    named = local_parameters(module.named_parameters(), tensors)
+    made: list[tuple[Optimizer, LocalView, Worker]] = []
+    with failing_together():
+        for optimizer in strategy.optimizers:
+            view = LocalView(optimizer, tensors)
+            buffers = None
+            if method.averages_weights:
+                buffers = buffers_by_optimizer(module, strategy.optimizers)[id(optimizer)]
+            made.append((optimizer, view, method.make_worker(view.local, named, peers, buffers)))
+    return made
+
+
+def begin_schedules(strategy: ShardedStrategy) -> None:
+    """Let the workers begin, when the length of the run is known; warn of a phase that it never reaches."""
+    trainer = strategy.trainer
+    if isinstance(strategy.method.when, EveryK):
+        resolve_begin(strategy, trainer)  # type: ignore[arg-type]  # it may reconfigure the method
+        warn_if_never_local(strategy.method.when, trainer)
+    method = strategy.method
+    for worker in strategy.workers:
+        worker.check_schedule()
+        if isinstance(worker, ReplicaWorker):
+            worker.begin_local()
+    if strategy.groups.topology.num_nodes > 1:
+        if method.uses_kernels(strategy.root_device):
+            prepare_kernels(strategy.root_device)
+        if method.compresses_gradients:
+            assert isinstance(method.when, EveryStep)
+            warn_if_never_sparse(method.when, trainer)
+            tell_notes(strategy.workers)
+            tell_what_stays_whole(strategy.workers)

@@ -1,0 +1,138 @@
+"""What `ShardedStrategy` refuses, on all ranks, and what the sentence tells the user to do."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lightning_lowbw import DGC, AdaptiveLocalSGD, ConfigurationError, LocalSGD, ShardedStrategy
+from lightning_lowbw.engine.presets import preset
+from tests.engine.problem import each
+from tests.ranks import run_ranks
+from tests.strategies.sharded_models import Configured, Plain, train
+from tests.tiny import sgd
+
+DENSE = preset("hierarchical")
+
+KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "search": (lambda: ShardedStrategy(DENSE, find_unused_parameters=True), "need not: they have no gradient. Leave"),
+    "static graph": (lambda: ShardedStrategy(DENSE, static_graph=True), "has no DDP. Leave it out"),
+    "unknown": (lambda: ShardedStrategy(DENSE, shards=2), "unknown keyword. Allowed: method, topology"),
+    "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers, as in DGC(sparsity=[0.99]"),
+    "overlap": (
+        lambda: ShardedStrategy(DGC(sparsity=[0.99]).replace(overlap=True)),
+        "overlap=True with a sharded model: gradients are there when FSDP has reduced them",
+    ),
+    "delay": (lambda: ShardedStrategy(LocalSGD(delay_steps="auto")), "Give a number of steps"),
+    "rule": (lambda: ShardedStrategy(AdaptiveLocalSGD(rule="fleet")), "Take 'fixed' or 'qsr'"),
+    "fragments": (
+        lambda: ShardedStrategy(preset("streaming_diloco").replace(delay_steps=1)),
+        "parts are balanced by bytes",
+    ),
+    "flat": (lambda: ShardedStrategy(DENSE, topology="flat"), "a model is sharded over the ranks of a node. Give"),
+    "tensor parallel": (lambda: ShardedStrategy(DENSE, tensor_parallel_size=0), "give an integer >= 1"),
+    "blocks": (lambda: ShardedStrategy(DENSE, blocks="Block"), "blocks=['Block']"),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_what_the_constructor_refuses(name: str) -> None:
+    make, said = KEYWORDS[name]
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        make()
+
+
+class WholeWorld(Configured):
+    """Shards over all nodes."""
+
+    def configure_model(self) -> None:
+        self.make()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (self.net, self.head, self.frozen):
+            fully_shard(layer, mesh=mesh)
+
+
+class HalfSharded(Configured):
+    """Forgets its head."""
+
+    def configure_model(self) -> None:
+        self.make()
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class TensorParallelOnly(Configured):
+    def configure_model(self) -> None:
+        self.make()
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
+        fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net[2], mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net[3], mesh=self.device_mesh["data_parallel"])
+
+
+FITS: dict[str, tuple[type[Plain], dict[str, Any], Any, str]] = {
+    "unequal nodes": (Configured, {"topology": [[0, 1, 2], [3]]}, sgd, "Start as many ranks on each"),
+    "not all ranks": (Configured, {"topology": 3}, sgd, "4 ranks cannot be divided into nodes of"),
+    "tensor parallel size": (Configured, {"tensor_parallel_size": 3}, sgd, "does not divide the 2 ranks of a node"),
+    "over the world": (WholeWorld, {}, sgd, 'mesh=self.device_mesh["data_parallel"]'),
+    "unsharded": (HalfSharded, {}, sgd, "'head.weight' is not sharded: its gradient would be that of this rank alone"),
+    "no average": (TensorParallelOnly, {"topology": 4, "tensor_parallel_size": 2}, sgd, "'net.0.weight' is sharded by"),
+    "blocks": (Plain, {"blocks": ["Block"]}, sgd, "no layer of class Block; its classes are LayerNorm, Linear"),
+    "blocks and own": (Configured, {"blocks": ["Linear"]}, sgd, "Configured shards itself in configure_model"),
+    "LBFGS": (Configured, {}, functools.partial(torch.optim.LBFGS, lr=0.1), "LBFGS"),
+}
+
+
+def refused(name: str) -> str:
+    cls, options, optimizer, _ = FITS[name]
+    model = cls(optimizer)
+    try:
+        train(ShardedStrategy(DENSE, **{"topology": 2, **options}), model, 2, 4, dist.get_rank())
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+def test_what_a_fit_refuses_on_all_ranks() -> None:
+    for name, *messages in zip(FITS, *run_ranks(each, 4, refused, [(name,) for name in FITS]), strict=True):
+        for message in messages:
+            assert FITS[name][3] in message, (name, messages)
+
+
+class Failing(pl.Callback):
+    """Fails in the middle of the fit."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise ValueError("no more")
+
+
+def saved_after_a_failure(path: str) -> bool:
+    model = Configured(sgd)
+    with pytest.raises(ValueError, match="no more"):
+        train(
+            ShardedStrategy(DENSE, topology=2), model, 4, 4, dist.get_rank(), callbacks=[Failing(), SaveAtTheEnd(path)]
+        )
+    return os.path.exists(path)
+
+
+class SaveAtTheEnd(pl.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_nothing_is_saved_after_an_exception(tmp_path: Any) -> None:
+    assert run_ranks(saved_after_a_failure, 4, str(tmp_path / "last.ckpt")) == [False] * 4
