@@ -38,8 +38,8 @@ class Table:
     def __init__(self, name: str, is_rewritten: bool) -> None:
         self.name, self.is_rewritten = name, is_rewritten
 
-    def check(self, rows: list[str]) -> None:
-        """Look for these rows on the page; or write them, and then they have to be all rows."""
+    def check(self, rows: list[str], num_rows: int) -> None:
+        """Look for these rows on the page, which has so many; or write them, and then they have to be all."""
         begin, end = f"<!-- {self.name}: written by {Path(__file__).name} -->\n", "<!-- end -->\n"
         head, _, rest = PAGE.read_text().partition(begin)
         written, _, tail = rest.partition(end)
@@ -47,6 +47,7 @@ class Table:
             PAGE.write_text(head + begin + "\n".join(rows) + "\n" + end + tail)
         else:
             missing = set(rows) - set(written.splitlines())
+            assert len(written.splitlines()) == num_rows
             assert not missing, f"pytest {Path(__file__).name} --rewrite-golden writes {PAGE.name} anew"
 
 
@@ -188,7 +189,7 @@ def test_kinds_of_modules_and_strategies(table: Callable[[str], Table], tmp_path
         cells[kind, name] = said.pop()
     lines = [f"| | {' | '.join(KINDS)} |", f"| --- |{' --- |' * len(KINDS)}"]
     lines += [f"| `{name}` | {' | '.join(cells[kind, name] for kind in KINDS)} |" for name in names]
-    kinds.check(lines)
+    kinds.check(lines, 2 + len(NAMES))
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -260,4 +261,4 @@ def test_memory_is_that_of_the_formula(table: Callable[[str], Table]) -> None:
         assert sum(parts) - 0.1 <= found <= 1.1 * sum(parts), (name, kind, found)
         shown = " + ".join(str(part) for part in parts if part)
         lines.append(f"| `{name}` | {kind} | {shown} = {sum(parts)} | {found:.1f} |")
-    memory.check(lines)
+    memory.check(lines, 2 + len(OF_METHOD) * len(OF_OPTIMIZER))

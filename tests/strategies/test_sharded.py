@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -99,6 +99,45 @@ def test_dgc_that_sends_nearly_all(optimizer: str, trainer: dict[str, Any]) -> N
     results = run_ranks(functools.partial(sharded, **trainer), 4, method, Configured, optimizer)
     expected = run_ranks(functools.partial(alone, **trainer), 2, method, optimizer)[0]
     check_equal(results, expected, 2e-5)
+
+
+class Halved(Plain):
+    """Each parameter that is trained is two: its first rows and its last, as two ranks have them."""
+
+    def build(self) -> None:
+        super().build()
+        whole = Plain()
+        self._whole = [whole]  # in a list, so that its parameters are not those of this module
+        self.halves = nn.ParameterDict()
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad:
+                for number, part in enumerate(parameter.detach().chunk(2)):
+                    self.halves[f"{name.replace('.', '/')} {number}"] = nn.Parameter(part.clone())
+        del self.net, self.head
+
+    def gathered(self) -> dict[str, Tensor]:
+        names = [name for name, parameter in self._whole[0].named_parameters() if parameter.requires_grad]
+        keys = {name: [f"{name.replace('.', '/')} {number}" for number in range(2)] for name in names}
+        return {name: torch.cat([self.halves[key] for key in both]) for name, both in keys.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.func.functional_call(self._whole[0], self.gathered(), (x,))
+        return result
+
+
+def by_hand(method: Method, optimizer: str) -> dict[str, Tensor]:
+    model = Halved(OPTIMIZERS[optimizer])
+    train(Strategy(method), model, STEPS, 2, dist.get_rank())
+    return {name: weight.detach() for name, weight in model.gathered().items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_shard_chooses_as_a_tensor_of_its_own(optimizer: str) -> None:
+    """DGC at 90 %: what two unsharded ranks do with parameters that are halved by hand."""
+    method = DGC(sparsity=[0.9], rampup_begin_step=2, min_numel=20, value_dtype="float32", selection="exact")
+    results, expected = run_ranks(sharded, 4, method, Configured, optimizer), run_ranks(by_hand, 2, method, optimizer)
+    for weights, _ in results:
+        assert distance({name: weights[name] for name in expected[0]}, expected[0]) < 2e-5
 
 
 # What else a module may do --------------------------------------------------------------------------------------------
