@@ -73,7 +73,8 @@ class NarrowExchange:
         if not signals:
             return
         numels = {name: signal.numel() for name, signal in signals.items()}
-        self.residuals.ensure(numels, next(iter(signals.values())).device)
+        wide = [name for name, signal in signals.items() if signal.dtype == torch.float64]
+        self.residuals.ensure(numels, next(iter(signals.values())).device, wide)
         residuals = [self.residuals[name] for name in signals]
         value_format = make_narrow_format(self.value_dtype)
         self.left = narrow_mean_(list(signals.values()), residuals, list(means.values()), value_format, self.peers)

@@ -48,7 +48,7 @@ class SparseExchange:
         peers: who takes part.
 
     Attributes:
-        residuals: e of this rank's part of each tensor, by name; float32, flat.
+        residuals: e of this rank's part of each tensor, by name; float32, float64 of tensors in float64; flat.
         link: by which a way to sum the elements is chosen, once it has been measured.
     """
 
@@ -108,7 +108,8 @@ class SparseExchange:
                     f"{name!r} has {part.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
                 )
         device = next(iter(parts.values())).device
-        self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device)
+        wide = [name for name, part in parts.items() if part.dtype == torch.float64]
+        self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device, wide)
         return {
             name: Segment(
                 residual=self.residuals[name],
@@ -181,7 +182,7 @@ class SparseExchange:
             The residuals.
         """
         for name, (positions, values) in selected.items():
-            self.residuals[name].index_add_(0, positions, values)
+            self.residuals[name].index_add_(0, positions, values.to(self.residuals[name].dtype))
 
     def _send(
         self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, control: Tensor | None
@@ -234,14 +235,13 @@ class SparseExchange:
         self._reducer.codec = self.payload.codec
         counts = [self.payload.num_sent(numels[name], density) for name in selected]
         averaged = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
-        for name, (positions, values) in zip(selected, averaged.unsent, strict=True):
-            self.residuals[name].index_add_(0, positions, values)
+        self.put_back(dict(zip(selected, averaged.unsent, strict=True)))
         return dict(zip(selected, averaged.means, strict=True))
 
     def _all_reduce(self, selected: Mapping[str, Sparse], numels: Mapping[str, int]) -> dict[str, Tensor]:
         """Sum the same elements in dense tensors."""
         sizes = [numels[name] for name in selected]
-        message = next(iter(self.residuals.values())).new_zeros(sum(sizes))
+        message = next(iter(self.residuals.values())).new_zeros(sum(sizes), dtype=torch.float32)
         for mean, (positions, values) in zip(message.split(sizes), selected.values(), strict=True):
             mean[positions] = values * (1.0 / self.peers.num_senders)
         self.peers.all_reduce_(message)

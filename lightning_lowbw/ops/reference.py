@@ -123,7 +123,7 @@ class Segment:
     `ops.layout`). Whoever has a velocity that is laid out unlike the parameter gives a copy, and writes it back.
 
     Args:
-        residual: v, the unsent gradient; float32.
+        residual: v, the unsent gradient; float32, float64 where the parameter is.
         momentum_buffer: u; None without momentum; float32, bfloat16 or float16, as are the following.
         gradient: G, this rank's mean gradient, clipped; it is read only.
         weight: w, the parameter; None without weight decay.
@@ -372,12 +372,15 @@ def take_out_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tenso
         `residual` and, when `masking`, `momentum_buffer`; both flat.
 
     Args:
-        residual: float32.
+        residual: float32 or float64.
         momentum_buffer: the same shape; None without momentum.
         positions: distinct; int64, shape (k,).
         masking: whether the velocity is cleared.
+
+    Returns:
+        float32, shape (k,).
     """
-    values = residual[positions]
+    values = residual[positions].to(torch.float32)  # of a float64, what that rounds away stays
     remove_sent_(residual, momentum_buffer, positions, values, masking=masking)
     return values
 

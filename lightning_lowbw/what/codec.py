@@ -50,14 +50,15 @@ class SparseCodec:
         """Pack (positions int64, ascending; values float32) of each tensor into one message: uint8, shape (nbytes,).
 
         In place:
-            `residuals`, to which is added what a value format rounds away: of each tensor, float32, flat; None: it is
-            lost. What goes out is `decode_values`.
+            `residuals`, to which is added what a value format rounds away: of each tensor, float32 or float64, flat;
+            None: it is lost. What goes out is `decode_values`.
         """
         counts = [values.numel() for _, values in parts]
         positions, values = (joined(column) for column in zip(*parts, strict=True))
         words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
         value_format = make_value_format(self.value_dtype)
-        if gpu.is_available(values.device):
+        is_wide = residuals is not None and any(residual.dtype != torch.float32 for residual in residuals)
+        if gpu.is_available(values.device) and not is_wide:
             message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=values.device)
             data = message[words_bytes : words_bytes + data_bytes]
             is_float = isinstance(value_format, FloatFormat)
@@ -76,7 +77,7 @@ class SparseCodec:
         if residuals is not None and self.value_dtype != "float32":
             errors = (values - value_format.decode(data, counts)).split(counts)
             for residual, (at, _), error in zip(residuals, parts, errors, strict=True):
-                residual.index_add_(0, at, error)
+                residual.index_add_(0, at, error.to(residual.dtype))
         return torch.cat([words.view(torch.uint8), data, data.new_zeros(padding_bytes)])
 
     def decode(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes,
 
 
 class Residuals(Mapping[str, Tensor]):
-    """Residuals by the name of their parameter: flat float32 views into one buffer.
+    """Residuals by the name of their parameter: flat views into one buffer; float32, float64 into another.
 
     Where tensors lie behind one another, a pass over all of them is a pass over one piece of memory. Tensors that come
     later get a buffer of their own, until `to` or `load` puts all into one again.
@@ -30,7 +30,7 @@ class Residuals(Mapping[str, Tensor]):
         self._views: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the residual of a tensor, to be changed in place: float32, shape (numel,)."""
+        """Return the residual of a tensor, to be changed in place: float32 or float64, shape (numel,)."""
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -39,12 +39,13 @@ class Residuals(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
-    def ensure(self, numels: Mapping[str, int], device: torch.device) -> None:
+    def ensure(self, numels: Mapping[str, int], device: torch.device, wide: Collection[str] = ()) -> None:
         """Allocate zeros for the names that are not there yet, in one buffer, and move the others to the device.
 
         Args:
             numels: elements of each tensor, by name.
             device: where they are to be.
+            wide: names of those in float64.
 
         Raises:
             ValueError: a residual is there with another number of elements; nothing has changed then.
@@ -58,15 +59,21 @@ class Residuals(Mapping[str, Tensor]):
                 )
         if device.index is None:  # "cuda" is some "cuda:0"
             device = torch.empty(0, device=device).device
-        apart = {name: numel for name, numel in numels.items() if name not in views or views[name].device != device}
-        for name, view in _allocate(apart, device).items():
+        dtypes = {name: torch.float64 if name in wide else torch.float32 for name in numels}
+        apart = {
+            name: numel
+            for name, numel in numels.items()
+            if name not in views or (views[name].device, views[name].dtype) != (device, dtypes[name])
+        }
+        for name, view in _allocate(apart, device, dtypes).items():
             if name in views:
                 view.copy_(views[name])
             views[name] = view
 
     def to(self, device: torch.device) -> None:
         """Move all of them, into one buffer; those that are there already stay."""
-        self.ensure({name: view.numel() for name, view in self._views.items()}, device)
+        wide = [name for name, view in self._views.items() if view.dtype == torch.float64]
+        self.ensure({name: view.numel() for name, view in self._views.items()}, device, wide)
 
     def norm(self) -> float:
         """Return the 2-norm of all of them together; waits for the device."""
@@ -90,16 +97,22 @@ class Residuals(Mapping[str, Tensor]):
         """Take over what `state` returned, instead of what is there.
 
         Args:
-            state: by name; of any shape and dtype, kept flat and in float32.
+            state: by name; of any shape and dtype, kept flat and in float32, or float64 as they are.
             device: where they are to be; the CPU by default.
         """
-        self._views = _allocate({n: each.numel() for n, each in state.items()}, device or torch.device("cpu"))
+        dtypes = {name: torch.promote_types(each.dtype, torch.float32) for name, each in state.items()}
+        numels = {name: each.numel() for name, each in state.items()}
+        self._views = _allocate(numels, device or torch.device("cpu"), dtypes)
         for name, view in self._views.items():
             view.copy_(state[name].reshape(-1))
 
 
-def _allocate(numels: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """Return flat views of zeros into one new buffer, each of which starts at a multiple of the alignment."""
-    sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
-    parts = torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes) if sizes else ()
-    return {name: part[:numel] for (name, numel), part in zip(numels.items(), parts, strict=True)}
+def _allocate(numels: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return flat views of zeros into a new buffer per dtype, each of which starts at a multiple of the alignment."""
+    views: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(dtypes[name] for name in numels):
+        mine = {name: numel for name, numel in numels.items() if dtypes[name] == dtype}
+        sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in mine.values()]
+        parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
+        views |= {name: part[:numel] for (name, numel), part in zip(mine.items(), parts, strict=True)}
+    return {name: views[name] for name in numels}

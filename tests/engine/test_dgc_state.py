@@ -337,6 +337,43 @@ def test_a_run_goes_on_in_another_memory_format() -> None:
         contiguous.load_state_dict(state)
 
 
+def keep_what_is_small(options: dict[str, Any]) -> dict[str, Any]:
+    """Of a hundred elements one is sent; another gets 1, and then a billionth in each step."""
+    weight = Parameter(torch.zeros(100, dtype=torch.float64))
+    method = DGC(sparsity=[0.99], min_numel=1, **options)
+    worker = method.attach(SGD([weight], lr=0.1), [("weight", weight)])
+    assert isinstance(worker, GradientWorker)
+    for step in range(21):
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[7], weight.grad[5] = 10.0, 1e-9 if step else 1.0
+        if step == 20:
+            worker.load_state_dict(worker.state_dict())
+        with worker.stepping():
+            worker.exchange()
+            worker.optimizer.step()
+    merged = merge([worker.state_dict()] * 2)
+    return {"kept": worker.residuals["weight"], "merged": merged["residuals"]["weight"], "weight": weight.detach()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"value_dtype": "int8"},
+        {"selection": "exact", "chunk": 50},
+        {"exchange": "dense"},
+        {"exchange": "reduce_scatter"},
+    ],
+    ids=str,
+)
+def test_residuals_of_float64_are_float64(options: dict[str, Any]) -> None:
+    for result in run_ranks(keep_what_is_small, 2, options):
+        for kept in (result["kept"], result["merged"]):
+            assert kept.dtype == torch.float64
+            assert abs(float(kept[5]) - (1 + 20e-9)) < 1e-14
+        torch.testing.assert_close(float(result["weight"][7]), -21.0, rtol=2e-2, atol=0.0)
+
+
 def change_the_memory_format() -> str | None:
     worker, parameters = make_worker(DGC(min_numel=1))
     take_step(worker, parameters, 0)

@@ -114,14 +114,28 @@ def test_a_state_is_a_copy_and_holds_no_more_than_it_says() -> None:
     assert all(state[name].equal(kept[name]) for name in NUMELS)
 
 
+def test_float64_is_kept_apart_and_may_come_later() -> None:
+    residuals = Residuals()
+    residuals.ensure({"a": 5, "wide": 3}, CPU, wide=["wide"])
+    residuals["wide"][0], residuals["a"][0] = 1 + 1e-12, 2.0
+    other = Residuals()
+    other.load(residuals.state())
+    assert [other[name].dtype for name in other] == [torch.float32, torch.float64]
+    assert float(other["wide"][0]) == 1 + 1e-12
+    other.ensure({"a": 5, "wide": 3}, CPU, wide=["a", "wide"])  # a checkpoint of an earlier version
+    assert other["a"].dtype == torch.float64
+    assert other["a"].tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_loading_takes_the_place_of_what_was_there() -> None:
     state, other = make().state(), Residuals()
     other.ensure({"old": 3}, CPU)
-    other.load({**state, "square": torch.ones(2, 3, dtype=torch.float64)})
+    other.load({**state, "square": torch.ones(2, 3, dtype=torch.bfloat16)})
     assert list(other) == [*NUMELS, "square"]
     assert all(other[name].equal(state[name]) for name in NUMELS)
     assert other["square"].equal(torch.ones(6))
     assert len({storage(other[name]) for name in other}) == 1
+    assert all(other[name].dtype == torch.float32 for name in other)
     other["a"].zero_()
     assert state["a"].any()
     other.load({})
