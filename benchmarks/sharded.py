@@ -36,13 +36,13 @@ RESULTS = Path(__file__).with_name("results")
 NODES, RANKS_PER_NODE, RATE = 2, 2, "100mbit"
 MODEL: dict[str, Any] = {"d_model": 512, "num_layers": 6, "num_heads": 8, "optimizer": "adamw"}
 BATCH = 2
-PRETRAINING, STEPS, UNTIMED = 300, 60, 5
+PRETRAINING, STEPS, UNTIMED = 200, 40, 5
 PRETRAINING_LR, LR = 1e-3, 3e-4
 METHODS: dict[str, lowbw.Method] = {
     "hierarchical_fsdp (HSDP)": lowbw.Hierarchical(),
     "int8_fsdp": lowbw.NarrowGradients("int8"),
     "dgc_fsdp": lowbw.DGC(sparsity=[0.99]),
-    "sparse_loco_fsdp": lowbw.LocalSGD(k_steps=15, begin_step=0, compression=lowbw.Compression()),
+    "sparse_loco_fsdp": lowbw.LocalSGD(k_steps=10, begin_step=0, compression=lowbw.Compression()),
 }
 
 
@@ -69,7 +69,7 @@ class Meter(pl.Callback):
         self.sent_bytes = read_sent_bytes(INTERFACE) - self.before
 
 
-def train(name: str, folder: Path, steps: int) -> dict[str, Any]:
+def train(name: str, folder: Path, steps: int, trained: int) -> dict[str, Any]:
     """Train on this rank with all others: dense from scratch, or on from there with a method."""
     goes_on = name in METHODS
     pl.seed_everything(0, workers=True, verbose=False)
@@ -81,7 +81,7 @@ def train(name: str, folder: Path, steps: int) -> dict[str, Any]:
         accelerator="cpu",
         devices=RANKS_PER_NODE,
         num_nodes=NODES,
-        max_steps=steps + PRETRAINING * goes_on,
+        max_steps=trained + steps,
         max_epochs=-1,
         num_sanity_val_steps=0,
         limit_val_batches=16,
@@ -115,12 +115,12 @@ def train(name: str, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(name: str, rate: str | None, folder: Path, steps: int) -> dict[str, Any]:
+def measure(name: str, rate: str | None, folder: Path, steps: int, trained: int = 0) -> dict[str, Any]:
     """Start the ranks in the lab."""
     from lightning_lowbw.lab import Network, launch, parse_rate
 
     path = folder / "row.json"
-    job = json.dumps({"name": name, "folder": str(folder), "steps": steps})
+    job = json.dumps({"name": name, "folder": str(folder), "steps": steps, "trained": trained})
     with Network([None if rate is None else parse_rate(rate)] * NODES) as network:
         if launch(network, [sys.executable, __file__, "--job", job], ranks_per_node=RANKS_PER_NODE).status != 0:
             raise SystemExit("The ranks failed.")
@@ -173,7 +173,7 @@ def main() -> None:
             logging.getLogger(logger).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         job = json.loads(options.job)
-        row = train(job["name"], Path(job["folder"]), job["steps"])
+        row = train(job["name"], Path(job["folder"]), job["steps"], job["trained"])
         if os.environ["RANK"] == "0":
             (Path(job["folder"]) / "row.json").write_text(json.dumps(row))
         return
@@ -184,7 +184,7 @@ def main() -> None:
         print(trained, flush=True)
         rows: list[dict[str, Any]] = []
         for method in METHODS:
-            rows.append(measure(method, RATE, Path(name), options.steps or STEPS))
+            rows.append(measure(method, RATE, Path(name), options.steps or STEPS, options.steps or PRETRAINING))
             print(rows[-1], flush=True)
             if options.steps is None:
                 results = {"trained": trained, "rows": rows, "environment": describe_environment()}
