@@ -92,10 +92,14 @@ class Averaging:
 
         Collective: all ranks, the first time; a broadcast of each floating buffer.
         """
-        for parameter in self._worker.parameters() if self.needs_start else ():
-            if parameter not in self.start:
-                self.start[parameter] = wide(parameter)
+        self._note_start(self._worker.parameters())
         self.buffers.begin(self._peers)
+
+    def _note_start(self, parameters: Sequence[Parameter]) -> None:
+        """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
+        for parameter in parameters if self.needs_start else ():
+            if parameter.requires_grad and parameter not in self.start:
+                self.start[parameter] = wide(parameter)
 
     # Begin ----------------------------------------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class Averaging:
             for p in fragment.parameters
             if p.numel() and (p in fragment.moved or (worker.weighs_samples and p.requires_grad))
         ]
+        self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
         weight = worker.num_samples if worker.weighs_samples else 1.0 / self._peers.num_ranks
         control = self._control(parameters, weight, finished, over)
         moments = self.moments(parameters) if worker.when.inner_momentum == "average" else []
@@ -195,8 +200,11 @@ class Averaging:
         return message
 
     def sent_bytes(self, parameters: Sequence[Parameter]) -> list[int]:
-        """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives."""
-        return [self._sent_bytes(parameter) for parameter in parameters]
+        """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives.
+
+        Nothing of frozen ones, which are therefore spread over the fragments after those that are trained.
+        """
+        return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
         num, numel = self._peers.num_senders, as_real(parameter).numel()
