@@ -14,7 +14,7 @@ from lightning_lowbw.lab import Network, launch
 from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.lab.network import INTERFACE
 from tests.lab.namespaces import needs_lab
-from tests.strategies.adapted import METHODS, SAVED_AT, STEPS, SavesAdapters, fit
+from tests.strategies.adapted import METHODS, SAVED_AT, STEPS, DropsFrozen, fit
 
 pytestmark = needs_lab
 
@@ -46,7 +46,7 @@ def count(folder: str) -> None:
     for name, method in METHODS.items():
         for width in (64, 1024):
             counter = Count(f"{folder}/{name}{width}.ckpt")
-            model = SavesAdapters(width)
+            model = DropsFrozen(width)
             fit(method, model, callbacks=[counter])
             if dist.get_rank() == 0:
                 frozen = 4 * sum(p.numel() for p in model.parameters() if not p.requires_grad)

@@ -73,13 +73,16 @@ class SavesAdapters(Adapted):
 
 
 class DropsFrozen(Adapted):
-    """Leaves the frozen weights out of its checkpoints by the hook."""
+    """Leaves the frozen weights out of its checkpoints by the hook; its optimizer has them all, as many write it."""
 
     strict_loading = False
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         weights = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: tensor for name, tensor in weights.items() if "lora" in name}
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=0.01)
 
 
 def fit(method: Method, model: pl.LightningModule, ckpt_path: str | None = None, **kwargs: Any) -> pl.Trainer:

@@ -37,13 +37,15 @@ def keep(name: str, folder: str) -> dict[str, Any]:
         trainer = fit(METHODS[name], model, callbacks=[Watcher(path, (SAVED_AT,))])
         resumed = cls()
         trainer_of_resumed = fit(METHODS[name], resumed, path.format(SAVED_AT))
-        state = dict(tensors_in([worker.state_dict() for worker in trainer.strategy.workers]))
+        (shard,) = Path(f"{path.format(SAVED_AT)}.ranks").glob(f"rank-{trainer.global_rank}-of-2-*.pt")
+        in_files = [torch.load(file, weights_only=True) for file in (path.format(SAVED_AT), shard)]
+        state = dict(tensors_in([*in_files, [worker.state_dict() for worker in trainer.strategy.workers]]))
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         found[cls.__name__] = {
             "equal": weights_of(resumed) == weights_of(model) and trainer_of_resumed.global_step == STEPS,
             "frozen": [key for key in state if "base" in key or "middle" in key],
-            "most": max([tensor.numel() for tensor in state.values()], default=0) <= num_trained,
-            "in file": [key for key in torch.load(path.format(SAVED_AT), weights_only=False)["state_dict"]],
+            "most": max(tensor.numel() for tensor in state.values() if tensor.is_floating_point()) <= num_trained,
+            "in file": list(in_files[0]["state_dict"]),
             "weights": weights_of(model),
         }
     return found
