@@ -34,7 +34,7 @@ class Adapted(LightningModule):
         super().__init__()
         config = GPT2Config(vocab_size=256, n_positions=64, n_embd=width, n_layer=4, n_head=width // 64)
         lora = LoraConfig(r=8, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)
-        self.model = get_peft_model(GPT2LMHeadModel(config), lora)  # type: ignore[arg-type]  # peft's own words
+        self.model = get_peft_model(GPT2LMHeadModel(config), lora)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self._loss(batch)
@@ -54,8 +54,6 @@ class Adapted(LightningModule):
 
 
 class Meter(Callback):
-    """Collect the time of each step."""
-
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
 
@@ -92,8 +90,10 @@ def main() -> None:
     }
     rows = [train(name, method, options) for name, method in methods.items()]
     if os.environ.get("RANK", "0") == "0":
-        print("| method | s per step | kB per step and rank | validation loss |")
-        print("\n".join(["| --- | --- | --- | --- |", *rows]), flush=True)
+        trained, total = Adapted(options.width).model.get_nb_trainable_parameters()
+        print(f"{trained:,} of {total:,} parameters are trained.\n")
+        print("| method | s per step | kB per step and rank | validation loss |\n| --- | --- | --- | --- |")
+        print("\n".join(rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -427,7 +427,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return value.detach().to("cpu", copy=True)  # a subclass (an 8-bit state) may not know `clone`
     if isinstance(value, dict):
         return {key: _cpu(item) for key, item in value.items()}
     if getattr(value, "shape", None) == ():  # of numpy, as a user's formula returns; a shard with one does not load

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ COLUMNS: dict[str, tuple[Method, int]] = {  # and on how many ranks
     "sparse_loco": (LocalSGD(K_STEPS, 0, compression={"min_numel": 100, "chunk": 64}), 2),
     "hierarchical": (Hierarchical(2), 4),
 }
-HEADING = f"| optimizer | {' | '.join(COLUMNS)} |\n|{' --- |' * (len(COLUMNS) + 1)}\n"
+BEGIN, END = "<!-- optimizers: written by test_optimizers.py -->\n", "<!-- end -->\n"
+ABSENT = "not installed"
 WORDS = {"momentum": "momentum correction", "own_variance": "Adam's correction", "error_feedback": "error feedback"}
 # The name of a row: the class in torch.optim, and its arguments.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,7 +59,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adamax": ("Adamax", {"lr": 0.01}),
     "Adagrad": ("Adagrad", {"lr": 0.03}),
     "Adagrad, fused": ("Adagrad", {"lr": 0.03, "fused": True}),
-    "Adadelta": ("Adadelta", {"lr": 1.0}),
+    "Adadelta": ("Adadelta", {"lr": 3.0}),
     "RMSprop": ("RMSprop", {"lr": 0.003}),
     "Rprop": ("Rprop", {"lr": 0.003}),
     "ASGD": ("ASGD", {"lr": 0.1}),
@@ -66,16 +67,19 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Muon, AdamW for vectors": ("Muon", {"lr": 0.02}),
     "SparseAdam, sparse embedding": ("SparseAdam", {"lr": 0.01}),
     "LBFGS": ("LBFGS", {"lr": 0.1}),
+    "AdamW8bit (torchao)": ("AdamW8bit", {"lr": 0.01}),
+    "AdamW4bit (torchao)": ("AdamW4bit", {"lr": 0.01}),
 }
+QUANTIZED_WIDTH = 512  # torchao keeps the state of tensors with fewer than 4,096 elements in float32
 
 
 class Model(nn.Module):
     """Two matrices and two vectors, with a target that it can fit; an embedding on request."""
 
-    def __init__(self, has_embedding: bool) -> None:
+    def __init__(self, has_embedding: bool, width: int = 32) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.inner, self.outer = nn.Linear(12, 32), nn.Linear(32, 4)
+        self.inner, self.outer = nn.Linear(12, width), nn.Linear(width, 4)
         self.embedding = nn.Embedding(50, 12, sparse=True) if has_embedding else None
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -92,13 +96,15 @@ class Model(nn.Module):
 
 def make(row: str) -> tuple[Model, list[Optimizer]]:
     kind, options = ROWS[row]
-    model = Model(kind == "SparseAdam")
+    in_few_bits = not hasattr(torch.optim, kind)
+    model = Model(kind == "SparseAdam", QUANTIZED_WIDTH if in_few_bits else 32)
     first, rest = list(model.parameters()), list[nn.Parameter]()
     if kind == "Muon":
         first, rest = [p for p in first if p.ndim == 2], [p for p in first if p.ndim != 2]
     elif model.embedding is not None:
         first, rest = [model.embedding.weight], [p for p in first if p is not model.embedding.weight]
-    optimizers: list[Optimizer] = [getattr(torch.optim, kind)(first, **options)]
+    library = importlib.import_module("torchao.optim") if in_few_bits else torch.optim
+    optimizers: list[Optimizer] = [getattr(library, kind)(first, **options)]
     return model, [*optimizers, torch.optim.AdamW(rest, lr=0.01)] if rest else optimizers
 
 
@@ -128,9 +134,8 @@ def saved(model: Model, workers: list[Worker]) -> io.BytesIO:
 def everything(model: Model, workers: list[Worker]) -> str:
     """Return a digest of this rank's weights and of its optimizers' states."""
     states = [entry for worker in workers for entry in worker.optimizer.state_dict()["state"].values()]
-    return digest(
-        [*model.parameters(), *(each for entry in states for each in entry.values() if isinstance(each, Tensor))]
-    )
+    tensors = [each for entry in states for each in entry.values() if isinstance(each, Tensor)]
+    return digest([*model.parameters(), *(each if type(each) is Tensor else each.dequantize() for each in tensors)])
 
 
 def cell(row: str, column: str) -> str:
@@ -172,18 +177,46 @@ def cell(row: str, column: str) -> str:
 
 
 def column_of(column: str) -> dict[str, str]:
+    """Return what happens with each optimizer, by row."""
     found = {}
     for row in ROWS:
         try:
             found[row] = cell(row, column)
+        except ModuleNotFoundError:
+            found[row] = ABSENT
         except Exception as e:
             found[row] = f"fails: {type(e).__name__} {e}"
     return found
 
-if __name__ == "__main__":
-    import time
-    for c, (_, n) in COLUMNS.items():
-        t=time.time()
-        out = run_ranks(column_of, n, c)
-        print("==", c, round(time.time()-t,1), all(o == out[0] for o in out))
-        for r, w in out[0].items(): print("  ", r, "|", w[:250])
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_optimizers(column: str, request: pytest.FixtureRequest) -> None:
+    by_rank = run_ranks(column_of, COLUMNS[column][1], column)
+    assert all(found == by_rank[0] for found in by_rank), "all ranks are told"
+    found = {row: what for row, what in by_rank[0].items() if what != ABSENT}
+    assert [f"{row}: {what}" for row, what in found.items() if what.startswith("fails")] == []
+    written = read()
+    if request.config.getoption("--rewrite-golden"):
+        for row, what in found.items():
+            written[row] = {**written.get(row, {}), column: what}
+        write(written)
+    assert {row: written[row][column] for row in found} == found, f"pytest {Path(__file__).name} --rewrite-golden"
+    assert list(written) == list(ROWS)
+
+
+def read() -> dict[str, dict[str, str]]:
+    """Return what the document says, by row and column."""
+    _, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    lines = rest.partition(END)[0].splitlines()[2:]
+    cells = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    return {row: dict(zip(COLUMNS, of_row, strict=True)) for row, *of_row in cells}
+
+
+def write(found: dict[str, dict[str, str]]) -> None:
+    """Write the table into the document, in the order of the rows."""
+    head, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    columns = " | ".join(f"`{column}`" for column in COLUMNS)
+    lines = [f"| optimizer | {columns} |", f"|{' --- |' * (len(COLUMNS) + 1)}"]
+    for row in ROWS:
+        lines.append(f"| {' | '.join([row, *(found.get(row, {}).get(column, '') for column in COLUMNS)])} |")
+    DOCUMENT.write_text(head + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
