@@ -13,12 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.slow_link import describe_environment, replace_block
 from lightning_lowbw.lab import Network, launch, parse_rate
 
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lora.py"
 RATE, STEPS, WIDTH = "20mbit", 200, 512
 NUM_NODES = 2
 
@@ -28,8 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="for a look; writes nothing")
     options = parser.parse_args()
-    example = str(ROOT / "examples" / "lora.py")
-    command = [sys.executable, example, f"--steps={options.steps or STEPS}", f"--width={WIDTH}"]
+    command = [sys.executable, str(EXAMPLE), f"--steps={options.steps or STEPS}", f"--width={WIDTH}"]
     with tempfile.TemporaryFile() as output:
         with Network([parse_rate(RATE)] * NUM_NODES) as network:
             report = launch(network, command, output=output)

@@ -29,7 +29,7 @@ def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def keep(name: str, folder: str) -> dict[str, Any]:
-    """Save in the middle; return what the state and its files hold of the frozen weights, and what a resume leads to."""
+    """Save in the middle; return what the state and its files hold of frozen weights, and what a resume leads to."""
     found: dict[str, Any] = {}
     for cls in (SavesAdapters, DropsFrozen):
         path = f"{folder}/{cls.__name__}{{}}.ckpt"
