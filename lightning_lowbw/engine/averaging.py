@@ -92,10 +92,13 @@ class Averaging:
 
         Collective: all ranks, the first time; a broadcast of each floating buffer.
         """
-        for parameter in self._worker.parameters() if self.needs_start else ():
-            if parameter not in self.start:
-                self.start[parameter] = wide(parameter)
+        self._note_start(self._worker.parameters())
         self.buffers.begin(self._peers)
+
+    def _note_start(self, parameters: Sequence[Parameter]) -> None:
+        """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
+        new = (p for p in parameters if p.requires_grad and p not in self.start)
+        self.start.update((parameter, wide(parameter)) for parameter in (new if self.needs_start else ()))
 
     # Begin ----------------------------------------------------------------------------------------------------------
 
@@ -111,11 +114,9 @@ class Averaging:
         """
         worker, is_hidden = self._worker, self._worker.delay_steps > 0
         # A rank that is out of data has moved nothing since the last average, and takes part all the same.
-        parameters = [
-            p
-            for p in fragment.parameters
-            if p.numel() and (p in fragment.moved or (worker.weighs_samples and p.requires_grad))
-        ]
+        moved = [p for p in fragment.parameters if p in fragment.moved or (worker.weighs_samples and p.requires_grad)]
+        parameters = [p for p in moved if p.numel()]
+        self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
         weight = worker.num_samples if worker.weighs_samples else 1.0 / self._peers.num_ranks
         control = self._control(parameters, weight, finished, over)
         moments = self.moments(parameters) if worker.when.inner_momentum == "average" else []
@@ -170,8 +171,7 @@ class Averaging:
     def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
         if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:
             return False
-        everything = (p for fragment in fragments for p in fragment.parameters)
-        return all(self.takes(p) or not (p.requires_grad and p.numel()) for p in everything)
+        return all(self.takes(p) or not (p.requires_grad and p.numel()) for each in fragments for p in each.parameters)
 
     def change(self, parameter: Parameter) -> Tensor:
         """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
@@ -196,7 +196,7 @@ class Averaging:
 
     def sent_bytes(self, parameters: Sequence[Parameter]) -> list[int]:
         """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives."""
-        return [self._sent_bytes(parameter) for parameter in parameters]
+        return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
         num, numel = self._peers.num_senders, as_real(parameter).numel()
