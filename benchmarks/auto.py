@@ -848,7 +848,7 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
     parts = report_accuracy(results, cells) if cells else []
     if variants := variants_to_markdown(results, cells):
         parts += [
-            "The same schedules with `keep_momentum=False`, velocities cleared and beta1 lowered at every density:",
+            "The same schedules with `keep_momentum=False`, velocities cleared at every density:",
             variants,
         ]
     if results["wall_clock"]:
