@@ -27,8 +27,8 @@ class DGCStrategy(Strategy):
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
             steps, measures them and the link, and chooses: as many elements as cost at most `budget` of a step, and
             enough for the length of the run, after a warm-up; dense where that costs as little, and in a run of less
-            than 125 steps. One line says what and why. A resume keeps it. None is "auto"; beside a `rampup_begin_step`
-            or `rampup_step` of your own it is 99.9 %.
+            than 125 steps (with Adam 242). One line says what and why. A resume keeps it. None is "auto"; beside a
+            `rampup_begin_step` or `rampup_step` of your own it is 99.9 %.
         budget: with "auto", the share of a step that its exchange may take.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.

@@ -28,8 +28,8 @@ class AdamCorrection(ErrorFeedback):
 
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
-    b1 is at most `LARGEST_BETA1` here, however much is sent: what is sent late is a mean over steps already, as momentum
-    is.
+    b1 is at most `LARGEST_BETA1` here, however much is sent: what is sent late is a mean over steps already, as
+    momentum is.
 
     G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
     which is so for all but a few elements and steps, that is the mean square of one divided by N.
