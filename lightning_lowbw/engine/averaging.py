@@ -80,12 +80,12 @@ class Averaging:
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; it is averaged whole otherwise."""
-        real = as_real(parameter)
-        if real.dtype == torch.float64:  # which would be rounded
+        if as_real(parameter).dtype == torch.float64:  # which would be rounded
             return False
         if self.sparse is not None:
-            return self.sparse.payload.takes(self._worker.name_of(parameter), real.numel(), self._worker.small_numel)
-        return self.narrow is not None and real.numel() > 0
+            worker = self._worker
+            return self.sparse.payload.takes(worker.name_of(parameter), worker.numel_of(parameter), worker.small_numel)
+        return self.narrow is not None and parameter.numel() > 0
 
     def begin_local(self) -> None:
         """Note what the changes to come are measured from.
