@@ -21,6 +21,7 @@ from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
+from lightning_lowbw.engine.offload import Offload
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
@@ -55,6 +56,7 @@ class Averaging:
         buffers: of the model.
         sparse: the exchange of changes by their largest elements; None unless the payload is `TopK`.
         narrow: that of changes in few bits; None unless the payload is `Narrow`.
+        offload: where what is kept between averages lies.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
             tensor, None before it.
     """
@@ -68,6 +70,7 @@ class Averaging:
         self.sparse = SparseExchange(what, worker.peers) if isinstance(what, TopK) else None
         self.narrow = NarrowExchange(what.value_dtype, worker.peers) if isinstance(what, Narrow) else None
         self.consensus_distance: Tensor | None = None
+        self.offload = Offload(self)
         if worker.when.inner_momentum != "local":
             self._moment_names()
         if self.needs_start and worker.method.sends_changes:
@@ -367,12 +370,8 @@ class Averaging:
 
     def to(self, device: torch.device) -> None:
         """Move what is kept between averages."""
-        for of_parameters in (self.start, self.velocity):
-            of_parameters.update({parameter: tensor.to(device) for parameter, tensor in of_parameters.items()})
+        self.offload.move(device)
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
-        for exchange in (self.sparse, self.narrow):
-            if exchange is not None:
-                exchange.to(device)
 
 
 def fault_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
