@@ -19,7 +19,15 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
+from lightning_lowbw.engine.control import (
+    MODULUS,
+    Control,
+    control_message,
+    damage_error,
+    first_fault,
+    make_mark,
+    unknown_fault,
+)
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
@@ -77,6 +85,11 @@ class Averaging:
     def needs_start(self) -> bool:
         """Whether the last consensus is kept."""
         return self._worker.when.outer != "none" or self._worker.method.sends_changes
+
+    @property
+    def damaged(self) -> Tensor | None:
+        """Whether a message of an earlier average was damaged; see `SparseExchange`."""
+        return None if self.sparse is None else self.sparse.damaged
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; it is averaged whole otherwise."""
@@ -180,7 +193,7 @@ class Averaging:
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
         device = worker.device
-        fault = fault_of(parameters, device)
+        fault = fault_of(parameters, device, self.damaged)
         # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
@@ -375,14 +388,18 @@ class Averaging:
                 exchange.to(device)
 
 
-def fault_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return 1 + the number of the first parameter that is not finite, else 0; a scalar."""
+def fault_of(parameters: Sequence[Tensor], device: torch.device, damaged: Tensor | None = None) -> Tensor:
+    """Return 1 + the number of the first parameter that is not finite, else 0; a scalar.
+
+    Behind the parameters is `SparseExchange.damaged`, where it is given.
+    """
     faults = are_not_finite([parameter.detach() for parameter in parameters])
+    faults += [] if damaged is None else [damaged]
     return first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[Parameter], step: int) -> None:
-    """Raise NonFiniteGradientError where a rank has told a fault, as `fault_of` numbers it.
+    """Raise where a rank has told a fault, as `fault_of` numbers it: NonFiniteGradientError, or ValueError.
 
     Args:
         control: what all ranks have told.
@@ -392,6 +409,10 @@ def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[P
     """
     if control.first_fault is not None:
         rank, fault = control.first_fault
+        if fault == len(parameters) + 1:
+            raise damage_error(rank, step)
+        if not 0 < fault <= len(parameters):
+            raise unknown_fault(fault, rank)
         name = worker.name_of(parameters[fault - 1])
         raise NonFiniteGradientError(
             f"The local steps of rank {rank} up to step {step} left parameter {name!r} infinite or NaN. "

@@ -60,7 +60,7 @@ class Consensus:
             unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
             unequal.update(fragment.moved)
         parameters = list(unequal)
-        fault = fault_of(parameters, worker.device)
+        fault = fault_of(parameters, worker.device, worker.averaging.damaged)
         is_faulty = (fault > 0).float().reshape(1)  # one number: which rank's and what is asked only where there is one
         means, num_faulty = MeanWork([*parameters, *buffers.changes()], is_faulty, 1.0 / peers.num_ranks, peers).wait()
         if float(num_faulty):

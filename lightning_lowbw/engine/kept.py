@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_lowbw.engine.control import Control, control_message, first_fault
+from lightning_lowbw.engine.control import Control, control_message, damage_error, first_fault
 from lightning_lowbw.errors import NonFiniteGradientError
 from lightning_lowbw.ops.table import constant
 from lightning_lowbw.where.mean import MeanWork
@@ -29,20 +29,25 @@ def check_kept(worker: GradientWorker) -> None:
 
     Raises:
         NonFiniteGradientError: on all ranks; what a rank has kept is not finite.
+        ValueError: on all ranks; a message that a rank has received was damaged.
     """
     peers, narrow, parameters = worker.peers, worker.narrow, list(worker.by_name().values())
     if peers.num_ranks == 1 or not worker.has_residuals:
         return
     nothing = constant((False,), torch.bool, worker.device).squeeze()
-    fault = first_fault([worker.late_faults.get(each, nothing) for each in parameters])
+    damaged = None if worker.sparse is None else worker.sparse.damaged
+    late = [worker.late_faults.get(each, nothing) for each in parameters]
+    fault = first_fault([*late, nothing if damaged is None else damaged])
     if narrow is not None and narrow.left is not None:
-        fault = torch.where(narrow.left.isfinite(), fault, len(parameters) + 1)
+        fault = torch.where(narrow.left.isfinite(), fault, len(parameters) + 2)
     message = control_message((), fault, 0, peers.rank, peers.num_ranks, fault.device)
     control = Control.read(MeanWork([], message, 1.0, peers).wait()[1], peers.num_ranks)
     if control.first_fault is not None:
         rank, number = control.first_fault
         if number <= len(parameters):
             raise late_error(worker.name_of(parameters[number - 1]), rank, worker.step)
+        if number == len(parameters) + 1:
+            raise damage_error(rank, worker.step)
         raise kept_error(f"what was kept of earlier gradients on rank {rank}", worker.step)
     worker.late_faults.clear()
     if narrow is not None:
