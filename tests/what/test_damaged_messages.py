@@ -24,7 +24,7 @@ from lightning_lowbw.what.values import VALUE_NAMES
 SAID = "damaged message|A message (of|with) -?\\d+ |damaged control message"  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]
 fuzz = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -180,6 +180,37 @@ def test_the_sums_of_owners_lie_in_their_tensors(damage: tuple[str, list[tuple[i
         assert (positions.diff() > 0).all()
 
 
+@pytest.mark.parametrize("count", [-1, SELECTED + 1])
+def test_a_number_of_elements_that_no_rank_selects_is_refused(count: int) -> None:
+    plan, selected = sum_plan()
+    received = torch.stack([plan.prepare(rank, each).message[0] for rank, each in enumerate(selected)])
+    received[2, :4] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(ValueError, match=rf"damaged message: .*, {count}\] elements; a rank has selected {SELECTED} at"):
+        plan.combine(0, plan.prepare(0, selected[0]).own, received)
+
+
+@pytest.mark.parametrize("header", [(-1, -1), (5, 6), (NUM_RANKS * SELECTED + 1, 1), (5, -1)])
+def test_sums_of_which_there_cannot_be_so_many_are_refused(header: tuple[int, int]) -> None:
+    plan, selected = sum_plan()
+    outgoing = [plan.prepare(rank, each) for rank, each in enumerate(selected)]
+    owned = plan.combine(0, outgoing[0].own, torch.stack([each.message[0] for each in outgoing]))
+    gathered = owned.message.repeat(NUM_RANKS, 1)
+    gathered[1, :8] = torch.tensor(header, dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(ValueError, match="damaged message: elements selected and handed out of each part are"):
+        plan.finish(gathered)
+
+
+@pytest.mark.parametrize("position", [120, 179])
+def test_a_position_in_the_part_of_another_owner_is_refused(position: int) -> None:
+    """There is one format for parts of all sizes, and the first is not the widest."""
+    plan, selected = sum_plan()
+    received = torch.stack([plan.prepare(rank, each).message[0] for rank, each in enumerate(selected)])
+    message, _ = plan._pack(torch.tensor([7, position]), torch.ones(2), plan.scatter_capacity)
+    received[1] = torch.cat([torch.tensor([2], dtype=torch.int32).view(torch.uint8), message])
+    with pytest.raises(ValueError, match="damaged message: positions that are outside of their owner's part"):
+        plan.combine(0, plan.prepare(0, selected[0]).own, received)
+
+
 # Values in few bits, and the control message --------------------------------------------------------------------------
 
 
@@ -220,3 +251,18 @@ def test_a_control_message_is_refused_or_tells_what_ranks_can_tell(damage: tuple
     assert not any(map(math.isnan, control.sums))
     assert all(0 <= mark < MODULUS**2 for mark in control.marks)
     assert 0 <= control.requests <= STOP | SAVE
+
+
+@pytest.mark.parametrize("number", [0.5, math.nan, -math.inf, 2.0**24])
+@pytest.mark.parametrize("place", [2, -1])
+def test_faults_and_marks_are_integers(number: float, place: int) -> None:
+    numbers = torch.zeros(2 + 2 * 3)
+    numbers[place] = number
+    with pytest.raises(ValueError, match="A damaged control message: .* are no faults and marks of 3 ranks"):
+        Control.read(numbers, 3)
+
+
+@pytest.mark.parametrize("mark", [-1.0, 4.0 * MODULUS**2])
+def test_marks_have_twenty_bits_and_two_requests(mark: float) -> None:
+    with pytest.raises(ValueError, match="A damaged control message"):
+        Control.read(torch.tensor([0.0, mark]), 1)
