@@ -41,9 +41,7 @@ def unpack(words: Tensor, fields: Tensor, num_unary: int, count: int) -> tuple[T
         count: positions that are expected.
     """
     positions = torch.empty(count + WORD, dtype=torch.int64)
-    found, outside = _kernels()[1](
-        words.numpy().view(np.uint32), fields.numpy(), num_unary, count, positions.numpy()
-    )
+    found, outside = _kernels()[1](words.numpy().view(np.uint32), fields.numpy(), num_unary, count, positions.numpy())
     return positions[:count], found, outside
 
 

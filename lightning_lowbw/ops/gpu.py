@@ -241,9 +241,9 @@ def unpack(
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
     with torch.cuda.device_of(messages):
         unpack_kernel[(len(fields), len(messages))](
-            fields, messages, positions, values, damaged.view(torch.uint8), messages.stride(0), num_elements, first_value,
-            V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")), HAS_VALUES=value_dtype is not None,
-            BLOCK=WORDS_BLOCK,
+            fields, messages, positions, values, damaged.view(torch.uint8), messages.stride(0), num_elements,
+            first_value, V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")),
+            HAS_VALUES=value_dtype is not None, BLOCK=WORDS_BLOCK,
         )  # fmt: skip
     return positions, values
 

@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Where a tensor's positions lie in a message, see `what.positions`; in bits, but for the first two and the last."""
+    """Where a tensor's positions lie in a message, see `what.positions`; in bits but for the first two and the last."""
 
     num_sent: int  # elements
     first: int  # of all elements of the message

@@ -197,7 +197,8 @@ class SparseSum:
                 parts.append(own)
                 continue
             payload = received[sender, COUNT_BYTES:].contiguous()
-            local, values = self._unpack(payload, rank, self.scatter_capacity, min(count, self.scatter_capacity), damaged)
+            num_sent = min(count, self.scatter_capacity)
+            local, values = self._unpack(payload, rank, self.scatter_capacity, num_sent, damaged)
             parts.append((local + start, values))
         _check(damaged)
         positions, sums = sum_in_order(parts)
