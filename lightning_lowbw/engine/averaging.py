@@ -19,21 +19,14 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
-from lightning_lowbw.engine.control import (
-    MODULUS,
-    Control,
-    control_message,
-    damage_error,
-    first_fault,
-    make_mark,
-    unknown_fault,
-)
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, make_mark
+from lightning_lowbw.engine.faults import check_faults, fault_of
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
-from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.ops.reference import are_not_finite, as_real, flat
+from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
@@ -386,38 +379,6 @@ class Averaging:
         for exchange in (self.sparse, self.narrow):
             if exchange is not None:
                 exchange.to(device)
-
-
-def fault_of(parameters: Sequence[Tensor], device: torch.device, damaged: Tensor | None = None) -> Tensor:
-    """Return 1 + the number of the first parameter that is not finite, else 0; a scalar.
-
-    Behind the parameters is `SparseExchange.damaged`, where it is given.
-    """
-    faults = are_not_finite([parameter.detach() for parameter in parameters])
-    faults += [] if damaged is None else [damaged]
-    return first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
-
-
-def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[Parameter], step: int) -> None:
-    """Raise where a rank has told a fault, as `fault_of` numbers it: NonFiniteGradientError, or ValueError.
-
-    Args:
-        control: what all ranks have told.
-        worker: which knows the names.
-        parameters: those that were looked at.
-        step: optimizer steps completed then.
-    """
-    if control.first_fault is not None:
-        rank, fault = control.first_fault
-        if fault == len(parameters) + 1:
-            raise damage_error(rank, step)
-        if not 0 < fault <= len(parameters):
-            raise unknown_fault(fault, rank)
-        name = worker.name_of(parameters[fault - 1])
-        raise NonFiniteGradientError(
-            f"The local steps of rank {rank} up to step {step} left parameter {name!r} infinite or NaN. "
-            "Nothing was averaged. Lower the learning rate, or clip gradients."
-        )
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.averaging import check_faults, fault_of
 from lightning_lowbw.engine.control import Control, control_message
+from lightning_lowbw.engine.faults import check_faults, fault_of
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.mean import MeanWork
 

@@ -92,20 +92,6 @@ def _is_whole(value: float) -> bool:
     return abs(value) < EXACT and value == round(value)
 
 
-def damage_error(rank: int, step: int) -> ValueError:
-    """Return what all ranks raise where a rank has found a damaged message in an earlier step."""
-    return ValueError(
-        f"Step {step}: rank {rank} has received a damaged message: its positions were too many, too few, or outside "
-        "their tensors, and its weights may differ from those of the others. Look at the memory and the network of its "
-        "host, and go on from an earlier checkpoint."
-    )
-
-
-def unknown_fault(fault: int, rank: int) -> ValueError:
-    """Return what all ranks raise where a rank has told a fault that there is not."""
-    return ValueError(f"A damaged control message: rank {rank} tells a fault number {fault}, which there is not.")
-
-
 def requests_of(num_stop: float, num_save: float) -> int:
     """Return the requests, where the sums of a message say how many ranks have each."""
     return STOP * (num_stop > 0) | SAVE * (num_save > 0)

@@ -238,7 +238,8 @@ class GradientWorker(Worker):
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
         if not self._unlooked or any(slot.has_sparse_layout for slot in self._slots):
             unlooked = {slot.parameter for slot in self._unlooked}
-            self.fault = first_fault_of(self._slots, known, unlooked, self.late_faults, self._damaged)
+            damaged = None if self.large is None else self.large.damaged
+            self.fault = first_fault_of(self._slots, known, unlooked, self.late_faults, damaged)
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -291,9 +292,7 @@ class GradientWorker(Worker):
         if self.large is not None and self._unlooked:
             self.large.compress(self._unlooked, self.density)
             if self.fault is None:
-                self.fault = first_fault_of(
-                    self._slots, self.large.faults, late=self.late_faults, damaged=self._damaged
-                )
+                self.fault = first_fault_of(self._slots, self.large.faults, (), self.late_faults, self.large.damaged)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_senders == 1:
@@ -397,10 +396,6 @@ class GradientWorker(Worker):
     def late_faults(self) -> dict[Parameter, Tensor]:
         """Whether what is kept has become infinite or NaN in the last step, after its control message; by parameter."""
         return {} if self.large is None else self.large.late
-
-    @property
-    def _damaged(self) -> Tensor | None:
-        return None if self.sparse is None else self.sparse.damaged
 
     # The tensors of a step ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.control import control_message, damage_error, first_fault, unknown_fault
+from lightning_lowbw.engine.control import control_message, first_fault
+from lightning_lowbw.engine.faults import damage_error, unknown_fault
 from lightning_lowbw.engine.kept import kept_error, late_error
 from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities

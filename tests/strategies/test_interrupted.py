@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
 from lightning_lowbw.strategies import shards
+from lightning_lowbw.strategies.checkpoint import PART
 from lightning_lowbw.where.collectives import Gathering, Reduction
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE
@@ -391,3 +392,65 @@ def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> No
         else:
             assert equal(loaded, shard)
     assert num_errors > 300
+
+
+# Saves in the background, and by one rank alone -----------------------------------------------------------------------
+
+
+class SlowDisk(TorchCheckpointIO):
+    """Takes long for a checkpoint, and looks meanwhile whether the one that is there has all its shards."""
+
+    def __init__(self) -> None:
+        self.num_looks, self.missing = 0, list[str]()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if str(path).endswith(".ckpt"):
+            time.sleep(0.3)
+            if os.path.exists(path):
+                self.num_looks += 1
+                metadata = torch.load(path, weights_only=False)[shards.METADATA_KEY]
+                needed = [shards.shard_path(shards.folder_of(path), rank, metadata) for rank in range(2)]
+                self.missing += [each for each in needed if not os.path.exists(each)]
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def save_faster_than_the_disk(path: str) -> tuple[int, list[str], str]:
+    disk = SlowDisk()
+    os.makedirs(f"{path}.ranks", exist_ok=True)
+    Path(f"{path}.ranks", PART).write_text("what a process that was killed has left")
+    weights = fit("dgc", path, (4, 5, 6, 7, 8), checkpoint_io=AsyncCheckpointIO(disk))
+    return disk.num_looks, disk.missing, weights
+
+
+def test_saves_that_queue_up_leave_the_shards_of_the_checkpoint_on_disk(tmp_path: Path) -> None:
+    path = str(tmp_path / "last.ckpt")
+    first, second = run_ranks(save_faster_than_the_disk, 2, path)
+    assert first[0] == 4
+    assert first[1] == []
+    assert first[2] == second[2]
+    assert not (tmp_path / "last.ckpt.ranks" / PART).exists()
+    assert run_ranks(fit, 2, "dgc", "", (), path) == [first[2]] * 2
+
+
+class SaveAlone(pl.Callback):
+    """Rank 0 saves the weights; the others do not know of it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, self.path)
+
+
+def save_alone(name: str, path: str) -> str:
+    return fit(name, callbacks=(SaveAlone(path),))
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+def test_weights_that_rank_0_saves_alone_wait_for_nobody(name: str, tmp_path: Path) -> None:
+    """As under DDP; it waited for the others, which were in the next step."""
+    path = tmp_path / "weights.ckpt"
+    first, second = run_ranks(save_alone, 2, name, str(path), timeout_s=60.0)
+    assert first == second
+    assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Tiny().state_dict())

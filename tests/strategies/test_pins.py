@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -33,6 +34,15 @@ def test_ddp_strategy_wraps_then_registers_hooks() -> None:
     assert source.index("_setup_model") < source.index("_register_ddp_hooks")
     setup = inspect.getsource(DDPStrategy.setup)
     assert setup.index("configure_ddp") < setup.index("setup_optimizers")
+
+
+def test_saves_in_the_background_have_one_thread() -> None:
+    io = AsyncCheckpointIO()
+    assert io._executor is None
+    io._ensure_setup()
+    assert io._executor is not None
+    assert io._executor._max_workers == 1
+    io.teardown()
 
 
 def test_stock_lightning_registers_no_hook_off_cuda() -> None:
