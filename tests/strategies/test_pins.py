@@ -27,6 +27,7 @@ from torch.optim import SGD
 from lightning_lowbw.strategies.consensus_view import AVERAGING
 from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.interruption import RUN_STAGE
 
 
 def test_ddp_strategy_wraps_then_registers_hooks() -> None:
@@ -34,6 +35,12 @@ def test_ddp_strategy_wraps_then_registers_hooks() -> None:
     assert source.index("_setup_model") < source.index("_register_ddp_hooks")
     setup = inspect.getsource(DDPStrategy.setup)
     assert setup.index("configure_ddp") < setup.index("setup_optimizers")
+
+
+def test_a_barrier_stands_between_the_handlers_of_signals_and_the_first_data() -> None:
+    run, stage = inspect.getsource(Trainer._run), inspect.getsource(Trainer._run_stage)
+    assert run.index("register_signal_handlers()") < run.index("_run_stage()")
+    assert stage.index(f'barrier("{RUN_STAGE}")') < stage.index("_run_sanity_check()")
 
 
 def test_saves_in_the_background_have_one_thread() -> None:

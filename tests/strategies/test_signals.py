@@ -91,6 +91,55 @@ def test_stock_ddp_and_a_sigterm(record_property: Any, tmp_path: Path) -> None:
     record_property("ddp", f"on one: {ends[0]}; on all: {ends[1]}")
 
 
+class KillAt(pl.Callback):
+    """SIGTERM for rank 1 before the first batch, or in the middle of a validation."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def _reach(self, trainer: pl.Trainer, moment: str) -> None:
+        if moment == self.moment and trainer.global_rank == 1:
+            self.moment = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._reach(trainer, "before the sanity check")
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._reach(trainer, "before the first batch")
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._reach(trainer, "in the sanity check" if trainer.sanity_checking else "in validation")
+
+
+class Validated(Tiny):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+MOMENTS = ["before the sanity check", "in the sanity check", "before the first batch", "in validation"]
+
+
+def fit_until_killed_at(name: str) -> list[int]:
+    """Return the last step for each of the moments; after three steps is a validation."""
+    ends = []
+    for moment in MOMENTS:
+        trainer = make_trainer(make(name), 2, callbacks=[KillAt(moment)], val_check_interval=3)
+        try:
+            trainer.fit(Validated(), make_data(2, STEPS), make_data(2, 2))
+        except SIGTERMException:
+            ends.append(trainer.global_step)
+    return ends
+
+
+@pytest.mark.fault("SIGTERM on one rank, or on all")
+@pytest.mark.parametrize(
+    ("name", "ends"), [("dense", [2, 2, 2, 5]), ("sparse", [1, 1, 1, 4]), ("local_sgd", [4, 4, 4, 4])]
+)
+def test_also_before_the_first_batch_and_in_validation(name: str, ends: list[int]) -> None:
+    assert run_ranks(fit_until_killed_at, 2, name, timeout_s=60) == [ends] * 2
+
+
 class EachInTurn(TwoOptimizers):
     """The second optimizer steps in every other batch."""
 
