@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw import AutoStrategy, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw.engine import measuring
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of
@@ -42,6 +45,8 @@ def make(name: str) -> DDPStrategy:
         "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),
         "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
         "delayed": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, delay_steps=1),
+        "sparsity auto": lambda: DGCStrategy(min_numel=MIN_NUMEL),
+        "lowbw": AutoStrategy,
         "ddp": DDPStrategy,
     }
     return strategies[name]()
@@ -290,11 +295,11 @@ def train_for_ever(name: str, rank: int, port: int, folder: str) -> None:
     trainer.fit(Announces(Path(folder) / f"rank{rank}"), make_data(2, STEPS))
 
 
-def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any]]:
+def interrupt(train: Callable[[int, int, str], None], ranks: list[int], folder: str) -> tuple[float, list[Any]]:
     """Return for how many seconds two programs go on after Ctrl-C, and their exit codes."""
     forget_launcher()
     context, port = multiprocessing.get_context("fork"), free_port()
-    programs = [context.Process(target=train_for_ever, args=(name, rank, port, folder)) for rank in range(2)]
+    programs = [context.Process(target=train, args=(rank, port, folder)) for rank in range(2)]
     for program in programs:
         program.start()
     while len(list(Path(folder).glob("rank*"))) < 2:
@@ -318,7 +323,38 @@ def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
 @pytest.mark.parametrize("name", ["dense", "sparse", "int8", "hierarchical", "local_sgd"])
 def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path, record_property: Any) -> None:
-    ((seconds, codes),) = run_ranks(interrupt, 1, name, ranks, str(tmp_path), fresh=True, timeout_s=60)
+    ((seconds, codes),) = run_ranks(
+        interrupt, 1, functools.partial(train_for_ever, name), ranks, str(tmp_path), fresh=True, timeout_s=60
+    )
+    assert seconds < SOON_S, codes
+    assert all(codes), codes
+    record_property("seconds", seconds)
+
+
+MEASUREMENTS = ("measure_link", "seconds_of_work")  # of the first steps of what chooses by itself
+
+
+def measure_for_ever(name: str, measurement: str, rank: int, port: int, folder: str) -> None:
+    measure = getattr(measuring, measurement)
+
+    def announce(*args: Any, **kwargs: Any) -> Any:
+        (Path(folder) / f"rank{rank}").touch()
+        while True:  # the signal comes between two, or in one
+            measure(*args, **kwargs)
+
+    setattr(measuring, measurement, announce)
+    train_for_ever(name, rank, port, folder)
+
+
+@pytest.mark.fault("Ctrl-C on one rank, or on all")
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("measurement", MEASUREMENTS)
+@pytest.mark.parametrize("name", ["sparsity auto", "lowbw"])
+def test_ctrl_c_ends_all_also_while_they_measure(
+    name: str, measurement: str, ranks: list[int], tmp_path: Path, record_property: Any
+) -> None:
+    arguments = (functools.partial(measure_for_ever, name, measurement), ranks, str(tmp_path))
+    ((seconds, codes),) = run_ranks(interrupt, 1, *arguments, fresh=True, timeout_s=60)
     assert seconds < SOON_S, codes
     assert all(codes), codes
     record_property("seconds", seconds)
@@ -330,6 +366,8 @@ def test_stock_ddp_and_ctrl_c(record_property: Any, tmp_path: Path) -> None:
     for ranks in ([1], [0, 1]):
         folder = tmp_path / str(len(ranks))
         folder.mkdir()
-        ((seconds, codes),) = run_ranks(interrupt, 1, "ddp", ranks, str(folder), fresh=True, timeout_s=60)
+        ((seconds, codes),) = run_ranks(
+            interrupt, 1, functools.partial(train_for_ever, "ddp"), ranks, str(folder), fresh=True, timeout_s=60
+        )
         ends.append(f"ends after {seconds:.1f} s" if None not in codes else f"goes on for {seconds:.0f} s, then killed")
     record_property("ddp", f"on one: {ends[0]}; on all: {ends[1]}")
