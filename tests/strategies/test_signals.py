@@ -269,6 +269,30 @@ def test_slurms_signal_on_one_rank_saves_once_on_all(name: str, step: int) -> No
     assert [saved for saved, _ in first] == [saved for saved, _ in second] == [step]
 
 
+class SavesForSlurm(Slurm):
+    """Saves, as Lightning's handler does before it requeues the job."""
+
+    def __init__(self, ranks: list[int], path: str) -> None:
+        super().__init__(ranks)
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        connector = trainer._signal_connector
+        handler = lambda *_: trainer.save_checkpoint(self.path)  # noqa: E731
+        connector._register_signal(signal.SIGUSR1, _HandlersCompose([handler]))
+
+
+def fit_until_requeued_under_ddp(path: str) -> None:
+    make_trainer("ddp", 2, callbacks=[SavesForSlurm([1], path)]).fit(Tiny(), make_data(2, STEPS))
+
+
+@pytest.mark.stock("SLURM's signal to save and requeue, on one rank")
+def test_stock_ddp_and_slurms_signal(tmp_path: Path, record_property: Any) -> None:
+    path = tmp_path / "hpc.ckpt"
+    outcome = outcome_of(fit_until_requeued_under_ddp, str(path))
+    record_property("ddp", f"{outcome}; {'saved' if path.exists() else 'nothing is saved'}")
+
+
 # Ctrl-C --------------------------------------------------------------------------------------------------------------
 
 SOON_S = 5.0
