@@ -476,7 +476,7 @@ def choose_for_real(task: str) -> Row:
     found: Row = {}
 
     def planning(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-        found.update(measured=as_numbers(measured), steps_per_epoch=run.steps_per_epoch)
+        found.update(measured=as_numbers(measured), steps_per_epoch=run.steps_per_epoch, times_sent=run.times_sent)
         return plan(measured, run, budget)
 
     strategy = DGCStrategy(sparsity="auto", **COMMON)
@@ -501,7 +501,8 @@ def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str, bool]:
     kept = record["measured"]
     sparse_s = dict(zip(DENSITIES, kept["sparse_s"], strict=True))
     measured = Measured(kept["step_s"], kept["dense_s"], sparse_s, Link(**kept["link"]))
-    run = Run(num_done=CHOSEN_AFTER, num_steps=num_steps, steps_per_epoch=record["steps_per_epoch"])
+    lengths = {name: record[name] for name in ("steps_per_epoch", "times_sent") if name in record}
+    run = Run(num_done=CHOSEN_AFTER, num_steps=num_steps, **lengths)
     reason = why_dense(measured.step_s, measured.dense_s, run, EveryStep().budget)
     return (*plan(measured, run, EveryStep().budget), True) if reason is None else (None, reason, False)
 
@@ -848,7 +849,7 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
     parts = report_accuracy(results, cells) if cells else []
     if variants := variants_to_markdown(results, cells):
         parts += [
-            "The same schedules with `keep_momentum=False`, velocities cleared and beta1 lowered at every density:",
+            "The same schedules with `keep_momentum=False`, velocities cleared at every density:",
             variants,
         ]
     if results["wall_clock"]:

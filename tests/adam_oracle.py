@@ -5,9 +5,8 @@ a sparse step each rank does, with its own m and v (those of the dense phase to 
 
     m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N;  r = r + m_hat / (sqrt(v_hat) + eps)
 
-with a b1 of at most LARGEST_BETA1 (with `keep_momentum` its own, where density > 1 - b1, and no masking, where twice
-the density is). The k largest |r| are averaged, and cleared in r (with masking, in m);
-``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
+with a b1 of at most LARGEST_BETA1. The k largest |r| are averaged, and cleared in r (with masking, in m, but with
+`keep_momentum` not where 2 density > 1 - b1); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class OracleAdam:
 
     def sparse_step(self, weights: list[Tensor], gradients: list[list[Tensor]], density: float) -> None:
         """One compressed step; small tensors take one of Adam's own."""
-        b1, b2 = self.betas
-        waits_briefly = self.keep_momentum and density > 1 - b1 + 1e-6
-        if not waits_briefly:
-            b1 = min(b1, LARGEST_BETA1)
+        b1, b2 = min(self.betas[0], LARGEST_BETA1), self.betas[1]
         for i, weight in enumerate(weights):
             if weight.numel() < self.min_numel:
                 self._adam(i, weight, sum(rank[i] for rank in gradients) / self.num_ranks)

@@ -22,6 +22,7 @@ from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, make_mark
 from lightning_lowbw.engine.faults import check_faults, fault_of
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
+from lightning_lowbw.engine.offload import Offload
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
@@ -56,6 +57,7 @@ class Averaging:
         buffers: of the model.
         sparse: the exchange of changes by their largest elements; None unless the payload is `TopK`.
         narrow: that of changes in few bits; None unless the payload is `Narrow`.
+        offload: where what is kept between averages lies.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
             tensor, None before it.
     """
@@ -69,6 +71,7 @@ class Averaging:
         self.sparse = SparseExchange(what, worker.peers) if isinstance(what, TopK) else None
         self.narrow = NarrowExchange(what.value_dtype, worker.peers) if isinstance(what, Narrow) else None
         self.consensus_distance: Tensor | None = None
+        self.offload = Offload(self)
         if worker.when.inner_momentum != "local":
             self._moment_names()
         if self.needs_start and worker.method.sends_changes:
@@ -86,22 +89,25 @@ class Averaging:
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; it is averaged whole otherwise."""
-        real = as_real(parameter)
-        if real.dtype == torch.float64:  # which would be rounded
+        if as_real(parameter).dtype == torch.float64:  # which would be rounded
             return False
         if self.sparse is not None:
-            return self.sparse.payload.takes(self._worker.name_of(parameter), real.numel(), self._worker.small_numel)
-        return self.narrow is not None and real.numel() > 0
+            worker = self._worker
+            return self.sparse.payload.takes(worker.name_of(parameter), worker.numel_of(parameter), worker.small_numel)
+        return self.narrow is not None and parameter.numel() > 0
 
     def begin_local(self) -> None:
         """Note what the changes to come are measured from.
 
         Collective: all ranks, the first time; a broadcast of each floating buffer.
         """
-        for parameter in self._worker.parameters() if self.needs_start else ():
-            if parameter not in self.start:
-                self.start[parameter] = wide(parameter)
+        self._note_start(self._worker.parameters())
         self.buffers.begin(self._peers)
+
+    def _note_start(self, parameters: Sequence[Parameter]) -> None:
+        """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
+        new = (p for p in parameters if p.requires_grad and p not in self.start)
+        self.start.update((parameter, wide(parameter)) for parameter in (new if self.needs_start else ()))
 
     # Begin ----------------------------------------------------------------------------------------------------------
 
@@ -117,11 +123,9 @@ class Averaging:
         """
         worker, is_hidden = self._worker, self._worker.delay_steps > 0
         # A rank that is out of data has moved nothing since the last average, and takes part all the same.
-        parameters = [
-            p
-            for p in fragment.parameters
-            if p.numel() and (p in fragment.moved or (worker.weighs_samples and p.requires_grad))
-        ]
+        moved = [p for p in fragment.parameters if p in fragment.moved or (worker.weighs_samples and p.requires_grad)]
+        parameters = [p for p in moved if p.numel()]
+        self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
         weight = worker.num_samples if worker.weighs_samples else 1.0 / self._peers.num_ranks
         control = self._control(parameters, weight, finished, over)
         moments = self.moments(parameters) if worker.when.inner_momentum == "average" else []
@@ -176,8 +180,7 @@ class Averaging:
     def _sends_changes_only(self, fragments: list[Fragment]) -> bool:
         if self.sparse is None or self._worker.when.inner_momentum == "average" or self.buffers.floating:
             return False
-        everything = (p for fragment in fragments for p in fragment.parameters)
-        return all(self.takes(p) or not (p.requires_grad and p.numel()) for p in everything)
+        return all(self.takes(p) or not (p.requires_grad and p.numel()) for each in fragments for p in each.parameters)
 
     def change(self, parameter: Parameter) -> Tensor:
         """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
@@ -202,7 +205,7 @@ class Averaging:
 
     def sent_bytes(self, parameters: Sequence[Parameter]) -> list[int]:
         """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives."""
-        return [self._sent_bytes(parameter) for parameter in parameters]
+        return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
         num, numel = self._peers.num_senders, as_real(parameter).numel()
@@ -373,12 +376,8 @@ class Averaging:
 
     def to(self, device: torch.device) -> None:
         """Move what is kept between averages."""
-        for of_parameters in (self.start, self.velocity):
-            of_parameters.update({parameter: tensor.to(device) for parameter, tensor in of_parameters.items()})
+        self.offload.move(device)
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
-        for exchange in (self.sparse, self.narrow):
-            if exchange is not None:
-                exchange.to(device)
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:

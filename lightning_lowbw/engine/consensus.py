@@ -21,12 +21,12 @@ class Consensus:
     """Shows the consensus in place of one replica.
 
     Attributes:
-        own: this rank's tensors, while the consensus is shown; else None.
+        own: this rank's tensors by name, while the consensus is shown; else None.
     """
 
     def __init__(self, worker: ReplicaWorker) -> None:
         self._worker = worker
-        self.own: list[Tensor] | None = None
+        self.own: dict[str, Tensor] | None = None
 
     @property
     def is_there(self) -> bool:
@@ -38,6 +38,21 @@ class Consensus:
         worker, buffers = self._worker, self._worker.averaging.buffers
         counts = {f"count.{index}": count for index, count in enumerate(buffers.counts)}
         return {**worker.by_name(), **buffers.floating, **counts}
+
+    def unequal(self) -> list[Parameter]:
+        """Return the parameters that may differ between ranks: those trained since their last average."""
+        unequal: dict[Parameter, None] = {}
+        for fragment in self._worker.fragments:
+            unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
+            unequal.update(fragment.moved)
+        return list(unequal)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's own of what is averaged; no frozen parameters, but those that have moved before."""
+        if self.own is not None:
+            return self.own
+        frozen = {p for p in self._worker.parameters() if not p.requires_grad}.difference(self.unequal())
+        return {name: tensor for name, tensor in self.tensors().items() if tensor not in frozen}
 
     def show(self) -> None:
         """Put the mean of the replicas into the model, until `hide`.
@@ -55,11 +70,7 @@ class Consensus:
     def _show(self) -> None:
         worker, peers = self._worker, self._worker.peers
         buffers = worker.averaging.buffers
-        unequal: dict[Parameter, None] = {}
-        for fragment in worker.fragments:
-            unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
-            unequal.update(fragment.moved)
-        parameters = list(unequal)
+        parameters = self.unequal()
         fault = fault_of(parameters, worker.device, worker.averaging.damaged)
         is_faulty = (fault > 0).float().reshape(1)  # one number: which rank's and what is asked only where there is one
         means, num_faulty = MeanWork([*parameters, *buffers.changes()], is_faulty, 1.0 / peers.num_ranks, peers).wait()
@@ -75,7 +86,7 @@ class Consensus:
 
     def hold(self) -> None:
         """Keep this rank's own tensors until `hide`: something else is about to be shown."""
-        self.own = [tensor.detach().clone() for tensor in self.tensors().values()]
+        self.own = {name: tensor.detach().clone() for name, tensor in self.own_tensors().items()}
 
     def _raise_fault(self, parameters: list[Parameter], fault: Tensor) -> None:
         """Ask which rank has a parameter that is not finite, and raise.
@@ -91,8 +102,9 @@ class Consensus:
     def hide(self) -> None:
         """Put this rank's own parameters and buffers back."""
         if self.own is not None:
-            for tensor, own in zip(self.tensors().values(), self.own, strict=True):
-                tensor.copy_(own)
+            tensors = self.tensors()
+            for name, own in self.own.items():
+                tensors[name].copy_(own)
             self.own = None
 
     def keep(self) -> None:

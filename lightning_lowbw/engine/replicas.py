@@ -291,6 +291,7 @@ class ReplicaWorker(Worker):
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
                 self.delay.restart()
         self.averaging.begin_local()
+        self.averaging.offload.put_away()
 
     # Averaging ------------------------------------------------------------------------------------------------------
 
@@ -344,9 +345,10 @@ class ReplicaWorker(Worker):
 
     def _average(self, fragment: Fragment, finished: bool = False, over: bool = False) -> None:
         step_s, begun_s, is_hidden = self.delay.step_s, time.perf_counter(), self.delay_steps > 0
-        fragment.work = self.averaging.begin(fragment, self.fragments, finished=finished, over=over)
-        if not is_hidden:
-            self._apply(fragment)  # what has not landed has changed nothing
+        with self.averaging.offload.at_hand(self.device):
+            fragment.work = self.averaging.begin(fragment, self.fragments, finished=finished, over=over)
+            if not is_hidden:
+                self._apply(fragment)  # what has not landed has changed nothing
         fragment.steps = self.steps_since_average = 0
         fragment.moved.clear()
         self.num_samples = 0.0
@@ -358,7 +360,8 @@ class ReplicaWorker(Worker):
     def _apply(self, fragment: Fragment) -> None:
         assert fragment.work is not None
         try:
-            control = self.averaging.apply(fragment, fragment.work)
+            with self.averaging.offload.at_hand(self.device):
+                control = self.averaging.apply(fragment, fragment.work)
         except BaseException:
             self.recall()
             raise
@@ -370,7 +373,8 @@ class ReplicaWorker(Worker):
         for fragment in self.fragments:
             if fragment.work is not None:
                 self.torn = self.torn or f"the average that was begun after step {fragment.work.step}"
-                self.averaging.take_back(fragment.work)
+                with self.averaging.offload.at_hand(self.device):
+                    self.averaging.take_back(fragment.work)
                 fragment.drop()
 
     def _read(self, control: Control) -> None:

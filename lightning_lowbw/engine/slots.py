@@ -96,7 +96,7 @@ def numels_of(slots: Sequence[Slot]) -> dict[str, int]:
 
 def is_taken(worker: Worker, what: TopK, name: str, parameter: Parameter) -> bool:
     """Return whether a parameter is sent sparse in sparse steps."""
-    return parameter.is_floating_point() and what.takes(name, parameter.numel(), worker.small_numel)
+    return parameter.is_floating_point() and what.takes(name, worker.numel_of(parameter), worker.small_numel)
 
 
 def numels_by_kind(worker: Worker, what: TopK) -> tuple[list[int], list[int]]:

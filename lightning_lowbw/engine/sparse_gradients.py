@@ -91,7 +91,6 @@ class SparseGradients:
         if not slots:
             return
         payload = self._exchange.payload
-        self._correction.density = density if payload.keep_momentum else 0.0
         gradients = {slot.name: self._exchange.part(flat_in_order(slot.gradient, slot.parameter)) for slot in slots}
         flags = torch.zeros(len(slots), dtype=torch.bool, device=slots[0].gradient.device).unbind()
         fields = {}
@@ -100,8 +99,8 @@ class SparseGradients:
             fields[slot.name] = {**corrected, "fault": flag}
         table = self._exchange.segments(gradients, density, fields)
         masking = self._correction.masks if payload.momentum_masking is None else payload.momentum_masking
-        if masking and payload.keep_momentum:
-            masking = not any(self._correction.is_brief(each.momentum, times=2.0) for each in table.values())
+        if masking and payload.keep_momentum:  # 1 - 0.9 is not 0.1
+            masking = not any(2.0 * density > 1.0 - each.momentum + 1e-6 for each in table.values())
         self._selected |= self._exchange.compress(table, masking=masking)
         self._compressed |= {slot.name for slot in slots}
         for slot, flag in zip(slots, flags, strict=True):

@@ -225,10 +225,8 @@ COUNTERS = ("step", "steps_since_average", "num_averages", "num_samples")
 
 def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
     """Return a rank's weights, the optimizer's state, and where it is in the interval."""
-    averaging, view = worker.averaging, worker.consensus_view
-    tensors, own = view.tensors(), {}
-    if not worker.parameters_agree:
-        own = _saved(tensors if view.own is None else dict(zip(tensors, view.own, strict=True)))
+    averaging = worker.averaging
+    own = {} if worker.parameters_agree else _saved(worker.consensus_view.own_tensors())
     return {
         **{name: getattr(worker, name) for name in COUNTERS},
         "small_numel": worker.small_numel,
@@ -429,7 +427,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return value.detach().to("cpu", copy=True)  # a subclass (an 8-bit state) may not know `clone`
     if isinstance(value, dict):
         return {key: _cpu(item) for key, item in value.items()}
     if getattr(value, "shape", None) == ():  # of numpy, as a user's formula returns; a shard with one does not load

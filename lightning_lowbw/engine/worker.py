@@ -19,7 +19,7 @@ from lightning_lowbw.arguments import names_of
 from lightning_lowbw.engine.control import SAVE, STOP
 from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import is_finite
+from lightning_lowbw.ops.reference import as_real, is_finite
 from lightning_lowbw.what.top_k import small_numel
 from lightning_lowbw.where.peers import Peers
 
@@ -46,6 +46,7 @@ class Worker:
         optimizer: the user's own.
         peers: who this rank talks to.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
+        whole_numels: elements of the parameters of which this rank has shards.
         torn: what an exception has cut off, in words; empty when the step after it is complete.
         stop_requested: to be set on any rank, to ask all to stop.
         stop_agreed: whether a rank has asked for it, as told by the last control message; equal on all ranks.
@@ -78,6 +79,7 @@ class Worker:
         self.step = 0
         self.torn = ""
         self._names = names_of(named_parameters)
+        self.whole_numels: Mapping[Parameter, int] = {}
         self._is_prepared = self._is_exchanged = self._is_stepping = False
         self._is_taken = True  # whether the step is, as the last exchange has said
         self.stop_requested = self.stop_agreed = False
@@ -101,7 +103,11 @@ class Worker:
     @functools.cached_property
     def small_numel(self) -> int:
         """The elements below which a tensor is small, for what is trained when it is first asked: decided once."""
-        return small_numel(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        return small_numel(self.numel_of(parameter) for parameter in self.parameters() if parameter.requires_grad)
+
+    def numel_of(self, parameter: Parameter) -> int:
+        """Return the elements of a parameter, by which it is small; where this rank has a shard, of the whole."""
+        return self.whole_numels.get(parameter, as_real(parameter).numel())
 
     @property
     def device(self) -> torch.device:

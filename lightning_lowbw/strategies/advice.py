@@ -60,8 +60,7 @@ def tell_notes(workers: Iterable[Worker]) -> None:
     for worker in workers:
         if isinstance(worker, GradientWorker):
             warn_if_incomplete(worker)
-            what = worker.method.what
-            if note := worker.correction.note_of(isinstance(what, TopK) and bool(what.keep_momentum)):
+            if note := worker.correction.note():
                 rank_zero_info(note)
 
 

@@ -5,7 +5,7 @@ Looking changes nothing: afterwards each rank goes on with its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,7 +75,8 @@ class ConsensusView:
     @contextmanager
     def loading(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> Iterator[None]:
         """Let the consensus of a checkpoint, which is in the model, be shown until `hide` instead of what is loaded."""
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        tensors = {name: tensor for worker in workers for name, tensor in worker.consensus_view.tensors().items()}
+        tensors |= dict(module.named_buffers())
         shown = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         yield
         if all(worker.consensus_view.is_there for worker in workers):
@@ -105,19 +106,30 @@ def agree_on_weights_(module: torch.nn.Module, ledger: TrafficLedger, device: to
     In place:
         Parameters and floating buffers.
 
-    Collective: all ranks, blocking; two numbers, and the tensors where they differ.
+    Collective: all ranks, blocking; two numbers, and where these differ two for each tensor, and those that differ.
     """
     tensors = [p.detach() for p in module.parameters()]
     tensors += [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
-    bits = torch.as_tensor(checksum(tensors), dtype=torch.int64, device=device)
+    if not any(_differ([tensors], device)):
+        return
+    are_unequal = _differ([[tensor] for tensor in tensors], device)
+    unequal = [tensor for tensor, is_unequal in zip(tensors, are_unequal, strict=True) if is_unequal]
+    nothing_beside = torch.zeros(1, dtype=torch.float32, device=device)
+    there = [tensor.to(device) for tensor in unequal]  # a callback may keep its average on the CPU
+    mean = MeanWork(there, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
+    for tensor, value in zip(unequal, mean.wait()[0], strict=True):
+        as_real(tensor).copy_(value)
+
+
+def _differ(lists: Sequence[Sequence[Tensor]], device: torch.device) -> list[bool]:
+    """Return which lists of tensors differ between ranks.
+
+    Collective: all ranks, blocking; two numbers for each list.
+    """
+    bits = torch.stack([torch.as_tensor(checksum(each), dtype=torch.int64, device=device) for each in lists])
     extremes = torch.stack([bits, -bits])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if int(extremes[0]) != -int(extremes[1]):
-        nothing_beside = torch.zeros(1, dtype=torch.float32, device=device)
-        there = [tensor.to(device) for tensor in tensors]  # a callback may keep its average on the CPU
-        mean = MeanWork(there, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
-        for tensor, value in zip(tensors, mean.wait()[0], strict=True):
-            as_real(tensor).copy_(value)
+    return (extremes[0] != -extremes[1]).tolist()
 
 
 def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch.device) -> None:

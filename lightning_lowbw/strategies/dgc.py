@@ -27,14 +27,14 @@ class DGCStrategy(Strategy):
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
             steps, measures them and the link, and chooses: as many elements as cost at most `budget` of a step, and
             enough for the length of the run, after a warm-up; dense where that costs as little, and in a run of less
-            than 125 steps. One line says what and why. A resume keeps it. None is "auto"; beside a `rampup_begin_step`
-            or `rampup_step` of your own it is 99.9 %.
+            than 125 steps (with Adam 242). One line says what and why. A resume keeps it. None is "auto"; beside a
+            `rampup_begin_step` or `rampup_step` of your own it is 99.9 %.
         budget: with "auto", the share of a step that its exchange may take.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
-        keep_momentum: whether velocities are not cleared in steps that send more than (1 - momentum) / 2, nor beta1
-            lowered above 1 - beta1 (5 % and 10 %, with 0.9); None: with numbers that "auto" has chosen.
+        keep_momentum: whether velocities are not cleared in steps that send more than (1 - momentum) / 2, 5 % with 0.9;
+            None: with numbers that "auto" has chosen.
         min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
             all below 1,024, and none from 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.

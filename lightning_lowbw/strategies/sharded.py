@@ -32,7 +32,7 @@ from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.interruption import InterruptibleModelParallel
 from lightning_lowbw.strategies.keywords import as_timeout
-from lightning_lowbw.strategies.sharded_arguments import between_nodes, refuse_keywords
+from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
@@ -69,6 +69,8 @@ class ShardedStrategy(InterruptibleModelParallel):
             given: the layers in each `nn.ModuleList` and `nn.Sequential`.
         save_distributed_checkpoint: as of `ModelParallelStrategy`: a folder in which each rank writes its shards, or
             one file, for which rank 0 gathers all weights in its memory.
+        offload_state: whether what a method that averages weights keeps between averages (the last consensus, the outer
+            momentum, residuals) lies in pinned memory of the host. It is on the device in an average alone.
         resume: as of `Strategy`.
         process_group_backend: of torch.distributed; None asks the device.
         timeout: seconds that a collective may take, or a timedelta.
@@ -96,6 +98,7 @@ class ShardedStrategy(InterruptibleModelParallel):
         tensor_parallel_size: int = 1,
         blocks: Sequence[str] = (),
         save_distributed_checkpoint: bool = True,
+        offload_state: bool = False,
         resume: Needs = "exact",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
@@ -119,6 +122,8 @@ class ShardedStrategy(InterruptibleModelParallel):
                 "node, the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
             )
         self.method = between_nodes(given)
+        check_offload(offload_state, self.method)
+        self.offload_state = offload_state
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "resume": resume}
         self._blocks = tuple(blocks) if not isinstance(blocks, str) else blocks

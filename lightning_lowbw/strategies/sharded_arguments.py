@@ -63,3 +63,14 @@ def between_nodes(method: Method) -> Method:
         if reason:
             raise ConfigurationError(f"{given} with a sharded model: {reason}.")
     return Method(when=when, what=method.what, where=Where())
+
+
+def check_offload(offload_state: object, method: Method) -> None:
+    """Raise ConfigurationError where what a method keeps cannot be in the host's memory, with the reason."""
+    if not isinstance(offload_state, bool):
+        raise ConfigurationError(f"offload_state={offload_state!r}: give True or False.")
+    if offload_state and not method.averages_weights:
+        raise ConfigurationError(
+            "offload_state=True: this method reads and writes what it keeps in every step, over the bus it would wait "
+            "for that longer than for the network. Leave it out, or average weights: LocalSGD(k_steps=...)."
+        )

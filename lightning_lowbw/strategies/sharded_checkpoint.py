@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.types import _PATH
+from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
+from lightning_lowbw.engine.resharding import Place, reshard
 from lightning_lowbw.engine.state import merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
@@ -21,7 +23,7 @@ SIZES = "sizes"  # of the mesh of a node, in the metadata
 
 
 class ShardedCheckpoints(Checkpoints):
-    """Saves and loads what a rank has of its own shard; other nodes that hold the same shard may take it over."""
+    """Saves and loads what a rank has of its own shard; other nodes may take it over, and cut it anew."""
 
     _strategy: ShardedStrategy  # type: ignore[assignment]
 
@@ -39,26 +41,55 @@ class ShardedCheckpoints(Checkpoints):
         self, metadata: Mapping[str, Any], path: _PATH
     ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]:
         strategy, load = self._strategy, functools.partial(shards.load, self._strategy.checkpoint_io, path, metadata)
-        sizes, nodes = metadata[SIZES], metadata["nodes"]
-        if sizes != list(strategy.groups.sizes):
-            raise ConfigurationError(
-                f"{path} was written by nodes of {sizes[0]} data-parallel x {sizes[1]} tensor-parallel ranks, and "
-                f"these have {' x '.join(map(str, strategy.groups.sizes))}: what the ranks had not sent is of shards "
-                f"of another size. Resume with nodes of that size (any number of them), or {shards.GO_ON}."
-            )
-        if nodes == strategy.groups.nodes:
+        sizes, nodes = tuple(metadata[SIZES]), metadata["nodes"]
+        if nodes == strategy.groups.nodes and sizes == strategy.groups.sizes:
             return super()._find(metadata, path)
-        ranks = [node[strategy.groups.coordinate] for node in nodes]
         torn: dict[int, str] = {}
 
-        def states(number: int) -> Iterator[Mapping[str, Any]]:
+        def merged(number: int, coordinate: int) -> Mapping[str, Any]:
+            """Return the mean, over nodes, of what a worker had of the shard with this coordinate."""
+            return merge(states(number, [node[coordinate] for node in nodes]))
+
+        def states(number: int, ranks: list[int]) -> Iterator[Mapping[str, Any]]:
             for rank in ranks:
                 shard, _ = load(rank)
                 torn[rank] = _torn(shard)
                 yield shard["workers"][number]
 
-        merged: list[Mapping[str, Any]] = [merge(states(number)) for number in range(len(strategy.workers))]
-        return merged, None, _by_rank([torn[rank] for rank in ranks])
+        found: list[Mapping[str, Any]]
+        if sizes == strategy.groups.sizes:
+            found = [merged(number, strategy.groups.coordinate) for number in range(len(strategy.workers))]
+        else:
+            shapes, place = self._shapes(sizes, path), Place(strategy.groups.coordinate, strategy.groups.sizes[0])
+            found = [
+                reshard((merged(number, each) for each in range(sizes[0])), worker, shapes, sizes[0], place)
+                for number, worker in enumerate(strategy.workers)
+            ]
+        return found, None, _by_rank([torn[rank] for rank in sorted(torn)])
+
+    def _shapes(self, sizes: tuple[int, ...], path: _PATH) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole parameters by name.
+
+        Raises:
+            ConfigurationError: alike on all ranks; shards of this kind cannot be cut anew.
+        """
+        module = self._strategy.lightning_module
+        assert module is not None
+        parameters = dict(module.named_parameters())
+        others = [n for n, p in parameters.items() if isinstance(p, DTensor) and p.placements != (Shard(0),)]
+        if sizes[1] > 1 or self._strategy.groups.sizes[1] > 1 or others:
+            also = f", and {others[0]!r} is sharded otherwise than by rows" if others else ""
+            raise ConfigurationError(
+                f"{path} was written by nodes of {_product(sizes)} ranks, and these have "
+                f"{_product(self._strategy.groups.sizes)}{also}: what the ranks had not sent is of shards of another "
+                "size, and only rows are dealt out anew. Resume with nodes of that size (any number of them), or "
+                f"{shards.GO_ON}."
+            )
+        return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+
+
+def _product(sizes: tuple[int, ...]) -> str:
+    return f"{sizes[0]} data-parallel x {sizes[1]} tensor-parallel"
 
 
 class NothingChosen:

@@ -54,6 +54,7 @@ def make_workers(
     module, method = strategy.lightning_module, strategy.method
     assert module is not None
     named = local_parameters(module.named_parameters(), tensors)
+    numels = {tensors.of(parameter): parameter.numel() for parameter in module.parameters()}
     made: list[tuple[Optimizer, LocalView, Worker]] = []
     with failing_together():
         for optimizer in strategy.optimizers:
@@ -61,7 +62,11 @@ def make_workers(
             buffers = None
             if method.averages_weights:
                 buffers = buffers_by_optimizer(module, strategy.optimizers)[id(optimizer)]
-            made.append((optimizer, view, method.make_worker(view.local, named, peers, buffers)))
+            worker = method.make_worker(view.local, named, peers, buffers)
+            worker.whole_numels = numels
+            if isinstance(worker, ReplicaWorker):
+                worker.averaging.offload.is_on = strategy.offload_state
+            made.append((optimizer, view, worker))
     return made
 
 

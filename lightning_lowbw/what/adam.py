@@ -28,7 +28,7 @@ class AdamCorrection(ErrorFeedback):
 
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
-    b1 is at most `LARGEST_BETA1` here, unless the wait `is_brief`: what is sent late is a mean over steps already, as
+    b1 is at most `LARGEST_BETA1` here, however much is sent: what is sent late is a mean over steps already, as
     momentum is.
 
     G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
@@ -49,15 +49,14 @@ class AdamCorrection(ErrorFeedback):
         self._counted: dict[Parameter, tuple[Tensor, int, int]] = {}
         self._coming: dict[Parameter, int] = {}  # the number of the step in progress
 
-    def note_of(self, keeps_momentum: bool) -> str:
+    def note(self) -> str:
         largest = self.LARGEST_BETA1
         lowered = sorted({b for group in self.optimizer.param_groups if (b := float(group["betas"][0])) > largest})
         if not lowered:
             return ""
-        steps = f"steps that send at most {100 * (1 - lowered[0]):.4g} %" if keeps_momentum else "the sparse phase"
         return (
             f"{type(self.optimizer).__name__}: beta1={', '.join(map(str, lowered))} is lowered to {largest} for sparse "
-            f"tensors in {steps}: what is sent late is a mean over steps already."
+            f"tensors in the sparse phase: what is sent late is a mean over steps already."
         )
 
     @property
@@ -74,8 +73,7 @@ class AdamCorrection(ErrorFeedback):
                 )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
-        beta1 = float(group["betas"][0])
-        beta1 = beta1 if self.is_brief(beta1) else min(beta1, self.LARGEST_BETA1)
+        beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
         decay = 0.0 if self._is_decoupled(group) else float(group["weight_decay"])
         return Constants(
             momentum=beta1,

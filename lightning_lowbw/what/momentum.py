@@ -43,7 +43,6 @@ class ErrorFeedback:
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
-        density: the fraction that the step in progress sends, where `TopK.keep_momentum` asks for it; else 0.
     """
 
     kind = "error_feedback"
@@ -53,23 +52,14 @@ class ErrorFeedback:
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         self.optimizer, self.num_participants = optimizer, num_participants
-        self.density = 0.0
-
-    def is_brief(self, momentum: float, times: float = 1.0) -> bool:
-        """Whether elements wait for fewer steps, 1 / density, than so many times what momentum lasts, 1 / (1 - m)."""
-        return times * self.density > 1.0 - momentum + 1e-6  # 1 - 0.9 is not 0.1
 
     @property
     def local_keys(self) -> tuple[str, ...]:
         """Names of other states of the optimizer that differ between ranks."""
         return ()
 
-    def note_of(self, keeps_momentum: bool) -> str:
-        """Return what the user is to be told when steps become sparse; empty for nothing.
-
-        Args:
-            keeps_momentum: `TopK.keep_momentum`.
-        """
+    def note(self) -> str:
+        """Return what the user is to be told when steps become sparse; empty for nothing."""
         return ""
 
     def check(self) -> None:

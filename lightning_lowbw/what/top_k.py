@@ -97,9 +97,8 @@ class TopK:
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
             in the paper, not for Adam.
         keep_momentum: whether momentum is left whole in steps that send much. Velocities are not cleared at densities
-            above (1 - momentum) / 2, where an element is sent again before its momentum has faded, and would lose most
-            of it. Adam's beta1 is not lowered above 1 - beta1. With 0.9: 5 % and 10 %. None: where "auto" has chosen
-            the density.
+            above (1 - momentum) / 2, 5 % with 0.9, where an element is sent again before its momentum has faded, and
+            would lose most of it. None: where "auto" has chosen the density.
 
     Raises:
         ConfigurationError: a value is out of range.

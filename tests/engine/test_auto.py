@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_lowbw.engine.auto import (
     DENSITIES,
     LEAST_SAVED,
     LEAST_TIMES_SENT,
+    LEAST_TIMES_SENT_ADAM,
     Measured,
     Run,
     plan,
@@ -22,6 +24,7 @@ from lightning_lowbw.engine.auto import (
 )
 from lightning_lowbw.where.link import Link
 
+ROOT = Path(__file__).resolve().parents[2]
 # A model of 25M parameters on two nodes at 1 Gb/s: seconds of a step alone, with all gradients, and of what is sent.
 SLOW = Measured(0.11, 0.93, {density: 0.002 + 0.35 * density for density in DENSITIES}, Link(1e-4, 125e6))
 FAST = Measured(0.11, 0.115, dict.fromkeys(DENSITIES, 0.002), Link(1e-5, 12.5e9))
@@ -146,6 +149,19 @@ def test_promises(num_steps: int, bandwidth: float, step_s: float) -> None:
         measured.sparse_s[d] <= (1 - LEAST_SAVED) * (dense_s - step_s) for d in DENSITIES if round(d, 6) in taken
     )
     assert when.rampup_begin_step <= max(run.num_done, round(DENSE_SHARE * run.num_left))
+
+
+@pytest.mark.parametrize(("times_sent", "left"), [(LEAST_TIMES_SENT, 118), (LEAST_TIMES_SENT_ADAM, 235)])
+def test_the_shortest_run_that_is_sparse_is_that_of_the_documents(times_sent: int, left: int) -> None:
+    free = replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.0))
+    for num_left in (left - 1, left):
+        run = Run(num_done=7, num_steps=7 + num_left, is_pretrained=True, times_sent=times_sent)
+        when, reason = plan(free, run, 1.0)
+        assert (when is None) == (num_left < left), reason
+        assert f"is to be sent {times_sent} times" in reason or when is not None
+    for document in ("README.md", "docs/methods/dgc.md"):
+        numbers = {"README.md": left + 7, "docs/methods/dgc.md": left}
+        assert str(numbers[document]) in (ROOT / document).read_text()
 
 
 @pytest.mark.parametrize(

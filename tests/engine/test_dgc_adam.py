@@ -202,7 +202,7 @@ def test_a_lowered_beta1_is_told() -> None:
     for optimizer in (AdamW(parameters.values()), AdamW(parameters.values(), betas=(0.7, 0.99)), SGD([torch.ones(1)])):
         worker = method_for().attach(optimizer, parameters.items())
         assert isinstance(worker, GradientWorker)
-        notes.append(worker.correction.note_of(keeps_momentum=False))
+        notes.append(worker.correction.note())
     assert "beta1=0.9 is lowered to 0.7" in notes[0]
     assert notes[1:] == ["", ""]
 

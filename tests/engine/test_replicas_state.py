@@ -196,3 +196,26 @@ def load_where_nothing_is_averaged() -> list[str]:
 def test_replicas_that_differ_are_not_resumed_where_they_would_never_be_averaged() -> None:
     for messages in run_ranks(load_where_nothing_is_averaged, 2):
         assert all("no average would ever make them equal" in message for message in messages)
+
+
+class FewBits(Tensor):
+    """A moment as libraries keep it in few bits: a subclass that knows only some of the functions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clone:
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def save_few_bits() -> tuple[bool, bool]:
+    worker, parameters = start(LocalSGD(k_steps=4, begin_step=0), "sgd")
+    moment = torch.arange(4.0).as_subclass(FewBits)
+    worker.optimizer.state[parameters["vector"]]["moment"] = moment
+    (kept,) = (s["moment"] for s in worker.state_dict()["optimizer"]["state"].values() if "moment" in s)
+    plain = kept.as_subclass(Tensor)
+    return type(kept) is FewBits and plain.tolist() == [0, 1, 2, 3], plain.data_ptr() == moment.data_ptr()
+
+
+def test_an_optimizer_state_that_cannot_be_cloned_is_saved() -> None:
+    assert run_ranks(save_few_bits, 2) == [(True, False)] * 2

@@ -115,10 +115,18 @@ class Halved(Plain):
                     self.halves[f"{name.replace('.', '/')} {number}"] = nn.Parameter(part.clone())
         del self.net, self.head
 
-    def gathered(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, list[nn.Parameter]]:
         names = [name for name, parameter in self._whole[0].named_parameters() if parameter.requires_grad]
-        keys = {name: [f"{name.replace('.', '/')} {number}" for number in range(2)] for name in names}
-        return {name: torch.cat([self.halves[key] for key in both]) for name, both in keys.items()}
+        return {name: [self.halves[f"{name.replace('.', '/')} {number}"] for number in range(2)] for name in names}
+
+    def gathered(self) -> dict[str, Tensor]:
+        return {name: torch.cat(both) for name, both in self.parts().items()}
+
+    def on_train_start(self) -> None:  # which are small is judged by the whole
+        for worker in self.trainer.strategy.workers:
+            worker.whole_numels = {
+                each: sum(p.numel() for p in both) for both in self.parts().values() for each in both
+            }
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = torch.func.functional_call(self._whole[0], self.gathered(), (x,))

@@ -117,15 +117,55 @@ def test_other_nodes_keep_the_mean_of_what_was_not_sent(name: str, whole_file: b
                 assert torch.equal(residuals[tensor], (one[tensor] + other[tensor]) / 2)
 
 
-def test_shards_of_another_size_are_refused_or_go_on_without(tmp_path: Path) -> None:
-    saved = run_ranks(save, 4, "dgc", str(tmp_path / "{}.ckpt"), 2, False)
+def of_node(kept: list[Any], name: str, ranks: list[int], like: Tensor) -> Tensor:
+    """Return what the ranks of a node keep of a tensor, put together; a shard without rows keeps nothing."""
+    parts = [kept[rank].get(name, torch.zeros(0)).reshape(-1) for rank in ranks]
+    whole = torch.cat(parts)
+    assert whole.numel() == like.numel()
+    return whole
+
+
+@pytest.mark.parametrize(("name", "whole_file"), [("dgc", False), ("sparse_loco", True), ("diloco", False)])
+def test_shards_of_another_size_take_their_rows_of_the_mean(name: str, whole_file: bool, tmp_path: Path) -> None:
+    """From 2 nodes of 2 to 4 of 1 and to 2 of 3, whose shards have other and no rows."""
+    saved = run_ranks(save, 4, name, str(tmp_path / "{}.ckpt"), 2, whole_file)
     path = str(tmp_path / f"{STEPS}.ckpt")
-    for refusal in run_ranks(go_on, 4, "dgc", path, 1):
-        assert "nodes of 2 data-parallel x 1 tensor-parallel ranks" in refusal
+    weights, kept = saved[0][0], [rank[1] for rank in saved]
+    assert (kept[0] == {}) == (name == "diloco")
+    for num_nodes, size in ((4, 1), (2, 3)):
+        results = run_ranks(go_on, num_nodes * size, name, path, size, fresh=True)
+        for result in results:
+            assert not isinstance(result, str), result
+            assert distance(result[0], weights) == 0.0
+        taken = [rank[1] for rank in results]
+        for tensor in {tensor: None for rank in kept for tensor in rank}:
+            like = weights[tensor]
+            mean = (of_node(kept, tensor, [0, 1], like) + of_node(kept, tensor, [2, 3], like)) / 2
+            for node in range(num_nodes):
+                ranks = list(range(node * size, (node + 1) * size))
+                assert torch.equal(of_node(taken, tensor, ranks, like), mean)
+
+
+def save_alone(path: str) -> None:
+    model = ByStep(OPTIMIZERS["sgd"])
+    train(
+        strategy_of("dgc", tensor_parallel_size=2),
+        model,
+        STEPS,
+        4,
+        dist.get_rank(),
+        callbacks=[Watcher(path, (STEPS,))],
+    )
+
+
+def test_shards_of_tensor_parallelism_are_refused_or_go_on_without(tmp_path: Path) -> None:
+    run_ranks(save_alone, 4, str(tmp_path / "{}.ckpt"))
+    path = str(tmp_path / f"{STEPS}.ckpt")
+    for refusal in run_ranks(go_on, 4, "dgc", path, 2):
+        assert "nodes of 1 data-parallel x 2 tensor-parallel ranks" in refusal
         assert "resume='weights and optimizer'" in refusal
     alone = functools.partial(go_on, resume="weights and optimizer")
-    for weights, residuals in run_ranks(alone, 4, "dgc", path, 1):
-        assert distance(weights, saved[0][0]) == 0.0
+    for _, residuals in run_ranks(alone, 4, "dgc", path, 2):
         assert residuals == {}
 
 

@@ -1,0 +1,97 @@
+"""State that lies in the host's memory between averages: nothing reads it there, and the numbers are the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw import LocalSGD
+from lightning_lowbw.engine.offload import HOST, Offload
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.what.top_k import Compression
+from lightning_lowbw.where.agreement import digest
+from tests.engine.problem import AWKWARD
+from tests.engine.replica_problem import attach, take_step
+from tests.ranks import run_ranks
+
+SHAPES = {"conv": AWKWARD["conv"], "matrix": AWKWARD["matrix"], "vector": (17,)}
+SPARSE = Compression(chunk=None, min_numel=100)
+METHODS: dict[str, dict[str, Any]] = {
+    "diloco": {"k_steps": 3, "outer": "nesterov"},
+    "sparse_loco": {"k_steps": 3, "compression": SPARSE},
+    "sparse_loco, hidden": {"k_steps": 4, "delay_steps": 2, "compression": SPARSE},
+    "int8": {"k_steps": 3, "value_dtype": "int8"},
+}
+STEPS = 14
+
+
+class Elsewhere(Offload):
+    """Takes everything out, and leaves NaN in its place, as no step must see."""
+
+    away: dict[int, Tensor]
+    num_fetched = 0
+
+    def _tensors(self) -> list[Tensor]:
+        averaging = self._averaging
+        exchanges = [each for each in (averaging.sparse, averaging.narrow) if each is not None]
+        residuals = [residual for each in exchanges for residual in each.residuals.values()]
+        return [*averaging.start.values(), *averaging.velocity.values(), *residuals]
+
+    def fetch(self, device: torch.device) -> None:
+        self.num_fetched += 1
+        for tensor in self._tensors():
+            if id(tensor) in self.away:
+                tensor.copy_(self.away.pop(id(tensor)))
+
+    def put_away(self) -> None:
+        if self.is_on and not self._num_users:
+            for tensor in self._tensors():
+                if id(tensor) not in self.away:
+                    self.away[id(tensor)] = tensor.clone()
+                    tensor.fill_(float("nan"))
+
+
+def train(name: str, elsewhere: bool) -> tuple[str, int, int]:
+    worker, parameters = attach(LocalSGD(**{"begin_step": 0, **METHODS[name]}), "adamw", SHAPES)
+    assert isinstance(worker, ReplicaWorker)
+    if elsewhere:
+        worker.averaging.offload = offload = Elsewhere(worker.averaging)
+        offload.is_on, offload.away = True, {}
+    for step in range(STEPS):
+        take_step(worker, parameters, step)
+    num_away = len(offload.away) if elsewhere else 0
+    worker.finish()
+    return digest(parameters.values()), num_away, offload.num_fetched if elsewhere else 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_reads_it_between_averages(name: str) -> None:
+    for (expected, _, _), (digests, num_away, num_fetched) in zip(
+        run_ranks(train, 2, name, False), run_ranks(train, 2, name, True), strict=True
+    ):
+        assert digests == expected
+        assert num_away > 0
+        assert STEPS / 5 < num_fetched < STEPS
+
+
+def move() -> list[bool]:
+    worker, parameters = attach(LocalSGD(**{"begin_step": 0, **METHODS["sparse_loco"]}), "sgd", SHAPES)
+    worker.averaging.offload.is_on = True
+    for step in range(STEPS):
+        take_step(worker, parameters, step)
+    averaging, moves = worker.averaging, list[torch.device]()
+    before = copy.deepcopy(list(averaging.start.values()))
+    averaging.offload.move = lambda device: moves.append(device)  # type: ignore[method-assign]
+    with averaging.offload.at_hand(torch.device("meta")), averaging.offload.at_hand(torch.device("meta")):
+        averaging.offload.put_away()  # in use
+    worker.finish()
+    same = all(map(torch.equal, before, averaging.start.values()))
+    return [same, moves == [torch.device("meta"), HOST]]
+
+
+def test_it_is_moved_once_to_the_device_and_back() -> None:
+    assert run_ranks(move, 2) == [[True, True]] * 2
