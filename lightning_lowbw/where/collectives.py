@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.where.groups import held, is_gloo
+from lightning_lowbw.where.groups import Held, is_gloo
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.side_queue import new_future
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
@@ -112,7 +112,7 @@ class Collectives:
         *,
         is_alone: bool = False,
     ) -> None:
-        self._group = held(group)
+        self._group = Held(group)
         self.ledger = TrafficLedger() if ledger is None else ledger
         self.level, self.is_alone = level, is_alone
 

@@ -7,35 +7,34 @@ its lock is ended by it, in a place where C++ calls `terminate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-Held = Callable[[], dist.ProcessGroup | None]  # returns a group
 
-_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], Held] = {}  # by the world, and what it is for
-
-
-def held(group: dist.ProcessGroup | None) -> Held:
-    """Return what returns a group, as long as torch has it, and does not keep it alive.
+class Held:
+    """Returns a group, as long as torch has it, and does not keep it alive.
 
     Raises:
         RuntimeError: when it is called; the group has been destroyed.
     """
-    if not isinstance(group, dist.ProcessGroup):  # the world, or a group without this rank
-        return lambda: group
-    reference = ref(group)
 
-    def get() -> dist.ProcessGroup:
-        found = reference()
-        if found is None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._is_weak = isinstance(group, dist.ProcessGroup)  # else the world, or a group without this rank
+        self._group: Any = ref(group) if self._is_weak else group
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        """Return the group."""
+        group: dist.ProcessGroup | None = self._group() if self._is_weak else self._group
+        if group is None and self._is_weak:
             raise RuntimeError("The process group has been destroyed: attach a new worker, or build a new Trainer.")
-        return found
+        return group
 
-    return get
+
+_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], Held] = {}  # by the world, and what it is for
 
 
 def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
@@ -54,7 +53,7 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
         del _groups[stale]  # a world that was made anew has groups of its own
     key = ref(world), (ranks, purpose, timeout)
     if key not in _groups:
-        _groups[key] = held(dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout))
+        _groups[key] = Held(dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout))
     return _groups[key]()
 
 

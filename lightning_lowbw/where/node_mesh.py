@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.groups import Held, group_of, held
+from lightning_lowbw.where.groups import Held, group_of
 from lightning_lowbw.where.topology import Topology
 
 NAMES = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelParallelStrategy
@@ -93,4 +93,4 @@ def make_node_mesh(
     coordinate = topology.local_rank_of(rank)
     nodes = [group_of(ranks, "shards of a node", timeout) for ranks in topology.nodes]
     between = [group_of(topology.peers(each), "equal shards", timeout) for each in range(topology.ranks_per_node)]
-    return NodeMesh(topology, own, coordinate, held(nodes[topology.node_of(rank)]), held(between[coordinate]))
+    return NodeMesh(topology, own, coordinate, Held(nodes[topology.node_of(rank)]), Held(between[coordinate]))
