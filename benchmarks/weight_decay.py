@@ -1,6 +1,9 @@
 """Does deep gradient compression diverge where plain training converges? Weight decay, clipping, four optimizers.
 
-    .venv/bin/python benchmarks/weight_decay.py            # an hour on two cores; goes on where it was stopped
+What waits in a residual is applied some times 1 / density steps later: after the rate of learning has fallen or risen,
+too. So the rate is varied as well.
+
+    .venv/bin/python benchmarks/weight_decay.py            # hours on two cores; goes on where it was stopped
     .venv/bin/python benchmarks/weight_decay.py --quick    # a minute; writes nothing
 
 Two ranks on gloo train a small net from scratch with every step's gradients whole ("ddp") and with dgc as it is
@@ -40,6 +43,13 @@ NUM_RANKS, NUM_STEPS, BATCH = 2, 5000, 32
 WIDTH = 256  # of the only tensor that is sent sparse: the layer in the middle
 DECAYS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1)
 CLIPS = (None, 0.05)  # the norm of a gradient is 0.1 to 10 here
+TINY_CLIP = 0.005
+RATES: dict[str, Callable[[float], float]] = {  # what the rate of learning is multiplied by, from the share of the run
+    "constant": lambda share: 1.0,
+    "a tenth from 60 % on": lambda share: 1.0 if share < 0.6 else 0.1,
+    "linear warm-up to 20 %": lambda share: min(1.0, share / 0.2),
+}
+RATES_DECAY = 1e-4  # where the rate varies
 METHODS: dict[str, Callable[[], Method]] = {"ddp": Method, "dgc": DGC}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9),
@@ -69,7 +79,9 @@ def digits() -> tuple[Tensor, Tensor, int, Loss]:
 TASKS = {"regression": regression, "digits": digits}
 
 
-def train(task: str, optimizer: str, decay: float, clip: float | None, method: Method, num_steps: int) -> float:
+def train(
+    task: str, optimizer: str, decay: float, clip: float | None, method: Method, num_steps: int, rate: str = "constant"
+) -> float:
     """Train on all ranks of the process group; return the loss at the end, inf where it is not finite."""
     torch.manual_seed(0)
     inputs, targets, num_outputs, loss_of = TASKS[task]()
@@ -78,9 +90,11 @@ def train(task: str, optimizer: str, decay: float, clip: float | None, method: M
     model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
     ours = OPTIMIZERS[optimizer](model.parameters(), weight_decay=decay)
     worker = method.attach(ours, model.named_parameters())
+    full_rate = ours.param_groups[0]["lr"]
     generator = torch.Generator().manual_seed(1)
     losses: list[float] = []
-    for _ in range(num_steps):
+    for step in range(num_steps):
+        ours.param_groups[0]["lr"] = full_rate * RATES[rate](step / num_steps)
         drawn = torch.randint(len(inputs), (dist.get_world_size(), BATCH), generator=generator)[dist.get_rank()]
         ours.zero_grad()
         loss = loss_of(model(inputs[drawn]), targets[drawn])
@@ -107,7 +121,7 @@ def work(rank: int, store: str, rows: list[dict[str, Any]], num_steps: int, path
         if any({**row, **cell} == row for row in rows):
             continue
         method = METHODS[cell["method"]]()
-        loss = train(cell["task"], cell["optimizer"], cell["decay"], cell["clip"], method, num_steps)
+        loss = train(cell["task"], cell["optimizer"], cell["decay"], cell["clip"], method, num_steps, cell["rate"])
         rows.append({**cell, "loss": loss})
         if rank == 0:
             print(rows[-1], flush=True)
@@ -119,18 +133,19 @@ def work(rank: int, store: str, rows: list[dict[str, Any]], num_steps: int, path
 
 def cells() -> list[dict[str, Any]]:
     """Return all runs."""
+    choices = [("constant", clip, decay) for decay in reversed(DECAYS) for clip in CLIPS]
+    choices += [(rate, clip, RATES_DECAY) for rate in RATES for clip in (*CLIPS, TINY_CLIP)]
     return [
-        {"task": task, "optimizer": optimizer, "clip": clip, "decay": decay, "method": method}
-        for decay in reversed(DECAYS)
+        {"task": task, "optimizer": optimizer, "rate": rate, "clip": clip, "decay": decay, "method": method}
+        for rate, clip, decay in dict.fromkeys(choices)
         for task in TASKS
         for optimizer in OPTIMIZERS
-        for clip in CLIPS
         for method in METHODS
     ]
 
 
 def to_markdown(rows: list[dict[str, Any]]) -> str:
-    """Return a table: of each optimizer and decay the losses of ddp and dgc, and their ratio."""
+    """Return a table: of each optimizer and decay the losses of ddp and dgc, and their ratio; then of the rates."""
     lines = [
         "| task | optimizer | clip | " + " | ".join(f"c = {decay:g}" for decay in DECAYS) + " |",
         "| --- | --- | --- |" + " --- |" * len(DECAYS),
@@ -138,18 +153,31 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
     for task in TASKS:
         for optimizer in OPTIMIZERS:
             for clip in CLIPS:
-                texts = []
-                for decay in DECAYS:
-                    same = {"task": task, "optimizer": optimizer, "clip": clip, "decay": decay}
-                    found = {row["method"]: row["loss"] for row in rows if {**row, **same} == row}
-                    whole = len(found) == len(METHODS)
-                    texts.append(
-                        f"{found['ddp']:.4f} {found['dgc']:.4f} ({found['dgc'] / found['ddp'] - 1:+.0%})"
-                        if whole
-                        else ""
-                    )
+                same = {"task": task, "optimizer": optimizer, "rate": "constant", "clip": clip}
+                texts = [losses(rows, {**same, "decay": decay}) for decay in DECAYS]
+                lines.append(f"| {task} | {optimizer} | {clip or '-'} | " + " | ".join(texts) + " |")
+    lines += [
+        "",
+        f"The rate of learning varies, c = {RATES_DECAY:g}:",
+        "",
+        "| task | optimizer | clip | " + " | ".join(RATES) + " |",
+        "| --- | --- | --- |" + " --- |" * len(RATES),
+    ]
+    for task in TASKS:
+        for optimizer in OPTIMIZERS:
+            for clip in (*CLIPS, TINY_CLIP):
+                same = {"task": task, "optimizer": optimizer, "decay": RATES_DECAY, "clip": clip}
+                texts = [losses(rows, {**same, "rate": rate}) for rate in RATES]
                 lines.append(f"| {task} | {optimizer} | {clip or '-'} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+def losses(rows: list[dict[str, Any]], cell: dict[str, Any]) -> str:
+    """Return the losses of ddp and dgc, and how much more the second is; empty where one is missing."""
+    found = {row["method"]: row["loss"] for row in rows if {**row, **cell} == row}
+    if len(found) < len(METHODS):
+        return ""
+    return f"{found['ddp']:.4f} {found['dgc']:.4f} ({found['dgc'] / found['ddp'] - 1:+.0%})"
 
 
 def main() -> None:

@@ -19,14 +19,15 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, first_fault, make_mark
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, make_mark
+from lightning_lowbw.engine.faults import check_faults, fault_of
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.offload import Offload
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
-from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.ops.reference import are_not_finite, as_real, flat
+from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
@@ -80,6 +81,11 @@ class Averaging:
     def needs_start(self) -> bool:
         """Whether the last consensus is kept."""
         return self._worker.when.outer != "none" or self._worker.method.sends_changes
+
+    @property
+    def damaged(self) -> Tensor | None:
+        """Whether a message of an earlier average was damaged; see `SparseExchange`."""
+        return None if self.sparse is None else self.sparse.damaged
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; it is averaged whole otherwise."""
@@ -183,7 +189,7 @@ class Averaging:
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
         device = worker.device
-        fault = fault_of(parameters, device)
+        fault = fault_of(parameters, device, self.damaged)
         # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
@@ -372,30 +378,6 @@ class Averaging:
         """Move what is kept between averages."""
         self.offload.move(device)
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
-
-
-def fault_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return 1 + the number of the first parameter that is not finite, else 0; a scalar."""
-    faults = are_not_finite([parameter.detach() for parameter in parameters])
-    return first_fault(faults) if faults else torch.zeros((), dtype=torch.float32, device=device)
-
-
-def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[Parameter], step: int) -> None:
-    """Raise NonFiniteGradientError where a rank has told a fault, as `fault_of` numbers it.
-
-    Args:
-        control: what all ranks have told.
-        worker: which knows the names.
-        parameters: those that were looked at.
-        step: optimizer steps completed then.
-    """
-    if control.first_fault is not None:
-        rank, fault = control.first_fault
-        name = worker.name_of(parameters[fault - 1])
-        raise NonFiniteGradientError(
-            f"The local steps of rank {rank} up to step {step} left parameter {name!r} infinite or NaN. "
-            "Nothing was averaged. Lower the learning rate, or clip gradients."
-        )
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:

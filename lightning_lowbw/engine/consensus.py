@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.averaging import check_faults, fault_of
 from lightning_lowbw.engine.control import Control, control_message
+from lightning_lowbw.engine.faults import check_faults, fault_of
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.mean import MeanWork
 
@@ -71,7 +71,7 @@ class Consensus:
         worker, peers = self._worker, self._worker.peers
         buffers = worker.averaging.buffers
         parameters = self.unequal()
-        fault = fault_of(parameters, worker.device)
+        fault = fault_of(parameters, worker.device, worker.averaging.damaged)
         is_faulty = (fault > 0).float().reshape(1)  # one number: which rank's and what is asked only where there is one
         means, num_faulty = MeanWork([*parameters, *buffers.changes()], is_faulty, 1.0 / peers.num_ranks, peers).wait()
         if float(num_faulty):

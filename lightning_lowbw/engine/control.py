@@ -9,6 +9,7 @@ are not among the sums: they cost no byte.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from lightning_lowbw.ops.table import constant, upload
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
-STOP, SAVE = 1, 2  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
+STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
+EXACT = 1 << 24  # integers below are exact in float32
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,18 @@ class Control:
 
     @classmethod
     def read(cls, numbers: Tensor, num_ranks: int) -> Control:
-        """Read the sum of the ranks' messages; the one wait for the device."""
+        """Read the sum of the ranks' messages; the one wait for the device.
+
+        Raises:
+            ValueError: they hold what no rank has written; on all ranks that have received the same.
+        """
         values = numbers.tolist()
-        sums, others = values[: -2 * num_ranks], [round(value) for value in values[-2 * num_ranks :]]
+        sums, others = values[: -2 * num_ranks], values[-2 * num_ranks :]
+        if not (all(map(_is_whole, others)) and all(0 <= mark < MODULUS**2 * ALL for mark in others[num_ranks:])):
+            raise ValueError(f"A damaged control message: {others} are no faults and marks of {num_ranks} ranks.")
+        if any(math.isnan(number) for number in sums):
+            raise ValueError(f"A damaged control message, or a NaN in what the ranks have counted: {sums}.")
+        others = [round(value) for value in others]
         requests, marks = zip(*(divmod(number, MODULUS**2) for number in others[num_ranks:]), strict=True)
         return cls(sums, others[:num_ranks], list(marks), functools.reduce(operator.or_, requests))
 
@@ -75,6 +86,10 @@ def control_message(
     for place, number in places.items():
         message[place] = number
     return message
+
+
+def _is_whole(value: float) -> bool:
+    return abs(value) < EXACT and value == round(value)
 
 
 def requests_of(num_stop: float, num_save: float) -> int:

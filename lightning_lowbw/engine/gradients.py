@@ -43,6 +43,7 @@ from lightning_lowbw.engine.slots import (
     list_slots,
     numels_by_kind,
     numels_of,
+    of_gradients,
     sparse_of,
     take_means,
 )
@@ -237,7 +238,8 @@ class GradientWorker(Worker):
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
         if not self._unlooked or any(slot.has_sparse_layout for slot in self._slots):
             unlooked = {slot.parameter for slot in self._unlooked}
-            self.fault = first_fault_of(self._slots, known, unlooked, self.late_faults)
+            damaged = None if self.large is None else self.large.damaged
+            self.fault = first_fault_of(self._slots, known, unlooked, self.late_faults, damaged)
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -290,7 +292,7 @@ class GradientWorker(Worker):
         if self.large is not None and self._unlooked:
             self.large.compress(self._unlooked, self.density)
             if self.fault is None:
-                self.fault = first_fault_of(self._slots, self.large.faults, late=self.late_faults)
+                self.fault = first_fault_of(self._slots, self.large.faults, (), self.late_faults, self.large.damaged)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_senders == 1:
@@ -372,7 +374,7 @@ class GradientWorker(Worker):
             )
         if control.first_fault is not None:
             rank, number = control.first_fault
-            if skip_nonfinite and len(self._slots) < number <= 2 * len(self._slots):
+            if skip_nonfinite and number in of_gradients(self._slots):
                 return False
             raise fault_error(
                 number,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.engine.control import control_message, first_fault
+from lightning_lowbw.engine.faults import damage_error, unknown_fault
 from lightning_lowbw.engine.kept import kept_error, late_error
 from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
@@ -153,7 +154,7 @@ def control_of(worker: GradientWorker, slots: Sequence[Slot], fault: Tensor, mar
     """
     peers, narrow = worker.peers, worker.narrow
     if narrow is not None and narrow.left is not None:
-        fault = torch.where(narrow.left.isfinite(), fault, 2 * len(slots) + 1)
+        fault = torch.where(narrow.left.isfinite(), fault, 2 * len(slots) + 2)
     used = [float(slot.parameter.grad is not None) for slot in slots]
     return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, worker.requests)
 
@@ -214,17 +215,20 @@ def first_fault_of(
     known: dict[Parameter, Tensor],
     later: Collection[Parameter] = (),
     late: Mapping[Parameter, Tensor] | None = None,
+    damaged: Tensor | None = None,
 ) -> Tensor:
     """Return 1 + the number of the first fault, else 0; a scalar.
 
-    Of so many slots the faults of the step before are numbered first, then the gradients that are not finite. Negative
-    for a gradient that is not dense: that is known on the host, and only on the rank that has it.
+    Of so many slots the faults of the step before are numbered first, then a damaged message of an earlier step, then
+    the gradients that are not finite. Negative for a gradient that is not dense: that is known on the host, and only on
+    the rank that has it.
 
     Args:
         slots: at least one.
         known: whether gradients are not finite, of those that have been looked at; the others are added.
         later: parameters whose gradients are looked at later.
         late: `GradientWorker.late_faults`, of which what is not finite now may be a consequence.
+        damaged: `SparseExchange.damaged`, of which the same is true.
     """
     unlooked: dict[Parameter, Tensor] = {}
     for number, slot in enumerate(slots):
@@ -235,12 +239,18 @@ def first_fault_of(
             unlooked[parameter] = gradient
     known.update(zip(unlooked, are_not_finite(list(unlooked.values())), strict=True))
     nothing = constant((False,), torch.bool, slots[0].parameter.device).squeeze()
-    return first_fault([faults.get(slot.parameter, nothing) for faults in (late or {}, known) for slot in slots])
+    before, now = ([faults.get(slot.parameter, nothing) for slot in slots] for faults in (late or {}, known))
+    return first_fault([*before, nothing if damaged is None else damaged, *now])
+
+
+def of_gradients(slots: Sequence[Slot]) -> range:
+    """Return the numbers that `first_fault_of` gives to the gradients that are not finite."""
+    return range(len(slots) + 2, 2 * len(slots) + 2)
 
 
 def fault_error(
     fault: int, slots: Sequence[Slot], rank: int, peers: Peers, *, step: int, is_of_node: bool, is_sent: bool
-) -> ConfigurationError | NonFiniteGradientError:
+) -> ValueError | NonFiniteGradientError:
     """Return what all ranks raise for a fault, as `first_fault_of` numbers it, of a rank.
 
     Args:
@@ -253,11 +263,16 @@ def fault_error(
         is_sent: whether other gradients have been sent during backward.
     """
     where = f"on rank {rank}"
-    if fault > 2 * len(slots):
+    late, skippable, of_narrow = len(slots), of_gradients(slots), 2 * len(slots) + 2
+    if fault == of_narrow:
         return kept_error(f"what was kept of earlier gradients {where}", step)
-    slot = slots[(abs(fault) - 1) % len(slots)]
+    if fault == late + 1:
+        return damage_error(rank, step)
+    if not -late <= fault < of_narrow:
+        return unknown_fault(fault, rank)
+    slot = slots[fault - skippable.start if fault in skippable else abs(fault) - 1]
     name = slot.name
-    if 0 < fault <= len(slots):
+    if 0 < fault <= late:
         return late_error(name, rank, step)
     if fault < 0:
         return ConfigurationError(

@@ -50,6 +50,8 @@ class SparseExchange:
     Attributes:
         residuals: e of this rank's part of each tensor, by name; float32, float64 of tensors in float64; flat.
         link: by which a way to sum the elements is chosen, once it has been measured.
+        damaged: whether a message had positions that cannot be: bool, a scalar on the device; None before the first.
+            A CPU raises instead. The next control message tells it, for the one of this step has gone.
     """
 
     payload: TopK
@@ -57,6 +59,7 @@ class SparseExchange:
     residuals: Residuals = field(default_factory=Residuals, init=False)
     _selections: dict[str, Selection] = field(default_factory=dict, init=False)
     link: Link | None = field(default=None, init=False)
+    damaged: Tensor | None = field(default=None, init=False)
     _last_kind: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -255,6 +258,7 @@ class SparseExchange:
     def to(self, device: torch.device) -> None:
         """Move the residuals."""
         self.residuals.to(device)
+        self.damaged = None if self.damaged is None else self.damaged.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is neither a residual nor the user's choice."""
@@ -266,6 +270,7 @@ class SparseExchange:
         self.selection.thresholds = state["thresholds"]
         self.link = None if state["link"] is None else Link(*state["link"])
         self._reducer.load_state_dict(state["reducer"])
+        self.damaged = None
 
 
 def asked_for(payload: TopK, peers: Peers) -> str:

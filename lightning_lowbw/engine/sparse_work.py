@@ -143,6 +143,8 @@ class SparseWork:
             yield Decoded(positions, values, _place(dict.fromkeys(self.means, slice(None)), counts, 0))
             return
         peers, gathered, payload = self.exchange.peers, self.wait(), self.exchange.payload
+        if self.exchange.damaged is None:
+            self.exchange.damaged = torch.zeros((), dtype=torch.bool, device=gathered.device)
         parts = [
             {name: part for name, numel in self.numels.items() if (part := peers.part(numel, each)).stop > part.start}
             for each in range(len(self.sizes))
@@ -152,7 +154,7 @@ class SparseWork:
             if numels:
                 mine = list(ranks)
                 messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
-                positions, values = payload.decode(messages, numels, self.density)
+                positions, values = payload.decode(messages, numels, self.density, self.exchange.damaged)
                 counts = [payload.num_sent(numel, self.density) for numel in numels]
                 places = [place for row, each in enumerate(mine) for place in _place(parts[each], counts, row)]
                 yield Decoded(positions, values, places)

@@ -29,22 +29,19 @@ def pack_(positions: Tensor, fields: Tensor, words: Tensor) -> None:
     _kernels()[0](positions.numpy(), fields.numpy(), words.numpy().view(np.uint32))
 
 
-def unpack(words: Tensor, fields: Tensor, numels: Tensor, num_unary: int, count: int) -> tuple[Tensor, int, int]:
+def unpack(words: Tensor, fields: Tensor, num_unary: int, count: int) -> tuple[Tensor, int, int]:
     """Return so many positions, int64, how many there are and how many lie outside their tensors.
 
     Not to be used where there is another number of them, or one lies outside.
 
     Args:
-        words: int32, contiguous.
+        words: int32, contiguous; all that `pack_` has written.
         fields: as `pack_` had them.
-        numels: int64, the elements of each tensor.
         num_unary: bits of the unary part.
         count: positions that are expected.
     """
     positions = torch.empty(count + WORD, dtype=torch.int64)
-    found, outside = _kernels()[1](
-        words.numpy().view(np.uint32), fields.numpy(), numels.numpy(), num_unary, count, positions.numpy()
-    )
+    found, outside = _kernels()[1](words.numpy().view(np.uint32), fields.numpy(), num_unary, count, positions.numpy())
     return positions[:count], found, outside
 
 
@@ -53,7 +50,7 @@ def _kernels() -> tuple[Callable[..., None], Callable[..., Any]]:
     register(_field)
     return (
         compile_kernel(_pack, "void(int64[::1], int64[:, ::1], uint32[::1])"),
-        compile_kernel(_unpack, "UniTuple(int64, 2)(uint32[::1], int64[:, ::1], int64[::1], int64, int64, int64[::1])"),
+        compile_kernel(_unpack, "UniTuple(int64, 2)(uint32[::1], int64[:, ::1], int64, int64, int64[::1])"),
     )
 
 
@@ -79,7 +76,7 @@ def _pack(positions, fields, words):  # type: ignore[no-untyped-def]
             words[(bit >> 5) + 1] |= np.uint32(both >> np.uint64(WORD))
 
 
-def _unpack(words, fields, numels, num_unary, expected, positions):  # type: ignore[no-untyped-def]
+def _unpack(words, fields, num_unary, expected, positions):  # type: ignore[no-untyped-def]
     count = outside = 0
     for start in range(0, num_unary, WORD):
         word = words[start >> 5]
@@ -103,5 +100,5 @@ def _unpack(words, fields, numels, num_unary, expected, positions):  # type: ign
             own = np.int64(both >> np.uint64(bit & 31)) & mask
             position = ((positions[first + i] - unary - i) << width) | own
             positions[first + i] = position
-            outside += position < 0 or position >= numels[tensor]
+            outside += position < 0 or position >= fields[tensor, 6]
     return np.int64(count), np.int64(outside)

@@ -133,12 +133,11 @@ def _run_positions(positions: Tensor, numel: int) -> None:
     """Raise if positions do not come out of a message."""
     width = 2
     unary = positions.numel() + ((numel - 1) >> width)
-    field = Field(positions.numel(), 0, width, 0, unary, unary)
+    field = Field(positions.numel(), 0, width, 0, unary, unary, numel)
     fields = upload([field], torch.int64, positions.device).view(1, -1)
     words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
     compiled_positions.pack_(positions, fields, words)
-    numels = torch.tensor([numel])
-    _compare([compiled_positions.unpack(words, fields, numels, unary, positions.numel())[0]], [positions])
+    _compare([compiled_positions.unpack(words, fields, unary, positions.numel())[0]], [positions])
 
 
 def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:
@@ -185,15 +184,23 @@ def _run_wire(segments: Sequence[Segment], positions: Tensor, values: Tensor) ->
     device, width = positions.device, 10
     first, second = (each.k + ((each.residual.numel() - 1) >> width) for each in segments)  # bits, `what.positions`
     k, start = segments[0].k, first + second
-    fields = upload(
-        [Field(k, 0, width, 0, first, start), Field(k, k, width, first, start, start + k * width)], torch.int64, device
-    )
+    numels = [each.residual.numel() for each in segments]
+    rows = [
+        Field(k, 0, width, 0, first, start, numels[0]),
+        Field(k, k, width, first, start, start + k * width, numels[1]),
+    ]
+    fields = upload(rows, torch.int64, device)
     residuals = [each.residual for each in segments]
     twins = [residual.clone() for residual in residuals]
     message = torch.zeros(4, dtype=torch.int32, device=device)  # two words of positions, one of values
     sent = message[2:].view(torch.bfloat16)[: positions.numel()]
     gpu.pack(positions, values, fields.view(2, -1), k, message, sent, residuals)
-    read_positions, read = gpu.unpack(message.unsqueeze(0), fields.view(2, -1), positions.numel(), torch.bfloat16, 4)
+    damaged = torch.zeros((), dtype=torch.bool, device=device)
+    read_positions, read = gpu.unpack(
+        message.unsqueeze(0), fields.view(2, -1), positions.numel(), torch.bfloat16, 4, damaged
+    )
+    if damaged:
+        raise ArithmeticError("they read positions that are outside their tensors")
     for twin, at, error in zip(twins, positions.split(k), (values - values.bfloat16()).split(k), strict=True):
         twin.index_add_(0, at, error)
     _compare([read_positions[0], read[0], *residuals], [positions, values.bfloat16().float(), *twins])

@@ -207,9 +207,19 @@ def pack(
 
 
 def unpack(
-    messages: Tensor, fields: Tensor, num_elements: int, value_dtype: torch.dtype | None, first_value: int
+    messages: Tensor,
+    fields: Tensor,
+    num_elements: int,
+    value_dtype: torch.dtype | None,
+    first_value: int,
+    damaged: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Read positions, and values of a float format, of several messages: one launch. Twin of `what.positions.unpack`.
+
+    Where its twin raises, all positions are inside of their tensors all the same, for what comes next writes there.
+
+    In place:
+        `damaged`: becomes True where a message holds another number of positions, or one outside its tensor.
 
     Args:
         messages: int32, shape (messages, words), whose rows are contiguous.
@@ -217,6 +227,7 @@ def unpack(
         num_elements: in each message.
         value_dtype: of the values; None: they are not read.
         first_value: where they begin in a message, in elements of that dtype.
+        damaged: bool, a scalar on the device.
 
     Returns:
         int64 and float32, both of shape (messages, num_elements).
@@ -230,9 +241,9 @@ def unpack(
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
     with torch.cuda.device_of(messages):
         unpack_kernel[(len(fields), len(messages))](
-            fields, messages, positions, values, messages.stride(0), num_elements, first_value,
-            V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")), HAS_VALUES=value_dtype is not None,
-            BLOCK=WORDS_BLOCK,
+            fields, messages, positions, values, damaged.view(torch.uint8), messages.stride(0), num_elements,
+            first_value, V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")),
+            HAS_VALUES=value_dtype is not None, BLOCK=WORDS_BLOCK,
         )  # fmt: skip
     return positions, values
 

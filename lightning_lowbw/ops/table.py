@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Where a tensor's positions lie in a message, see `what.positions`; in bits, but for the first two."""
+    """Where a tensor's positions lie in a message, see `what.positions`; in bits but for the first two and the last."""
 
     num_sent: int  # elements
     first: int  # of all elements of the message
@@ -73,6 +73,7 @@ class Field(NamedTuple):
     unary: int
     unary_end: int
     low: int
+    numel: int  # elements of the tensor: positions are below
 
 
 class Arrived(NamedTuple):

@@ -16,6 +16,7 @@ FIELD_WIDTH = tl.constexpr(Field._fields.index("width"))
 FIELD_UNARY = tl.constexpr(Field._fields.index("unary"))
 FIELD_UNARY_END = tl.constexpr(Field._fields.index("unary_end"))
 FIELD_LOW = tl.constexpr(Field._fields.index("low"))
+FIELD_NUMEL = tl.constexpr(Field._fields.index("numel"))
 
 ARRIVED_COLUMNS = tl.constexpr(len(Arrived._fields))
 ARRIVED_OUT = tl.constexpr(Arrived._fields.index("out"))
@@ -72,13 +73,14 @@ def pack_kernel(
 
 @triton.jit
 def unpack_kernel(
-    fields, messages, positions, values, message_words, num_elements, first_value,
+    fields, messages, positions, values, damaged, message_words, num_elements, first_value,
     V: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read the positions of a tensor in a message, as `what.positions.unpack` does; with HAS_VALUES the values too.
 
     Grid: (tensors, messages). A message has `message_words` words, and `num_elements` elements, of which the values
-    begin at the `first_value`-th V of it.
+    begin at the `first_value`-th V of it. A position outside of its tensor becomes the nearest one inside, one that is
+    missing 0, for what comes next writes there; `damaged`, one byte, becomes 1 then.
     """
     row = fields + tl.program_id(0) * FIELD_COLUMNS
     number = tl.program_id(1).to(tl.int64)
@@ -91,6 +93,8 @@ def unpack_kernel(
     positions += number * num_elements + first
     bits = tl.arange(0, 32)
     found = tl.full([], 0, tl.int32)
+    num_outside = tl.full([], 0, tl.int32)
+    last = tl.load(row + FIELD_NUMEL) - 1
     first_low = tl.load(row + FIELD_LOW)
     for start in range(unary >> 5, (unary_end + 31) >> 5, BLOCK):
         lanes = start + tl.arange(0, BLOCK)
@@ -107,8 +111,15 @@ def unpack_kernel(
         upper = tl.load(words + (low >> 5) + 1, mask=has_upper, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         low_bits = (((upper << 32) | lower) >> (low & 31)) & ((tl.full([1, 1], 1, tl.int64) << width) - 1)
         high = places - unary - element
-        tl.store(positions + element, (high << width) | low_bits, mask=is_read)
+        position = (high.to(tl.int64) << width) | low_bits
+        # Each unary bit is the tensor's own, so none is below 0: the last low bits alone can lead behind its end.
+        num_outside += tl.sum(tl.sum((is_read & (position > last)).to(tl.int32), 1), 0)
+        tl.store(positions + element, tl.minimum(position, last), mask=is_read)
         found += tl.sum(per_word, 0)
+    for start in range(found.to(tl.int64), count, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        tl.store(positions + lanes, tl.zeros([BLOCK], tl.int64), mask=lanes < count)
+    tl.store(damaged, 1, mask=(num_outside > 0) | (found != count))
     if HAS_VALUES:
         source = words.to(tl.pointer_type(V)) + first_value
         for start in range(0, count, BLOCK):

@@ -7,6 +7,7 @@ import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
@@ -49,6 +50,7 @@ class Checkpoints:
         self._strategy, self._needs_shards = strategy, needs == "exact"
         self._run_id = ""
         self._num_saves = 0
+        self._last_queued: Future[None] | None = None  # done when the last save is written
         self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
         self._saved_as: dict[str, _PATH] = {}  # rank 0's path, by this rank's own
         self._rng_state: Mapping[str, Any] | None = None  # to be set before the first batch
@@ -76,7 +78,7 @@ class Checkpoints:
         A rank that dies or fails on the way leaves the checkpoint before as it was.
 
         Collective: all ranks. While an exception unwinds nothing is: each rank that comes here writes its own, and
-        nothing is deleted.
+        nothing is deleted. Nor is it without the optimizers' states: rank 0 writes the weights alone, as under DDP.
 
         Args:
             checkpoint: Lightning's.
@@ -87,22 +89,25 @@ class Checkpoints:
             ConfigurationError: on all ranks; a rank could not write its file.
         """
         strategy = self._strategy
+        has_shards = bool(strategy.workers) and "optimizer_states" in checkpoint
+        if not has_shards:
+            write(checkpoint, filepath)
+            return
+        self._wait_for_the_save_before()
         filepath = self._path_of_rank_zero(filepath)
-        has_shards = bool(strategy.workers) and "optimizer_states" in checkpoint  # else of the weights only
         together = contextlib.nullcontext if strategy.is_interrupted else failing_together
-        if has_shards:
-            if strategy.is_interrupted:
-                for worker in strategy.workers:
-                    worker.recall()
-            self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
-            folder = shards.folder_of(filepath)
-            checkpoint = {**checkpoint, shards.METADATA_KEY: self._metadata(checkpoint, folder)}
-            metadata = checkpoint[shards.METADATA_KEY]
-            path = shards.shard_path(folder, strategy.global_rank, metadata)
-            with together():
-                strategy.checkpoint_io.save_checkpoint(self._shard(metadata), path)
+        if strategy.is_interrupted:
+            for worker in strategy.workers:
+                worker.recall()
+        self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
+        folder = shards.folder_of(filepath)
+        checkpoint = {**checkpoint, shards.METADATA_KEY: self._metadata(checkpoint, folder)}
+        metadata = checkpoint[shards.METADATA_KEY]
+        path = shards.shard_path(folder, strategy.global_rank, metadata)
         with together():
-            stays_whole = has_shards and strategy.is_global_zero and type(strategy.checkpoint_io) is TorchCheckpointIO
+            strategy.checkpoint_io.save_checkpoint(self._shard(metadata), path)
+        with together():
+            stays_whole = strategy.is_global_zero and type(strategy.checkpoint_io) is TorchCheckpointIO
             if stays_whole and os.path.isfile(filepath):
                 # Lightning's file comes from the folder for temporary files. From another disk it would be copied, into
                 # the checkpoint that is there.
@@ -110,8 +115,16 @@ class Checkpoints:
                 os.replace(f"{folder}/{PART}", filepath)
             else:
                 write(checkpoint, filepath)
-        if has_shards and not strategy.is_interrupted:
+        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO) and strategy.checkpoint_io._executor is not None:
+            self._last_queued = strategy.checkpoint_io._executor.submit(lambda: None)  # its one thread keeps the order
+        if not strategy.is_interrupted:
             self._sweep(folder, path)
+
+    def _wait_for_the_save_before(self) -> None:
+        """Wait until what AsyncCheckpointIO has queued is written: of two saves the shards stay, not of three."""
+        if self._last_queued is not None:
+            self._last_queued.result()
+            self._last_queued = None
 
     def _metadata(self, checkpoint: Mapping[str, Any], folder: str) -> dict[str, Any]:
         strategy = self._strategy
@@ -159,6 +172,9 @@ class Checkpoints:
         before, self._latest[folder] = self._latest.get(folder), path
         rank, num_ranks, is_first = strategy.global_rank, strategy.world_size, strategy.local_rank == 0
         try:
+            if strategy.is_global_zero:  # of a process that was killed while it overwrote a checkpoint
+                with contextlib.suppress(OSError):
+                    os.remove(f"{folder}/{PART}")
             if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
                 if before is None:
                     return

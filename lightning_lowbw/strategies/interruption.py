@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.signals import Signals
+
 T = TypeVar("T")
+
+RUN_STAGE = "run-stage"  # Lightning's barrier after its handlers of signals are there, and before it loads any data
 
 
 class Interruptible(ParallelStrategy):
@@ -16,7 +22,12 @@ class Interruptible(ParallelStrategy):
     Lightning does ask: `trainer.save_checkpoint` ends with a barrier, and `ModelCheckpoint` lets the ranks agree on
     names. A callback that saves on an exception would wait there for ranks that never come, or meet them in the middle
     of an exchange, which aborts the process.
+
+    Attributes:
+        signals: deferred from before the sanity check on.
     """
+
+    signals: Signals
 
     @property
     def is_interrupted(self) -> bool:
@@ -25,9 +36,12 @@ class Interruptible(ParallelStrategy):
         return module is not None and module._trainer is not None and module._trainer.interrupted
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        module = self.lightning_module
+        if name == RUN_STAGE and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self.signals.defer(module.trainer)
         if not self.is_interrupted:
-            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+            super().barrier(name, *args, **kwargs)  # type: ignore[safe-super]
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -319,12 +319,6 @@ class ShardedStrategy(InterruptibleModelParallel):
     # Validation and checkpoints ---------------------------------------------------------------------------------
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self.trainer.state.fn == TrainerFn.FITTING:  # the sanity check comes before the training
-            self.signals.defer(self.trainer)
-
-    @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self.regime.end_validation()

@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_lowbw.engine.averaging import fault_of
+from lightning_lowbw.engine.faults import fault_of
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.kept import error_of, forget, kept_fault
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import NonFiniteGradientError
@@ -111,6 +112,28 @@ class ShardedMoments:
             )
         worker.stop_requested, worker.save_requested = bool(stop), bool(save)
 
+    def check_kept(self) -> None:
+        """Tell all ranks now what the last step has found after its control message; see `engine.kept`.
+
+        Collective: all ranks, blocking; one number for each optimizer.
+
+        Raises:
+            NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
+        """
+        if self._strategy.is_interrupted:
+            return
+        for worker in self._strategy.workers:
+            if not isinstance(worker, GradientWorker) or worker.peers.num_ranks == 1:
+                continue
+            fault = kept_fault(worker)
+            most = fault.float().reshape(1)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            if float(most):
+                told: list[Any] = [0] * dist.get_world_size()
+                dist.all_gather_object(told, int(fault))
+                raise next(error_of(worker, number, rank) for rank, number in enumerate(told) if number)
+            forget(worker)
+
     # The consensus view -----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -141,6 +164,7 @@ class ShardedMoments:
         module = self._strategy.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.check_kept()
             self.show()
         return self.view.copied(take())
 
@@ -174,8 +198,9 @@ class ShardedMoments:
     def end_training(self) -> None:
         """Average weights that differ between nodes after the last average: a callback may have put in its own.
 
-        Collective: the peers, blocking; two numbers, and the shards where they differ.
+        Collective: all ranks, blocking, as `check_kept`; the peers; two numbers, and the shards where they differ.
         """
+        self.check_kept()
         for worker in self._replicas:
             shards = [each.detach() for each in worker.parameters() if each.numel()]
             if worker.peers.num_ranks == 1 or not shards:

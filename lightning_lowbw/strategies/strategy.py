@@ -344,8 +344,6 @@ class Strategy(InterruptibleDDP):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self.trainer.state.fn == TrainerFn.FITTING:  # the sanity check comes before the training
-            self.signals.defer(self.trainer)
         self.regime.begin_validation()
 
     @override

@@ -80,15 +80,19 @@ class SparseCodec:
                 residual.index_add_(0, at, error.to(residual.dtype))
         return torch.cat([words.view(torch.uint8), data, data.new_zeros(padding_bytes)])
 
-    def decode(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, messages: Tensor, counts: Sequence[int], numels: Sequence[int], damaged: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Unpack messages: positions int64 and values float32, both of shape (messages, sum(counts)).
 
         Args:
             messages: uint8, shape (messages, nbytes), whose rows are contiguous and begin at multiples of four bytes.
+            damaged: bool, a scalar on the device: where a GPU notes what a CPU raises, to be looked at later; the
+                positions are inside of their tensors then. None: it is waited for.
 
         Raises:
-            ValueError: they are not `nbytes(counts, numels)` long; on a CPU also if one holds another number of
-                positions.
+            ValueError: they are not `nbytes(counts, numels)` long, or one holds another number of positions, or one
+                outside its tensor.
         """
         words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
         if messages.shape[1] != words_bytes + data_bytes + padding_bytes:
@@ -99,13 +103,17 @@ class SparseCodec:
         words, data = messages[:, :words_bytes], messages[:, words_bytes : words_bytes + data_bytes]
         if gpu.is_available(device):
             dtype = value_format.dtype if isinstance(value_format, FloatFormat) else None
+            found = torch.zeros((), dtype=torch.bool, device=device) if damaged is None else damaged
             positions, values = gpu.unpack(
                 messages.view(torch.int32),
                 fields_of(tuple(counts), tuple(numels), device),
                 sum(counts),
                 dtype,
                 0 if dtype is None else words_bytes // dtype.itemsize,
+                found,
             )
+            if damaged is None and found:
+                raise ValueError("A damaged message: its positions are too many, too few, or outside their tensors.")
             return positions, values if dtype is not None else value_format.decode(data, counts)
         positions = torch.stack([unpack(each.view(torch.int32), counts, numels) for each in words])
         return positions, value_format.decode(data, counts)

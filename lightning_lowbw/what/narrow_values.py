@@ -52,7 +52,11 @@ class NarrowFormat(Protocol):
         ...
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        """Return a range of what `write_` has written: float32, shape (vectors, stop - start)."""
+        """Return a range of what `write_` has written: float32, shape (vectors, stop - start).
+
+        Raises:
+            ValueError: the messages are not `nbytes(numel)` long.
+        """
         ...
 
 
@@ -75,6 +79,7 @@ class HalfFormat:
         values.sub_(FloatFormat(self.dtype).decode(data, [values.numel()]))
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        _check_size(messages, self.nbytes(numel))
         data = messages[:, self.nbytes(start) : self.nbytes(stop)].flatten()
         return FloatFormat(self.dtype).decode(data, [data.numel()]).view(len(messages), stop - start)
 
@@ -99,6 +104,7 @@ class LinearFormat:
         scales.copy_(blocks_for(integers, values).encode_(values, self.bits, integers).view(torch.uint8))
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        _check_size(messages, self.nbytes(numel))
         scales, integers = (messages[:, section].contiguous() for section in self._sections(numel, start, stop))
         aligned = scales.flatten().clone().view(torch.bfloat16).view(len(messages), -(-(stop - start) // BLOCK))
         return blocks_for(integers).decode(aligned, integers, stop - start, self.bits)
@@ -114,6 +120,11 @@ class LinearFormat:
 
     def _integers_end(self, numel: int) -> int:
         return -(-numel * self.bits // 8)
+
+
+def _check_size(messages: Tensor, nbytes: int) -> None:
+    if messages.shape[1] != nbytes:
+        raise ValueError(f"A message of {messages.shape[1]} bytes; {nbytes} were expected.")
 
 
 @cache

@@ -74,13 +74,14 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     """Return what `pack` was given: int64, shape (sum(counts),).
 
     Raises:
-        ValueError: these words hold another number of positions, or one outside its tensor.
+        ValueError: these are not so many words, or they hold another number of positions, or one outside its tensor.
     """
+    if words.numel() != (num_expected := num_words(counts, numels)):
+        raise ValueError(f"A message with {words.numel()} words of positions; {num_expected} were expected.")
     num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
     if packs_compiled(words):
         fields = fields_of(tuple(counts), tuple(numels), words.device)
-        table = torch.tensor(numels, dtype=torch.int64)
-        positions, found, outside = compiled_positions.unpack(words, fields, table, num_unary, expected)
+        positions, found, outside = compiled_positions.unpack(words, fields, num_unary, expected)
         _check_count(found, expected)
         _check_range(outside)
         return positions
@@ -133,7 +134,7 @@ def fields_of(counts: tuple[int, ...], numels: tuple[int, ...], device: torch.de
     fields, first, unary_start, low_start = [], 0, 0, sum(unary_bits)
     for count, numel, unary, low in zip(counts, numels, unary_bits, low_bits, strict=True):
         width = _low_width(count, numel)
-        fields.append(Field(count, first, width, unary_start, unary_start + unary, low_start))
+        fields.append(Field(count, first, width, unary_start, unary_start + unary, low_start, numel))
         first, unary_start, low_start = first + count, unary_start + unary, low_start + low
     return upload(fields, torch.int64, device).view(len(fields), len(Field._fields))
 

@@ -182,18 +182,25 @@ class SparseSum:
             rank: the owner.
             own: of `prepare` on this rank.
             received: the rows of all ranks for this owner: uint8, shape (ranks, nbytes).
+
+        Raises:
+            ValueError: a row is damaged: its numbers or positions cannot be.
         """
         counts = received[:, :COUNT_BYTES].contiguous().view(torch.int32).flatten().tolist()
         counts[rank] = own[0].numel()
+        if not all(0 <= count <= self.num_selected for count in counts):
+            raise ValueError(f"A damaged message: {counts} elements; a rank has selected {self.num_selected} at most.")
         start = self.boundaries[rank]
-        parts = []
+        parts, damaged = [], torch.zeros((), dtype=torch.bool, device=received.device)
         for sender, count in enumerate(counts):
             if sender == rank:
                 parts.append(own)
                 continue
             payload = received[sender, COUNT_BYTES:].contiguous()
-            local, values = self._unpack(payload, self.scatter_capacity, min(count, self.scatter_capacity))
+            num_sent = min(count, self.scatter_capacity)
+            local, values = self._unpack(payload, rank, self.scatter_capacity, num_sent, damaged)
             parts.append((local + start, values))
+        _check(damaged)
         positions, sums = sum_in_order(parts)
         handed = self._largest(positions, sums, self.gather_capacity)
         packed, rounded = self._pack(positions[handed] - start, sums[handed], self.gather_capacity)
@@ -208,13 +215,23 @@ class SparseSum:
 
         Args:
             gathered: of all owners, in rank order: uint8, shape (ranks, nbytes).
+
+        Raises:
+            ValueError: a message is damaged: its numbers or positions cannot be.
         """
         header = gathered[:, : 2 * COUNT_BYTES].contiguous().view(torch.int32).tolist()
-        parts = []
+        most = self.num_ranks * self.num_selected
+        if not all(0 <= count <= min(mass, self.gather_capacity) and mass <= most for mass, count in header):
+            raise ValueError(
+                f"A damaged message: elements selected and handed out of each part are {header}; they may be "
+                f"{most} and {self.gather_capacity}."
+            )
+        parts, damaged = [], torch.zeros((), dtype=torch.bool, device=gathered.device)
         for owner, (_, count) in enumerate(header):
             payload = gathered[owner, 2 * COUNT_BYTES :].contiguous()
-            local, values = self._unpack(payload, self.gather_capacity, count)
+            local, values = self._unpack(payload, owner, self.gather_capacity, count, damaged)
             parts.append((local + self.boundaries[owner], values))
+        _check(damaged)
         positions, sums = (torch.cat(column) for column in zip(*parts, strict=True))
         boundaries = self._rebalance([mass for mass, _ in header], [count for _, count in header], positions)
         return Reduced((positions, sums * (1.0 / self.num_ranks)), boundaries)
@@ -287,10 +304,17 @@ class SparseSum:
         (sent,) = self.codec.decode_values(message, [capacity], [self._numel(capacity)])
         return message, sent[: positions.numel()]
 
-    def _unpack(self, message: Tensor, capacity: int, count: int) -> Sparse:
-        """Return the first `count` elements of a message that has room for `capacity`."""
-        positions, values = self.codec.decode(message.unsqueeze(0), [capacity], [self._numel(capacity)])
-        return positions[0, :count], values[0, :count]
+    def _unpack(self, message: Tensor, owner: int, capacity: int, count: int, damaged: Tensor) -> Sparse:
+        """Return the first `count` elements, about an owner's part, of a message that has room for `capacity`.
+
+        In place:
+            `damaged`, if they are not distinct positions in that part, ascending.
+        """
+        positions, values = self.codec.decode(message.unsqueeze(0), [capacity], [self._numel(capacity)], damaged)
+        mine = positions[0, :count]
+        if count:
+            damaged |= (mine.diff() <= 0).any() | (mine[-1] >= self.widths[owner])
+        return mine, values[0, :count]
 
 
 def even_boundaries(numels: Sequence[int], counts: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -329,6 +353,11 @@ def _smallest(values: Tensor, count: int) -> Tensor:
     is_chosen, is_tied = values < bound, values == bound
     is_chosen |= is_tied & (is_tied.cumsum(0) <= count - is_chosen.sum())
     return is_chosen.nonzero().squeeze(1)
+
+
+def _check(damaged: Tensor) -> None:
+    if damaged:  # what uses the positions need not look: compiled passes write where they are told
+        raise ValueError("A damaged message: positions that are outside of their owner's part, or not ascending.")
 
 
 def _write_row(row: Tensor, counts: list[int], packed: Tensor) -> None:

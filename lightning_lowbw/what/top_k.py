@@ -228,7 +228,9 @@ class TopK:
         numels = [numel for numel in numels if numel]
         return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
 
-    def decode(self, messages: Tensor, numels: Sequence[int], density: float | None) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, messages: Tensor, numels: Sequence[int], density: float | None, damaged: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return what participants have sent: positions int64, values float32, shape (groups, participants, elements).
 
         Args:
@@ -236,10 +238,15 @@ class TopK:
                 participants, nbytes).
             numels: elements of each tensor that is not empty.
             density: at which was selected.
+            damaged: see `SparseCodec.decode`.
+
+        Raises:
+            ValueError: a message is damaged; see `SparseCodec.decode`.
         """
         counts = [self.num_sent(numel, density) for numel in numels]
         shape = *messages.shape[:2], sum(counts)
-        positions, values = (each.view(shape) for each in self.codec.decode(messages.flatten(0, 1), counts, numels))
+        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged)
+        positions, values = (each.view(shape) for each in decoded)
         if self.clip_to_median:
             layouts = [self.layout(numel, density) for numel in numels]
             values = torch.stack(

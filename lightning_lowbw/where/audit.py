@@ -67,6 +67,7 @@ class CollectiveAudit:
         for (module, name), original in self._originals.items():
             setattr(module, name, original)
         self._originals.clear()
+        self._ignored = ()
         self._sequence_number = None
 
     def begin(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.where.groups import is_gloo
+from lightning_lowbw.where.groups import Held, is_gloo
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.side_queue import new_future
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
@@ -92,7 +92,6 @@ class AllReducing(Protocol):
         ...
 
 
-@dataclass
 class Collectives:
     """A process group with a ledger. One rank alone sends nothing, and never waits.
 
@@ -105,10 +104,22 @@ class Collectives:
         is_alone: this rank alone, whatever the group; nothing is done then.
     """
 
-    group: dist.ProcessGroup | None = None
-    ledger: TrafficLedger = field(default_factory=TrafficLedger)
-    level: Level | None = None
-    is_alone: bool = field(default=False, kw_only=True)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ledger: TrafficLedger | None = None,
+        level: Level | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        self._group = Held(group)
+        self.ledger = TrafficLedger() if ledger is None else ledger
+        self.level, self.is_alone = level, is_alone
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for the world, as long as there is one."""
+        return self._group()
 
     @property
     def num_ranks(self) -> int:

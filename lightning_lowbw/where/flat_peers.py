@@ -31,10 +31,14 @@ class FlatPeers:
         ledger: TrafficLedger | None = None,
         nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.group, self.nodes = group, nodes
+        self.nodes = nodes
         self.ledger = TrafficLedger() if ledger is None else ledger
         self.between = Collectives(group, self.ledger)
         self.node = Collectives(group, self.ledger, is_alone=True)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.between.group
 
     @property
     def num_ranks(self) -> int:

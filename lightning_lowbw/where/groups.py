@@ -1,13 +1,40 @@
-"""Process groups of some ranks of the world, made once, with the user's timeout; and what their backend can do."""
+"""Process groups of some ranks of the world, made once, with the user's timeout; and what their backend can do.
+
+Nothing of this package keeps a group alive: torch does, until `destroy_process_group`. A group of gloo that is still
+there when Python ends has threads that may be dropping a tensor then, and a thread that asks an ending interpreter for
+its lock is ended by it, in a place where C++ calls `terminate`.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-_groups: dict[tuple[object, ...], dist.ProcessGroup | None] = {}
+
+class Held:
+    """Returns a group, as long as torch has it, and does not keep it alive.
+
+    Raises:
+        RuntimeError: when it is called; the group has been destroyed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._is_weak = isinstance(group, dist.ProcessGroup)  # else the world, or a group without this rank
+        self._group: Any = ref(group) if self._is_weak else group
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        """Return the group."""
+        group: dist.ProcessGroup | None = self._group() if self._is_weak else self._group
+        if group is None and self._is_weak:
+            raise RuntimeError("The process group has been destroyed: attach a new worker, or build a new Trainer.")
+        return group
+
+
+_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], Held] = {}  # by the world, and what it is for
 
 
 def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
@@ -20,12 +47,14 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
         purpose: what runs at the same time needs groups of its own, for the ranks may not begin it in one order.
         timeout: after which a collective of the group fails; None is that of the world.
     """
-    for stale in [key for key in _groups if key[0] is not dist.group.WORLD]:
+    world = dist.group.WORLD
+    assert world is not None
+    for stale in [key for key in _groups if key[0]() is not world]:
         del _groups[stale]  # a world that was made anew has groups of its own
-    key = (dist.group.WORLD, ranks, purpose, timeout)
+    key = ref(world), (ranks, purpose, timeout)
     if key not in _groups:
-        _groups[key] = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
-    return _groups[key]
+        _groups[key] = Held(dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout))
+    return _groups[key]()
 
 
 def _timeout_of_world() -> timedelta | None:

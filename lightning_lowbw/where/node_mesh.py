@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.groups import group_of
+from lightning_lowbw.where.groups import Held, group_of
 from lightning_lowbw.where.topology import Topology
 
 NAMES = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelParallelStrategy
@@ -24,15 +24,23 @@ class NodeMesh:
         topology: which ranks share a node, each of which holds the whole model.
         mesh: of this rank's node: ("data_parallel", "tensor_parallel").
         coordinate: this rank's place in its node, in the order of the mesh.
-        node: the process group of the node.
-        peers: that of the ranks with this coordinate in all nodes, which hold the same shards.
     """
 
     topology: Topology
     mesh: DeviceMesh
     coordinate: int
-    node: dist.ProcessGroup | None
-    peers: dist.ProcessGroup | None
+    _node: Held
+    _peers: Held
+
+    @property
+    def node(self) -> dist.ProcessGroup | None:
+        """The process group of the node."""
+        return self._node()
+
+    @property
+    def peers(self) -> dist.ProcessGroup | None:
+        """That of the ranks with this coordinate in all nodes, which hold the same shards."""
+        return self._peers()
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -85,4 +93,4 @@ def make_node_mesh(
     coordinate = topology.local_rank_of(rank)
     nodes = [group_of(ranks, "shards of a node", timeout) for ranks in topology.nodes]
     between = [group_of(topology.peers(each), "equal shards", timeout) for each in range(topology.ranks_per_node)]
-    return NodeMesh(topology, own, coordinate, nodes[topology.node_of(rank)], between[coordinate])
+    return NodeMesh(topology, own, coordinate, Held(nodes[topology.node_of(rank)]), Held(between[coordinate]))

@@ -88,8 +88,11 @@ class NodePeers:
             peers = topology.peers(topology.local_rank_of(self.rank))
             self._between = Collectives(group_of(peers, purpose, timeout), ledger, "inter")
             self._queued_between = Collectives(group_of(peers, queued, timeout), ledger, "inter")
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
         used = (self.node, self._queued_node, self._queued_between, self._between)
-        self.groups = [collectives.group for collectives in used if collectives is not None]
+        return [collectives.group for collectives in used if collectives is not None]
 
     @property
     def num_ranks(self) -> int:

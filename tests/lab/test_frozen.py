@@ -49,8 +49,10 @@ def count(folder: str) -> None:
             model = DropsFrozen(width)
             fit(method, model, callbacks=[counter])
             if dist.get_rank() == 0:
-                4 * sum(p.numel() for p in model.parameters() if not p.requires_grad)
-                4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+                frozen = 4 * sum(p.numel() for p in model.parameters() if not p.requires_grad)
+                trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+                sys.stdout.write(f"sent {name} {frozen} {trained} {counter.sent}\n")
+                sys.stdout.flush()
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ SCALARS = {
     ),
     **dict.fromkeys(["limit", "scale"], "fp32"),
 }
-IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32"}  # not as in the selection
+IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:

@@ -23,6 +23,7 @@ from lightning_lowbw.ops.gpu import APPLY_BLOCK, SELECT_BLOCK
 from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Workspace
 from lightning_lowbw.what.codec import SparseCodec
+from lightning_lowbw.what.positions import num_words
 from lightning_lowbw.what.selection import SampledSelector, Selection
 from lightning_lowbw.what.values import VALUE_NAMES
 from tests.ops.bits import equal_bits
@@ -531,6 +532,56 @@ def test_messages_are_those_of_a_cpu(
     found = codec.decode(rows, counts, numels)
     monkeypatch.setattr(gpu, "is_available", lambda device: False)
     assert all(equal_bits(a, b) for a, b in zip(found, codec.decode(rows, counts, numels), strict=True))
+
+
+def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU raises, the flag is set, and only there; what comes out can be used as an index."""
+    sizes = [(1000, 3), (7, 0), (40, 33), (300, 70)]
+    codec, parts, numels = SparseCodec("bfloat16"), draw_parts(sizes), [numel for numel, _ in sizes]
+    counts, chance = [k for _, k in sizes], torch.Generator().manual_seed(0)
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    whole = codec.encode(parts, numels).cpu()
+    words_bytes = 4 * num_words(counts, numels)
+    num_refused = 0
+    for number in range(24):
+        message = whole.clone()
+        places = torch.randint(words_bytes, (number % 6,), generator=chance)
+        message[places] = torch.randint(256, places.shape, generator=chance, dtype=torch.uint8)
+        if number in (22, 23):  # no position, and only positions
+            message[:words_bytes] = 255 * (number % 2)
+        row, is_refused = message.unsqueeze(0), False
+        try:
+            expected = codec.decode(row, counts, numels)[0]
+        except ValueError:
+            is_refused = True
+        with monkeypatch.context() as kernels:
+            kernels.setattr(gpu, "is_available", lambda device: True)
+            flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
+            positions, values = (each.cpu() for each in codec.decode(row.to(DEVICE), counts, numels, flag))
+            assert bool(flag) == is_refused
+            assert positions.shape == values.shape == (1, sum(counts))
+            for numel, mine in zip(numels, positions[0].split(counts), strict=True):
+                assert ((mine >= 0) & (mine < numel)).all()
+            if is_refused:
+                with pytest.raises(ValueError, match="A damaged message: its positions are too many, too few, or"):
+                    codec.decode(row.to(DEVICE), counts, numels)
+            else:
+                assert positions.equal(expected)
+        num_refused += is_refused
+    assert 8 < num_refused < 22
+
+
+def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a tensor with as many bits, and a few elements more."""
+    codec, positions = SparseCodec("float32"), torch.tensor([1, 2, 1010])
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    message = codec.encode([(positions, torch.ones(3))], [1023]).to(DEVICE)
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for numel, expected in ((1023, 1010), (1011, 1010), (1010, 1009), (1000, 999)):
+        found, _ = codec.decode(message.unsqueeze(0), [3], [numel], flag)
+        assert found.tolist() == [[1, 2, expected]]
+        assert bool(flag) == (numel < 1011)
 
 
 @pytest.mark.parametrize("num_messages", [1, 3])

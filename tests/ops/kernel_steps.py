@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
@@ -74,3 +76,46 @@ def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: 
                 assert a.equal(b)
             else:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def receive_damage(ends: bool) -> tuple[list[str], bool]:
+    """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
+    gpu.is_available = lambda device: True  # put back by `run_ranks`
+    receive = SparseWork.wait
+
+    def receive_flipped(work: SparseWork) -> Tensor:
+        gathered = receive(work).clone()
+        if dist.get_rank() == 1:
+            gathered[0, 0, 0] ^= 1  # of the unary part: a position more, or one less
+        return gathered
+
+    model = nn.Linear(300, 17)
+    optimizer = SGD(model.parameters(), **EXACT)
+    worker = DGC(sparsity=(0.9,), min_numel=1000).attach(optimizer, model.named_parameters())
+    said = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        SparseWork.wait = receive_flipped if step == 1 else receive  # type: ignore[method-assign]
+        try:
+            if step == 2 and ends:
+                check_kept(worker)  # type: ignore[arg-type]
+            with worker.stepping():
+                worker.exchange(applies=True)
+                optimizer.step()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+        finally:
+            SparseWork.wait = receive  # type: ignore[method-assign]
+    return said, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_damaged_message_is_told_on_all_ranks_without_a_wait(ends: bool) -> None:
+    """By the next control message, or where the weights are saved; until then nothing is written outside a tensor."""
+    for said, is_finite in run_ranks(receive_damage, 2, ends):
+        assert said[:2] == ["", ""]
+        assert "Step 2: rank 1 has received a damaged message" in said[2]
+        assert is_finite

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrategy
@@ -193,7 +194,8 @@ def resume_finished(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
     states = {}
     for leg, resume, last in (("straight", None, 15), ("finished", path, STEPS), ("resumed", path, 15)):
         model, watcher = Tiny(data_by_step=True), Watcher(path, () if resume else (STEPS,))
-        trainer = make_trainer(FINISHED[name](), 2, max_steps=last, max_epochs=-1, callbacks=[watcher])
+        strategy = DDPStrategy() if name == "ddp" else FINISHED[name]()
+        trainer = make_trainer(strategy, 2, max_steps=last, max_epochs=-1, callbacks=[watcher])
         # With a look before the first batch, too.
         trainer.fit(model, make_data(2, STEPS), make_data(2, 1), ckpt_path=resume)
         states[leg] = state_of(model)
@@ -202,6 +204,15 @@ def resume_finished(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
             trainer.test(model, make_data(2, 1), verbose=False)
             states["tested"] = state_of(model)
     return states
+
+
+@pytest.mark.stock("a finished run that is resumed")
+def test_stock_ddp_and_a_finished_run(tmp_path: Path, record_property: Any) -> None:
+    results = run_ranks(resume_finished, 2, "ddp", str(tmp_path))
+    saved = torch.load(tmp_path / "first.ckpt", weights_only=True)["state_dict"]
+    trained = [name for name, _ in Tiny().named_parameters()]
+    are_equal = all(states["finished"][name].equal(saved[name]) for states in results for name in trained)
+    record_property("ddp", f"all ranks have {'the weights of the checkpoint' if are_equal else 'other weights'}")
 
 
 @pytest.mark.fault(

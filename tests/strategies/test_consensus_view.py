@@ -205,6 +205,30 @@ def test_stock_ddp_and_a_nan(tmp_path: Path, record_property: Any) -> None:
     record_property("ddp", f"trains on; NaN on {are_finite.count(False)} of 2 ranks{', and saved' if is_saved else ''}")
 
 
+class Large(Tiny):
+    """Rank 1 has finite gradients of 3e38, from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide.weight.register_hook(self._enlarge)
+
+    def _enlarge(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        is_large = self.trainer.global_rank == 1 and self.trainer.global_step >= 2
+        return torch.full_like(gradient, 3e38) if is_large else None
+
+
+def add_large_gradients() -> bool:
+    model = Large()
+    make_trainer("ddp", 2).fit(model, make_data(2, STEPS))
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+@pytest.mark.stock("gradients of 3e38, which are finite, and whose sum with earlier ones is not")
+def test_stock_ddp_and_large_gradients(record_property: Any) -> None:
+    are_finite = run_ranks(add_large_gradients, 2)
+    record_property("ddp", f"trains on; weights that are not finite on {are_finite.count(False)} of 2 ranks")
+
+
 @pytest.mark.fault("a weight that becomes NaN between two averages")
 def test_a_nan_after_the_last_average_ends_no_fit_unseen() -> None:
     first, second = run_ranks(diverge, 2, "", STEPS, {})

@@ -154,6 +154,27 @@ def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(strategy: st
         assert "ckpt_path: rank 0 has 'no checkpoint', rank 1 has 'a checkpoint'" in second
 
 
+def resume_on_rank_zero(path: str) -> None:
+    """Write down how many steps a rank has taken, and its weights, where rank 0 alone is given the checkpoint."""
+    trainer = make_trainer("ddp", 2)
+    trainer.fit(Tiny(), make_data(2, 4))
+    trainer.save_checkpoint(path)
+    model, given = Tiny(), path if dist.get_rank() == 0 else None
+    trainer = make_trainer("ddp", 2, max_epochs=2)
+    trainer.fit(model, make_data(2, 4), ckpt_path=given)
+    (Path(path).parent / f"rank{dist.get_rank()}").write_text(f"{trainer.global_step} {digest(model.parameters())}")
+
+
+@pytest.mark.stock("a checkpoint that only some ranks are given, or find")
+def test_stock_ddp_and_a_checkpoint_of_one_rank(tmp_path: Path, record_property: Any) -> None:
+    outcome = outcome_of(resume_on_rank_zero, str(tmp_path / "some.ckpt"))
+    ends = [path.read_text().split() for path in sorted(tmp_path.glob("rank?"))]
+    if len(ends) == 2:
+        steps, weights = zip(*ends, strict=True)
+        outcome += f", after {' and '.join(steps)} steps; the weights {'differ' if len(set(weights)) > 1 else 'agree'}"
+    record_property("ddp", f"given to rank 0: {outcome}")
+
+
 def train_on_a_share(name: str) -> str | int:
     strategy = make_strategy(name) if name == "dgc" else LocalSGDStrategy(k_steps=2, begin_step=0)
     trainer = make_trainer(strategy, 2, limit_train_batches=4 + 4 * dist.get_rank())

@@ -47,6 +47,7 @@ def keep(name: str, folder: str) -> dict[str, Any]:
             "most": max(tensor.numel() for tensor in state.values() if tensor.is_floating_point()) <= num_trained,
             "in file": list(in_files[0]["state_dict"]),
             "weights": weights_of(model),
+            "as ddp": trainer.strategy.ledger.dense_bytes / STEPS / num_trained,
         }
     return found
 
@@ -60,6 +61,7 @@ def test_adapters_alone_are_kept_saved_and_resumed(name: str, tmp_path: Path) ->
         assert found["most"]
         assert found["frozen"] == []
         assert found["in file"] == names
+        assert found["as ddp"] == pytest.approx(4, rel=0.2)  # what is saved is told against what trains, in float32
     assert one["DropsFrozen"]["weights"] == one["SavesAdapters"]["weights"] == other["SavesAdapters"]["weights"]
 
 

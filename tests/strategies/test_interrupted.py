@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
 from lightning_lowbw.strategies import shards
+from lightning_lowbw.strategies.checkpoint import PART
 from lightning_lowbw.where.collectives import Gathering, Reduction
 from tests.ranks import run_ranks
+from tests.reliability import outcome_of, without_places
 from tests.strategies.watching import SPARSE
 from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, weights_of
 
@@ -31,7 +34,9 @@ STEPS = 10
 SAVES = (5, 7)  # to one place
 
 
-def make(name: str, **options: Any) -> Strategy:
+def make(name: str, **options: Any) -> DDPStrategy:
+    if name == "ddp":
+        return make_strategy("ddp", **options)
     if name == "dgc":
         strategy = make_strategy("dgc", **options)
         assert isinstance(strategy, Strategy)
@@ -50,10 +55,11 @@ def fit(
     save_at: tuple[int, ...] = (),
     resume: str | None = None,
     callbacks: tuple[pl.Callback, ...] = (),
+    dropout: float = 0.3,
     **options: Any,
 ) -> str:
     """Return a digest of the weights at the end; of all weights and random numbers on the way to it."""
-    num_ranks, model = dist.get_world_size(), Tiny(dropout=0.3, data_by_step=True)
+    num_ranks, model = dist.get_world_size(), Tiny(dropout=dropout, data_by_step=True)
     torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
     watching = [Watcher(path, save_at), *callbacks]
     settings: dict[str, Any] = {"callbacks": watching, "max_steps": STEPS, "max_epochs": -1}
@@ -119,6 +125,53 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(name: str, t
     assert second[0] == first[1] == "No space left on device"
     assert "rank 1: OSError: No space left on device" in first[0]
     assert "rank 0: OSError: No space left on device" in second[1]
+
+
+SECOND_SAVE = (0, 2)  # under ddp rank 0 writes one file per save
+
+
+def fail_while_saving_alone(path: str) -> str:
+    """Return what a rank says; one that raises ends, as its process would."""
+    with pytest.MonkeyPatch.context() as patch:
+        break_the_disk(patch, *SECOND_SAVE, have_no_room)
+        try:
+            fit("ddp", path, SAVES)
+        except (OSError, RuntimeError) as error:
+            message = str(error)
+            error.__traceback__ = None  # which keeps the connections
+            dist.destroy_process_group()
+            gc.collect()
+            return message
+    return "trains on"
+
+
+def of_the_checkpoint(path: Path) -> str:
+    try:
+        return f"the checkpoint is that of step {torch.load(path, weights_only=False)['global_step']}"
+    except Exception:  # noqa: BLE001 - of zipfile, of the unpickler: anything
+        return "the checkpoint is damaged"
+
+
+@pytest.mark.stock("a disk that is full while a checkpoint is overwritten, on any rank")
+def test_stock_ddp_and_a_full_disk(tmp_path: Path, record_property: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    _, other = run_ranks(fail_while_saving_alone, 2, str(path), timeout_s=60.0)
+    found = without_places(other) if other != "trains on" else other
+    record_property("ddp", f"rank 0 says so, rank 1: {found}; {of_the_checkpoint(path)}")
+
+
+def die_while_saving_alone(path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        break_the_disk(patch, *SECOND_SAVE, die)
+        fit("ddp", path, SAVES)
+
+
+@pytest.mark.stock("kill -9 while a checkpoint is overwritten")
+def test_stock_ddp_and_a_kill_while_it_saves(tmp_path: Path, record_property: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(die_while_saving_alone, 2, str(path), fresh=True)
+    record_property("ddp", of_the_checkpoint(path))
 
 
 def die_while_saving(name: str, path: str, cut: str) -> None:
@@ -227,6 +280,29 @@ def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(na
         assert not torch.equal(first["own"]["wide.weight"], second["own"]["wide.weight"])
 
 
+def lose_the_link_of_ddp(folder: str) -> tuple[str, str, str]:
+    """Return the weights of a run without a fault, and of one that is resumed, and the warning then; without dropout,
+    for a checkpoint has no random numbers."""
+    straight, path = fit("ddp", dropout=0.0), f"{folder}/ddp.ckpt"
+
+    class LosesTheReduction(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise LinkLost
+
+    with pytest.raises(LinkLost):
+        fit("ddp", callbacks=(LosesTheReduction(), OnExceptionCheckpoint(folder, "ddp")), dropout=0.0)
+    dist.barrier()
+    return straight, *warned(lambda: fit("ddp", resume=path, dropout=0.0))
+
+
+@pytest.mark.stock("an exception inside an exchange, and a checkpoint on exceptions")
+def test_stock_ddp_and_an_exception(tmp_path: Path, record_property: Any) -> None:
+    results = run_ranks(lose_the_link_of_ddp, 2, str(tmp_path), timeout_s=60.0)
+    is_equal = len({weights for straight, resumed, _ in results for weights in (straight, resumed)}) == 1
+    record_property("ddp", f"keeps nothing between steps; resumes to {'the same' if is_equal else 'other'} bits")
+
+
 class Raises(Tiny):
     def __init__(self, raised: type[BaseException]) -> None:
         super().__init__(data_by_step=True)
@@ -249,6 +325,12 @@ def raise_apart(name: str, folder: str, raised: type[BaseException]) -> float:
     dist.destroy_process_group()
     gc.collect()
     return time.monotonic() - begun_s
+
+
+@pytest.mark.stock("ranks that end one step apart by a bug or Ctrl-C, and a checkpoint on exceptions")
+def test_stock_ddp_and_ranks_that_end_apart(tmp_path: Path, record_property: Any) -> None:
+    ends = [outcome_of(raise_apart, "ddp", str(tmp_path), raised) for raised in (KeyError, KeyboardInterrupt)]
+    record_property("ddp", f"bug: {ends[0]}; Ctrl-C: {ends[1]}")
 
 
 def resume_with_warning(name: str, path: str) -> tuple[str, str]:
@@ -391,3 +473,82 @@ def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> No
         else:
             assert equal(loaded, shard)
     assert num_errors > 300
+
+
+@pytest.mark.stock("shards of another save or rank, cut or damaged ones")
+def test_stock_ddp_and_damaged_checkpoints(tmp_path: Path, record_property: Any) -> None:
+    """Lightning's own file of the same numbers, loaded as it loads it."""
+    rng, path, io, num_other = random.Random(0), tmp_path / "some.ckpt", TorchCheckpointIO(), 0
+    saved = {"state_dict": {"weight": torch.randn(100), "bias": torch.randn(7)}, "global_step": 3}
+    io.save_checkpoint(saved, str(path))
+    content = path.read_bytes()
+    for _ in range(400):
+        path.write_bytes(mutated(content, rng))
+        try:
+            loaded = io.load_checkpoint(str(path), weights_only=True)
+        except Exception:  # noqa: BLE001 - of zipfile, of the unpickler: anything
+            continue
+        num_other += not equal(loaded, saved)
+    record_property("ddp", f"has one file; of 400 damaged ones {num_other} are loaded with other numbers in them")
+
+
+# Saves in the background, and by one rank alone -----------------------------------------------------------------------
+
+
+class SlowDisk(TorchCheckpointIO):
+    """Takes long for a checkpoint, and looks meanwhile whether the one that is there has all its shards."""
+
+    def __init__(self) -> None:
+        self.num_looks, self.missing = 0, list[str]()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if str(path).endswith(".ckpt"):
+            time.sleep(0.3)
+            if os.path.exists(path):
+                self.num_looks += 1
+                metadata = torch.load(path, weights_only=False)[shards.METADATA_KEY]
+                needed = [shards.shard_path(shards.folder_of(path), rank, metadata) for rank in range(2)]
+                self.missing += [each for each in needed if not os.path.exists(each)]
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def save_faster_than_the_disk(path: str) -> tuple[int, list[str], str]:
+    disk = SlowDisk()
+    os.makedirs(f"{path}.ranks", exist_ok=True)
+    Path(f"{path}.ranks", PART).write_text("what a process that was killed has left")
+    weights = fit("dgc", path, (4, 5, 6, 7, 8), checkpoint_io=AsyncCheckpointIO(disk))
+    return disk.num_looks, disk.missing, weights
+
+
+def test_saves_that_queue_up_leave_the_shards_of_the_checkpoint_on_disk(tmp_path: Path) -> None:
+    path = str(tmp_path / "last.ckpt")
+    first, second = run_ranks(save_faster_than_the_disk, 2, path)
+    assert first[0] == 4
+    assert first[1] == []
+    assert first[2] == second[2]
+    assert not (tmp_path / "last.ckpt.ranks" / PART).exists()
+    assert run_ranks(fit, 2, "dgc", "", (), path) == [first[2]] * 2
+
+
+class SaveAlone(pl.Callback):
+    """Rank 0 saves the weights; the others do not know of it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, self.path)
+
+
+def save_alone(name: str, path: str) -> str:
+    return fit(name, callbacks=(SaveAlone(path),))
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+def test_weights_that_rank_0_saves_alone_wait_for_nobody(name: str, tmp_path: Path) -> None:
+    """As under DDP; it waited for the others, which were in the next step."""
+    path = tmp_path / "weights.ckpt"
+    first, second = run_ranks(save_alone, 2, name, str(path), timeout_s=60.0)
+    assert first == second
+    assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Tiny().state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,13 +62,27 @@ def test_started_as_a_script(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is killed in mid-interval; torchrun starts both anew, and they end with the bits of a run without that."""
+    is_equal, steps = restart(tmp_path, monkeypatch, "sparse_loco")
+    assert is_equal
+    assert steps == [6, 6]  # the last checkpoint before the kill
+
+
+@pytest.mark.stock("kill -9 under `torchrun --max-restarts`")
+@pytest.mark.slow
+def test_stock_ddp_and_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
+    is_equal, steps = restart(tmp_path, monkeypatch, "ddp")
+    went_on = "goes on from the last checkpoint" if steps == [6, 6] else f"goes on from steps {steps}"
+    record_property("ddp", f"{went_on}, to {'the same' if is_equal else 'other'} bits")
+
+
+def restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> tuple[bool, list[int]]:
+    """Return whether a killed run ends as one that was not, and from which step each rank goes on."""
     # Else restarted ranks find the addresses of those before in torchrun's store, and gloo connects to them.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder, straight = tmp_path / "restarted", tmp_path / "straight"
     folder.mkdir()
-    run_python(tmp_path, *TORCHRUN, "--max-restarts=1", RESTARTED, str(folder))
-    run_ranks(restarted.train, 2, str(straight))
-    for rank in (0, 1):
-        step, weights = (folder / f"rank{rank}").read_text().split()
-        assert int(step) == 6  # the last checkpoint before the kill
-        assert weights == (straight / f"rank{rank}").read_text().split()[1]
+    run_python(tmp_path, *TORCHRUN, "--max-restarts=1", RESTARTED, str(folder), strategy)
+    run_ranks(restarted.train, 2, str(straight), strategy)
+    ends = [(folder / f"rank{rank}").read_text().split() for rank in (0, 1)]
+    expected = [(straight / f"rank{rank}").read_text().split()[1] for rank in (0, 1)]
+    return [weights for _, weights in ends] == expected, [int(step) for step, _ in ends]

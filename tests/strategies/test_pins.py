@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -26,6 +27,7 @@ from torch.optim import SGD
 from lightning_lowbw.strategies.consensus_view import AVERAGING
 from lightning_lowbw.strategies.facts import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.interruption import RUN_STAGE
 
 
 def test_ddp_strategy_wraps_then_registers_hooks() -> None:
@@ -33,6 +35,21 @@ def test_ddp_strategy_wraps_then_registers_hooks() -> None:
     assert source.index("_setup_model") < source.index("_register_ddp_hooks")
     setup = inspect.getsource(DDPStrategy.setup)
     assert setup.index("configure_ddp") < setup.index("setup_optimizers")
+
+
+def test_a_barrier_stands_between_the_handlers_of_signals_and_the_first_data() -> None:
+    run, stage = inspect.getsource(Trainer._run), inspect.getsource(Trainer._run_stage)
+    assert run.index("register_signal_handlers()") < run.index("_run_stage()")
+    assert stage.index(f'barrier("{RUN_STAGE}")') < stage.index("_run_sanity_check()")
+
+
+def test_saves_in_the_background_have_one_thread() -> None:
+    io = AsyncCheckpointIO()
+    assert io._executor is None
+    io._ensure_setup()
+    assert io._executor is not None
+    assert io._executor._max_workers == 1
+    io.teardown()
 
 
 def test_stock_lightning_registers_no_hook_off_cuda() -> None:

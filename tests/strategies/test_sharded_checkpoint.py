@@ -17,6 +17,7 @@ from lightning_lowbw import ShardedStrategy, Strategy
 from lightning_lowbw.engine.presets import DGC, LocalSGD, preset
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.top_k import SPARSE_LOCO
+from tests.engine.problem import each
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import Configured, Plain, distance, shard_digest, train, whole
 from tests.tiny import Watcher, sgd
@@ -103,18 +104,26 @@ def go_on(name: str, path: str, topology: int, **kwargs: Any) -> tuple[dict[str,
     return look.weights, look.residuals
 
 
-@pytest.mark.parametrize(("name", "whole_file"), [("dgc", True), ("sparse_loco", False)], ids=["file", "folder"])
-def test_other_nodes_keep_the_mean_of_what_was_not_sent(name: str, whole_file: bool, tmp_path: Path) -> None:
-    saved = run_ranks(save, 4, name, str(tmp_path / "{}.ckpt"), 2, whole_file)
-    path = str(tmp_path / f"{STEPS}.ckpt")
-    for num_ranks in (6, 2):
+Kept = tuple[dict[str, Tensor], dict[str, Tensor]]  # weights, and residuals
+SAVED_BY = {"dgc": True, "sparse_loco": False, "diloco": True}  # with two nodes of two; whether into one file
+OTHERS = [(6, 2), (2, 2), (4, 1), (6, 3)]  # ranks, and how many a node has
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], list[Kept]]:
+    """Save with each method, and go on with other nodes; by method, ranks and ranks of a node, for each rank."""
+    folder = tmp_path_factory.mktemp("saved")
+    cases = [(name, f"{folder}/{name}-{{}}.ckpt", 2, whole_file) for name, whole_file in SAVED_BY.items()]
+    found: dict[tuple[Any, ...], list[Kept]] = {}
+    for name, of_ranks in zip(SAVED_BY, zip(*run_ranks(each, 4, save, cases), strict=True), strict=True):
+        found[name, 4, 2] = list(of_ranks)
+    for num_ranks in dict.fromkeys(num for num, _ in OTHERS):
+        worlds = [(name, num_ranks, size) for num, size in OTHERS if num == num_ranks for name in SAVED_BY]
+        goings = [(name, f"{folder}/{name}-{STEPS}.ckpt", size) for name, _, size in worlds]
         # Fresh ones: torch keeps what it knows of a mesh of ranks 0 and 1 over the end of a world.
-        for rank, (weights, residuals) in enumerate(run_ranks(go_on, num_ranks, name, path, 2, fresh=True)):
-            assert distance(weights, saved[0][0]) == 0.0
-            one, other = saved[rank % 2][1], saved[rank % 2 + 2][1]
-            assert list(residuals) == list(one) != []
-            for tensor in one:
-                assert torch.equal(residuals[tensor], (one[tensor] + other[tensor]) / 2)
+        results = run_ranks(each, num_ranks, go_on, goings, fresh=True)
+        found |= {world: list(of_ranks) for world, of_ranks in zip(worlds, zip(*results, strict=True), strict=True)}
+    return found
 
 
 def of_node(kept: list[Any], name: str, ranks: list[int], like: Tensor) -> Tensor:
@@ -125,25 +134,23 @@ def of_node(kept: list[Any], name: str, ranks: list[int], like: Tensor) -> Tenso
     return whole
 
 
-@pytest.mark.parametrize(("name", "whole_file"), [("dgc", False), ("sparse_loco", True), ("diloco", False)])
-def test_shards_of_another_size_take_their_rows_of_the_mean(name: str, whole_file: bool, tmp_path: Path) -> None:
-    """From 2 nodes of 2 to 4 of 1 and to 2 of 3, whose shards have other and no rows."""
-    saved = run_ranks(save, 4, name, str(tmp_path / "{}.ckpt"), 2, whole_file)
-    path = str(tmp_path / f"{STEPS}.ckpt")
-    weights, kept = saved[0][0], [rank[1] for rank in saved]
+@pytest.mark.parametrize(("num_ranks", "size"), OTHERS)
+@pytest.mark.parametrize("name", SAVED_BY)
+def test_other_nodes_take_their_rows_of_the_mean(
+    name: str, num_ranks: int, size: int, resumed: dict[tuple[Any, ...], list[Kept]]
+) -> None:
+    """By nodes of other numbers of ranks, too, whose shards have other and no rows."""
+    weights, kept = resumed[name, 4, 2][0][0], [rank[1] for rank in resumed[name, 4, 2]]
     assert (kept[0] == {}) == (name == "diloco")
-    for num_nodes, size in ((4, 1), (2, 3)):
-        results = run_ranks(go_on, num_nodes * size, name, path, size, fresh=True)
-        for result in results:
-            assert not isinstance(result, str), result
-            assert distance(result[0], weights) == 0.0
-        taken = [rank[1] for rank in results]
-        for tensor in {tensor: None for rank in kept for tensor in rank}:
-            like = weights[tensor]
-            mean = (of_node(kept, tensor, [0, 1], like) + of_node(kept, tensor, [2, 3], like)) / 2
-            for node in range(num_nodes):
-                ranks = list(range(node * size, (node + 1) * size))
-                assert torch.equal(of_node(taken, tensor, ranks, like), mean)
+    for result in resumed[name, num_ranks, size]:
+        assert not isinstance(result, str), result
+        assert distance(result[0], weights) == 0.0
+    taken = [rank[1] for rank in resumed[name, num_ranks, size]]
+    for tensor in {tensor: None for rank in kept for tensor in rank}:
+        like = weights[tensor]
+        mean = (of_node(kept, tensor, [0, 1], like) + of_node(kept, tensor, [2, 3], like)) / 2
+        for first in range(0, num_ranks, size):
+            assert torch.equal(of_node(taken, tensor, list(range(first, first + size)), like), mean)
 
 
 def save_alone(path: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_lowbw import DGC, AdaptiveLocalSGD, ConfigurationError, LocalSGD, ShardedStrategy
+from lightning_lowbw import DGC, AdaptiveLocalSGD, ConfigurationError, LocalSGD, NonFiniteGradientError, ShardedStrategy
 from lightning_lowbw.engine.presets import preset
 from tests.engine.problem import each
 from tests.ranks import run_ranks
@@ -109,6 +109,43 @@ def test_what_a_fit_refuses_on_all_ranks() -> None:
     for name, *messages in zip(FITS, *run_ranks(each, 4, refused, [(name,) for name in FITS]), strict=True):
         for message in messages:
             assert FITS[name][3] in message, (name, messages)
+
+
+class Large(Configured):
+    """Two gradients of one shard, one after another, that are finite, and whose sum is not."""
+
+    def __init__(self, since: int, path: str = "") -> None:
+        super().__init__(functools.partial(sgd, lr=0.0))  # the weights would overflow
+        self.since, self.path = since, path
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1 and self.trainer.global_step >= self.since:
+            self.net[2].weight.grad.to_local().fill_(3e38)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.path and self.trainer.global_step == self.since + 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+def add_up_too_much(since: int, path: str) -> tuple[str, bool]:
+    strategy = ShardedStrategy(DGC(sparsity=[0.99], min_numel=1, rampup_begin_step=0), topology=2)
+    try:
+        train(strategy, Large(since, path), 4, 4, dist.get_rank())
+    except NonFiniteGradientError as error:
+        return str(error), os.path.exists(path)
+    return "trained", False
+
+
+@pytest.mark.fault("gradients of 3e38, which are finite, and whose sum with earlier ones is not")
+def test_finite_gradients_whose_sum_is_not_are_told_by_a_shard(tmp_path: Any) -> None:
+    """In the next step, at the end of the fit, or where it is saved, by all ranks: also those with another shard."""
+    cases = [(1, ""), (2, ""), (1, str(tmp_path / "last.ckpt"))]
+    for in_next, at_the_end, when_saved in run_ranks(each, 4, add_up_too_much, cases):
+        for step, (said, is_saved) in ((3, in_next), (4, at_the_end), (3, when_saved)):
+            assert f"Step {step}: the gradient of 'net.2.weight' on rank " in said
+            assert "with what earlier ones have left, has become too large for float32" in said
+            assert not is_saved
+        assert "on rank 1, with" in at_the_end[0]
 
 
 class Failing(pl.Callback):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw import AutoStrategy, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw.engine import measuring
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of
@@ -42,6 +45,8 @@ def make(name: str) -> DDPStrategy:
         "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),
         "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
         "delayed": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, delay_steps=1),
+        "sparsity auto": lambda: DGCStrategy(min_numel=MIN_NUMEL),
+        "lowbw": AutoStrategy,
         "ddp": DDPStrategy,
     }
     return strategies[name]()
@@ -89,6 +94,55 @@ def test_a_sigterm_ends_all_ranks_after_the_same_step(name: str, last: int, rank
 def test_stock_ddp_and_a_sigterm(record_property: Any, tmp_path: Path) -> None:
     ends = [outcome_of(fit_until_killed, "ddp", ranks, str(tmp_path)) for ranks in ([1], [0, 1])]
     record_property("ddp", f"on one: {ends[0]}; on all: {ends[1]}")
+
+
+class KillAt(pl.Callback):
+    """SIGTERM for rank 1 before the first batch, or in the middle of a validation."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def _reach(self, trainer: pl.Trainer, moment: str) -> None:
+        if moment == self.moment and trainer.global_rank == 1:
+            self.moment = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._reach(trainer, "before the sanity check")
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._reach(trainer, "before the first batch")
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._reach(trainer, "in the sanity check" if trainer.sanity_checking else "in validation")
+
+
+class Validated(Tiny):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+MOMENTS = ["before the sanity check", "in the sanity check", "before the first batch", "in validation"]
+
+
+def fit_until_killed_at(name: str) -> list[int]:
+    """Return the last step for each of the moments; after three steps is a validation."""
+    ends = []
+    for moment in MOMENTS:
+        trainer = make_trainer(make(name), 2, callbacks=[KillAt(moment)], val_check_interval=3)
+        try:
+            trainer.fit(Validated(), make_data(2, STEPS), make_data(2, 2))
+        except SIGTERMException:
+            ends.append(trainer.global_step)
+    return ends
+
+
+@pytest.mark.fault("SIGTERM on one rank, or on all")
+@pytest.mark.parametrize(
+    ("name", "ends"), [("dense", [2, 2, 2, 5]), ("sparse", [1, 1, 1, 4]), ("local_sgd", [4, 4, 4, 4])]
+)
+def test_also_before_the_first_batch_and_in_validation(name: str, ends: list[int]) -> None:
+    assert run_ranks(fit_until_killed_at, 2, name, timeout_s=60) == [ends] * 2
 
 
 class EachInTurn(TwoOptimizers):
@@ -215,6 +269,30 @@ def test_slurms_signal_on_one_rank_saves_once_on_all(name: str, step: int) -> No
     assert [saved for saved, _ in first] == [saved for saved, _ in second] == [step]
 
 
+class SavesForSlurm(Slurm):
+    """Saves, as Lightning's handler does before it requeues the job."""
+
+    def __init__(self, ranks: list[int], path: str) -> None:
+        super().__init__(ranks)
+        self.path = path
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        connector = trainer._signal_connector
+        handler = lambda *_: trainer.save_checkpoint(self.path)  # noqa: E731
+        connector._register_signal(signal.SIGUSR1, _HandlersCompose([handler]))
+
+
+def fit_until_requeued_under_ddp(path: str) -> None:
+    make_trainer("ddp", 2, callbacks=[SavesForSlurm([1], path)]).fit(Tiny(), make_data(2, STEPS))
+
+
+@pytest.mark.stock("SLURM's signal to save and requeue, on one rank")
+def test_stock_ddp_and_slurms_signal(tmp_path: Path, record_property: Any) -> None:
+    path = tmp_path / "hpc.ckpt"
+    outcome = outcome_of(fit_until_requeued_under_ddp, str(path))
+    record_property("ddp", f"{outcome}; {'saved' if path.exists() else 'nothing is saved'}")
+
+
 # Ctrl-C --------------------------------------------------------------------------------------------------------------
 
 SOON_S = 5.0
@@ -241,11 +319,11 @@ def train_for_ever(name: str, rank: int, port: int, folder: str) -> None:
     trainer.fit(Announces(Path(folder) / f"rank{rank}"), make_data(2, STEPS))
 
 
-def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any]]:
+def interrupt(train: Callable[[int, int, str], None], ranks: list[int], folder: str) -> tuple[float, list[Any]]:
     """Return for how many seconds two programs go on after Ctrl-C, and their exit codes."""
     forget_launcher()
     context, port = multiprocessing.get_context("fork"), free_port()
-    programs = [context.Process(target=train_for_ever, args=(name, rank, port, folder)) for rank in range(2)]
+    programs = [context.Process(target=train, args=(rank, port, folder)) for rank in range(2)]
     for program in programs:
         program.start()
     while len(list(Path(folder).glob("rank*"))) < 2:
@@ -269,7 +347,38 @@ def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
 @pytest.mark.parametrize("name", ["dense", "sparse", "int8", "hierarchical", "local_sgd"])
 def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path, record_property: Any) -> None:
-    ((seconds, codes),) = run_ranks(interrupt, 1, name, ranks, str(tmp_path), fresh=True, timeout_s=60)
+    ((seconds, codes),) = run_ranks(
+        interrupt, 1, functools.partial(train_for_ever, name), ranks, str(tmp_path), fresh=True, timeout_s=60
+    )
+    assert seconds < SOON_S, codes
+    assert all(codes), codes
+    record_property("seconds", seconds)
+
+
+MEASUREMENTS = ("measure_link", "seconds_of_work")  # of the first steps of what chooses by itself
+
+
+def measure_for_ever(name: str, measurement: str, rank: int, port: int, folder: str) -> None:
+    measure = getattr(measuring, measurement)
+
+    def announce(*args: Any, **kwargs: Any) -> Any:
+        (Path(folder) / f"rank{rank}").touch()
+        while True:  # the signal comes between two, or in one
+            measure(*args, **kwargs)
+
+    setattr(measuring, measurement, announce)
+    train_for_ever(name, rank, port, folder)
+
+
+@pytest.mark.fault("Ctrl-C on one rank, or on all")
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("measurement", MEASUREMENTS)
+@pytest.mark.parametrize("name", ["sparsity auto", "lowbw"])
+def test_ctrl_c_ends_all_also_while_they_measure(
+    name: str, measurement: str, ranks: list[int], tmp_path: Path, record_property: Any
+) -> None:
+    arguments = (functools.partial(measure_for_ever, name, measurement), ranks, str(tmp_path))
+    ((seconds, codes),) = run_ranks(interrupt, 1, *arguments, fresh=True, timeout_s=60)
     assert seconds < SOON_S, codes
     assert all(codes), codes
     record_property("seconds", seconds)
@@ -281,6 +390,8 @@ def test_stock_ddp_and_ctrl_c(record_property: Any, tmp_path: Path) -> None:
     for ranks in ([1], [0, 1]):
         folder = tmp_path / str(len(ranks))
         folder.mkdir()
-        ((seconds, codes),) = run_ranks(interrupt, 1, "ddp", ranks, str(folder), fresh=True, timeout_s=60)
+        ((seconds, codes),) = run_ranks(
+            interrupt, 1, functools.partial(train_for_ever, "ddp"), ranks, str(folder), fresh=True, timeout_s=60
+        )
         ends.append(f"ends after {seconds:.1f} s" if None not in codes else f"goes on for {seconds:.0f} s, then killed")
     record_property("ddp", f"on one: {ends[0]}; on all: {ends[1]}")

@@ -16,17 +16,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw import DGCStrategy, LocalSGDStrategy
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, weights
-from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer
+from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 STEPS, NUM_FITS = 160, 5
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(rampup_begin_step=10, rampup_step=20, sparsity=[0.75, 0.95], min_numel=MIN_NUMEL),
     "sparse_loco": lambda: LocalSGDStrategy(k_steps=5, delay_steps=2, compression=SPARSE),
+    "ddp": DDPStrategy,
 }
 
 
@@ -58,6 +60,11 @@ class Disturb(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+def digest_of(name: str, model: pl.LightningModule) -> str:
+    """Return a digest of parameters and buffers; under ddp, which saves those of rank 0, of parameters."""
+    return weights_of(model) if name == "ddp" else weights(model)
+
+
 def held() -> dict[str, int]:
     """Return what a process holds."""
     gc.collect()
@@ -87,7 +94,7 @@ def fit_disturbed(name: str, path: str, steps: int, num_fits: int) -> tuple[str,
             **options,
         )
         trainer.fit(model, make_data(2, 20), make_data(2, 1), ckpt_path=resume)
-        resume, end = path, weights(model)
+        resume, end = path, digest_of(name, model)
         del model, trainer
         holds.append(held())
     return end, holds
@@ -97,7 +104,7 @@ def fit_in_peace(name: str, steps: int) -> str:
     model = Uneven()
     trainer = make_trainer(STRATEGIES[name](), 2, max_steps=steps, max_epochs=-1, plugins=[amp_with_scaler()])
     trainer.fit(model, make_data(2, 20))
-    return weights(model)
+    return digest_of(name, model)
 
 
 def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -> tuple[str, str, list[dict[str, int]]]:
@@ -113,7 +120,7 @@ def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -
     "the weights of a run without; tensors, files and threads do not grow",
 )
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", ["dgc", "sparse_loco"])
 def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path) -> None:
     results = run_ranks(soak, 2, name, str(tmp_path))
     assert len({end for peace, disturbed, _ in results for end in (peace, disturbed)}) == 1
@@ -121,3 +128,12 @@ def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path)
         settled = holds[1:]  # the first fit loads and makes what stays
         # A fit that were kept would add half of it; a few numbers come and go with metrics.
         assert all(each[key] <= 1.25 * settled[0][key] for each in settled for key in each), holds
+
+
+@pytest.mark.stock("slow ranks, skipped steps, checkpoints and resumes at random")
+def test_stock_ddp_and_soft_faults(tmp_path: Path, record_property: Any) -> None:
+    results = run_ranks(soak, 2, "ddp", str(tmp_path))
+    is_equal = len({end for peace, disturbed, _ in results for end in (peace, disturbed)}) == 1
+    record_property(
+        "ddp", f"{'the' if is_equal else 'other'} parameters{'' if is_equal else ' than those'} of a run without"
+    )
