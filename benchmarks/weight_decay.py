@@ -191,6 +191,8 @@ def main() -> None:
     results: dict[str, Any] = {"rows": []}
     if path.exists() and not options.quick:
         results = json.loads(path.read_text())
+        if results["num_steps"] != num_steps:
+            raise SystemExit(f"{path} is of runs of {results['num_steps']} steps, not {num_steps}: delete it first.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/store", results["rows"], num_steps, None if options.quick else str(path))
