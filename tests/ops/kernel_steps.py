@@ -31,7 +31,7 @@ def train(uses_kernels: bool, name: str, changes: dict[str, Any], nodes: Any) ->
     """Train in a plain loop; return weights, residuals and states of the optimizer, and a digest of the weights."""
     gpu.is_available = lambda device: uses_kernels  # put back by `run_ranks`
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(9, 300), nn.Tanh(), nn.Linear(300, 17), nn.Tanh(), nn.Linear(17, 3))
+    model = nn.Sequential(nn.Linear(9, 130), nn.Tanh(), nn.Linear(130, 17), nn.Tanh(), nn.Linear(17, 3))
     kind, options = OPTIMIZERS[name]
     optimizer = kind(model.parameters(), **options)
     method = DGC(**{"sparsity": (0.9, 0.97), "rampup_step": 2, "min_numel": 1000, **changes})
