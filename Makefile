@@ -23,12 +23,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a plot in demo_results
 	$(RUN) -m lightning_lowbw.demo
 
-# Two at a time: a test of several ranks waits most of the time for their messages. A file's tests share their ranks, and
+# Three at a time: a test of several ranks waits much of the time for their messages. A file's tests share their ranks, and
 # the long files come first (tests/conftest.py). What measures time runs by itself; only files with such tests are read.
 # Bytecode is kept even where it is not otherwise: each of some hundred processes would compile what it imports.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)  ## run the tests
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(RUN) -m pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 
 # Warnings of old releases about each other are not errors of ours.

@@ -66,14 +66,15 @@ class SecondMoment:
         Returns:
             float32.
         """
-        square = self.square.to(gradient.dtype).mul(self.beta2)
-        square.addcmul_(gradient, gradient, value=(1.0 - self.beta2) * self.share)
-        self.square.copy_(square)
+        square = self.square.to(gradient.dtype)  # itself, where it is as wide
+        square.mul_(self.beta2).addcmul_(gradient, gradient, value=(1.0 - self.beta2) * self.share)
+        if square is not self.square:
+            self.square.copy_(square)
         if self.largest is not None:
             self.largest.copy_(torch.maximum(self.largest, self.square))
-            square.copy_(self.largest)
+            square = self.largest.to(gradient.dtype)
         slope, least = self.line
-        return square.sqrt_().mul_(slope).add_(least).to(torch.float32)
+        return square.sqrt().mul_(slope).add_(least).to(torch.float32)
 
     @property
     def line(self) -> tuple[float, float]:
