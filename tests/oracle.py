@@ -16,7 +16,7 @@ from torch import Tensor
 class OracleDGC:
     """The paper's equations, with its own Nesterov form: u = m (u + g); v = v + u + g.
 
-    Weight decay is that of methods.md, undelayed, with its velocity at its limit; in small tensors torch's own.
+    Weight decay is that of the weight which a rank's residual leads to, w - lr v; in small tensors torch's own.
     """
 
     num_ranks: int
@@ -59,12 +59,12 @@ class OracleDGC:
                 own = [g.clamp(-self.clip_value, self.clip_value) for g in own]
             for i, weight in enumerate(weights):
                 is_sparse = weight.numel() >= self.min_numel
-                g = own[i] if is_sparse else own[i] + self.weight_decay * weight
                 if (rank, i) not in self.u:  # hand-over
                     buffer = self.buffer.get(i, torch.zeros_like(weight))
                     self.u[rank, i] = self.momentum * buffer if self.nesterov else buffer.clone()
                     self.v[rank, i] = torch.zeros_like(weight)
                 u, v = self.u[rank, i], self.v[rank, i]
+                g = own[i] + self.weight_decay * (weight - self.lr * v if is_sparse else weight)
                 if self.nesterov:
                     u = self.momentum * (u + g)
                     v = v + u + g
@@ -84,5 +84,4 @@ class OracleDGC:
                 waits_briefly = self.keep_momentum and 2 * density > 1 - self.momentum + 1e-6
                 self.u[rank, i] = torch.where(mask, 0.0, u) if self.masking and is_sparse and not waits_briefly else u
         for weight, update in zip(weights, updates, strict=True):
-            decay = self.weight_decay / (1 - self.momentum) if weight.numel() >= self.min_numel else 0.0
-            weight -= self.lr * (update / self.num_ranks + decay * weight)
+            weight -= self.lr * update / self.num_ranks

@@ -122,13 +122,11 @@ class ErrorFeedback:
 
 
 class MomentumCorrection(ErrorFeedback):
-    """``u = m u + G; v = v + u`` (Nesterov: ``v + G + m u``); ``w = w - lr (mean + c w / (1 - m))``.
+    """``g = G + c (w - lr v); u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); ``w = w - lr mean``.
 
-    Weight decay needs no network, for all ranks have the same weights; in the residual it would act too late, and may
-    diverge. Its own velocity, ``d = m d + c w``, is taken at its limit for a weight that changes slowly, c w / (1 - m):
-    so it needs no memory, and there is nothing to mask. A step takes at most the whole weight. Weights in half types
-    would lose it in rounding: theirs is ``c (w - lr v)`` beside G, see `ops.reference.correct_`. Small tensors have
-    ``g = G + c w`` and torch's own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
+    The decay is that of the weight which this rank's residual leads to, see `ops.reference.correct_`: that of w alone
+    would act on the weight when it is sent, too late, and may diverge. Small tensors have ``g = G + c w`` and torch's
+    own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
     """
 
     kind = "momentum"
@@ -149,7 +147,7 @@ class MomentumCorrection(ErrorFeedback):
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
         values = self._as_given(group)
-        decay = 0.0 if _is_wide(parameter) else float(values["weight_decay"])
+        decay = float(values["weight_decay"])
         return Constants(
             momentum=float(values["momentum"]),
             nesterov=bool(group["nesterov"]),
@@ -161,13 +159,6 @@ class MomentumCorrection(ErrorFeedback):
     def _as_given(self, group: Group) -> Group:
         """Return a param group as the user has it."""
         return {**group, **next((values for changed, values in self._user_values if changed is group), {})}
-
-    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
-        values = self._as_given(group)
-        decay = float(group["lr"]) * float(values["weight_decay"])
-        wide = [each.detach() for each in parameters if _is_wide(each)]
-        if decay != 0 and wide:
-            torch._foreach_mul_(wide, 1.0 - decay / max(1.0 - float(values["momentum"]), decay))
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
         if self._user_values:  # a closure that ran twice
@@ -183,12 +174,12 @@ class MomentumCorrection(ErrorFeedback):
 
     def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Apply momentum to averaged gradients. Its buffers stay the same on all ranks, so they need no residual."""
-        constants, decay = self.constants(parameters[0], group), float(self._as_given(group)["weight_decay"])
+        constants = self.constants(parameters[0], group)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if constants.sign < 0:  # as torch's SGD does, before the decay
             torch._foreach_neg_(gradients)
-        if decay != 0:
-            torch._foreach_add_(gradients, [each.detach() for each in parameters], alpha=decay)
+        if constants.weight_decay != 0:
+            torch._foreach_add_(gradients, [each.detach() for each in parameters], alpha=constants.weight_decay)
         if constants.momentum != 0:
             velocities = [self.velocity(parameter) for parameter in parameters]
             torch._foreach_mul_(velocities, constants.momentum)
@@ -199,8 +190,3 @@ class MomentumCorrection(ErrorFeedback):
                 torch._foreach_copy_(gradients, velocities)
         if constants.sign < 0:
             torch._foreach_neg_(gradients)
-
-
-def _is_wide(parameter: Parameter) -> bool:
-    """Whether a small share can be taken off a parameter, and is not lost in rounding."""
-    return torch.finfo(parameter.dtype).bits >= 32
