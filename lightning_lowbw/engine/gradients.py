@@ -6,14 +6,15 @@ Training", arXiv 1712.01887.
 One step of one rank, with G its own mean gradient as torch gives it (not divided by the number of participants N):
 
     clip      G to the norm  threshold * sqrt(N)                       (eq. 8, for undivided gradients)
-    correct   u = m u + G;  v = v + u                                  (eq. 7)
+    decay     g = G + c (w - lr v): decay of the weight that the residual leads to
+    correct   u = m u + g;  v = v + u                                  (eq. 7)
     select    the k largest |v| of each tensor
     mask      v = u = 0 there                                          (eq. 9)
     average   the gradient is 1/N times the sum of what all have sent
-    step      w = w - lr (average + c w / (1 - m)): plain SGD, for momentum is done; decay needs no network
+    step      w = w - lr average: plain SGD, for momentum and decay are done
 
-Deviation: PaddlePaddle Fleet (eq. 12) puts the decay into G, so that it reaches the weight about 1/density steps later;
-that may diverge.
+Deviation: PaddlePaddle Fleet (eq. 12) adds c w to G. The weight then asks for the same decay again until it is sent,
+about 1/density steps later; that may diverge.
 
 u is the optimizer's own `momentum_buffer`; v, the residual, is the only state that is added. On two levels N counts
 nodes, G is the node's mean gradient, and each rank keeps a part of u and v, which it exchanges with those that have it.
@@ -252,8 +253,8 @@ class GradientWorker(Worker):
 
         In place:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
-            and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `after_step`;
-            sparse parameters are decayed. With `applies` they are stepped.
+            and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `after_step`.
+            With `applies` sparse parameters are stepped, AdamW's decay included.
 
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
         all-gather, or another all-reduce, where the payload's `exchange` says so); blocking. On two levels the ranks of

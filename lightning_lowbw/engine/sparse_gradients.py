@@ -125,8 +125,8 @@ class SparseGradients:
         """Send what is not sent yet, and take what all have sent: as gradients, or as steps of the weights.
 
         In place:
-            `.grad`, and the parameters: their decay; with `applies` the whole step, and `.grad` is None, where the
-            correction can take it.
+            `.grad`, and the parameters: decoupled weight decay; with `applies` the whole step, and `.grad` is None,
+            where the correction can take it.
 
         Collective: as `SparseExchange.choose` and `begin`; blocking.
         """
