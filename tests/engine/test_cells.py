@@ -64,8 +64,9 @@ class SlowTopK:
         if not self.u:
             self.u, self.v = ([torch.zeros(numel) for _ in gradients] for _ in range(2))
         for gradient, u, v in zip(gradients, self.u, self.v, strict=True):
-            u.mul_(MOMENTUM).add_(gradient)
-            v.mul_(what.decay).add_(u)
+            v.mul_(what.decay)
+            u.mul_(MOMENTUM).add_(gradient + DECAY * (weight - LR * v))
+            v.add_(u)
             size = what.chunk or numel
             for start in range(0, numel, size):
                 chunk = v[start : start + size]
@@ -77,7 +78,7 @@ class SlowTopK:
                 senders[sent] += (v[sent] != 0).float()
                 v[sent] = u[sent] = 0.0
         mean = total / (senders.clamp(min=1.0) if what.mean_over == "senders" else self.num_participants)
-        weight -= LR * (mean + DECAY / (1 - MOMENTUM) * weight)
+        weight -= LR * mean
 
 
 def by_the_slow_twin(what: TopK, nodes: Nodes) -> tuple[dict[str, Tensor], dict[tuple[str, int], SlowTopK]]:
