@@ -35,7 +35,7 @@ CELLS: list[Cell] = [
 def losses(cell: Cell) -> dict[str, float]:
     torch.set_flush_denormal(True)  # as the benchmark: decay leaves weights so small that a CPU takes twice as long
     try:
-        return {name: train(*cell, make(), STEPS[cell[1]]) for name, make in METHODS.items()}
+        return {method: train(*cell, method, STEPS[cell[1]]) for method in METHODS}
     finally:
         torch.set_flush_denormal(False)
 
