@@ -82,7 +82,8 @@ SMOOTHING = 20  # steps of the training loss at the end
 NUM_NOMINAL_STEPS = 60  # of which the fastest is a task's step, whatever else runs on the machine
 COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False}  # as in contestants.py
 WINDOW_S, LEAST_STEPS, MOST_STEPS, UNTIMED_STEPS = 4.0, 3, 20, 3  # of one measurement in the lab
-NUM_ROUNDS = 5  # of measurements in turn, where a step is short enough for `MOST_STEPS`
+NUM_ROUNDS = 8  # of measurements in turn, where a step is short enough for `MOST_STEPS`
+CLEARLY = 2.0  # standard errors by which a run takes longer than another
 DDP_KEY, DENSE_KEY = "ddp", "1.0"  # of what is timed; the others are densities, too
 MODEL_25M = "mlp-25M"
 
@@ -532,8 +533,8 @@ def time_all(job: Row, path: Path) -> None:
     for num_steps in job["steps"]:
         wanted |= densities_of(planned(record, num_steps)[0], num_steps)
     missing = [name for name in (DDP_KEY, *map(str, sorted(wanted))) if name not in record["timed"]]
-    for number in range(NUM_ROUNDS):  # in turn: a slow moment of the machine is no method's own
-        for name in missing:
+    for number in range(NUM_ROUNDS):  # in turn, there and back: a slow moment of the machine is no method's own
+        for name in missing if number % 2 == 0 else reversed(missing):
             num_steps = num_timed_steps(nbytes, 1.0 if name == DDP_KEY else float(name), link)
             if number == 0 or num_steps == MOST_STEPS:
                 seconds = time_steps(task, timed_strategy(name), num_steps)
@@ -553,9 +554,11 @@ def timed_strategy(name: str) -> Any:
     return DGCStrategy(sparsity="auto" if name == DENSE_KEY else [1.0 - float(name)], **COMMON)
 
 
-def step_s_of(record: Row, name: str) -> float:
-    """Return the seconds of a step: the median of what has been timed, over all rounds."""
-    return statistics.median(seconds for of_round in record["timed"][name] for seconds in of_round)
+def step_s_of(record: Row, name: str, number: int | None = None) -> float:
+    """Return the seconds of a step: the median of what has been timed, in all rounds or in one of them."""
+    rounds = record["timed"][name]
+    chosen = rounds if number is None else [rounds[min(number, len(rounds) - 1)]]
+    return statistics.median(seconds for of_round in chosen for seconds in of_round)
 
 
 def measure_wall_clock(options: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
@@ -579,16 +582,26 @@ def measure_wall_clock(options: argparse.Namespace, results: dict[str, Any], pat
             write(results, path)
 
 
-def seconds_of_run(record: Row, method: str, num_steps: int) -> float | None:
-    """Return the seconds of a run, by what its steps take; None where one of its densities has not been measured."""
+def seconds_of_run(record: Row, method: str, num_steps: int, number: int | None = None) -> float | None:
+    """Return the seconds of a run, by what its steps take, in all rounds or in one of them; None where one of its
+    densities has not been measured."""
     if method != "auto":
-        return num_steps * step_s_of(record, DDP_KEY if method == "ddp" else "0.001")
-    step_s = {float(name): step_s_of(record, name) for name in record["timed"] if name != DDP_KEY}
+        return num_steps * step_s_of(record, DDP_KEY if method == "ddp" else "0.001", number)
+    step_s = {float(name): step_s_of(record, name, number) for name in record["timed"] if name != DDP_KEY}
     when, _, measures = planned(record, num_steps)
     counts = densities_of(when, num_steps)
     if counts.keys() - step_s.keys():
         return None
     return measures * record["decide_s"] + sum(count * step_s[density] for density, count in counts.items())
+
+
+def ratios_of(record: Row, num_steps: int) -> list[float]:
+    """Return the seconds of a run of ddp in units of those of auto, of each round."""
+    pairs = (
+        [seconds_of_run(record, method, num_steps, number) for method in ("ddp", "auto")]
+        for number in range(len(record["timed"][DDP_KEY]))
+    )
+    return [ddp_s / auto_s for ddp_s, auto_s in pairs if ddp_s is not None and auto_s is not None]
 
 
 # Report -------------------------------------------------------------------------------------------------------------
@@ -761,19 +774,36 @@ def summary_of(cells: list[Cell]) -> str:
 def wall_clock_to_markdown(records: list[Row]) -> str:
     """Return the table of seconds per run."""
     lines = [
-        "| task | link | steps | auto sends | ddp, s | dgc 99.9 %, s | auto, s | ddp / auto |",
-        "| --- |" + " --- |" * 7,
+        "| task | link | steps | auto sends | ddp, s | dgc 99.9 %, s | auto, s | ddp / auto | by round |",
+        "| --- |" + " --- |" * 8,
     ]
     for record in records:
         for num_steps in STEPS:
             seconds = [seconds_of_run(record, method, num_steps) for method in METHODS]
             texts = ["-" if each is None else f"{each:,.1f}" for each in seconds]
             ratio = f"{seconds[0] / seconds[2]:.2f}" if seconds[0] and seconds[2] else "-"
+            ratios = ratios_of(record, num_steps)
+            by_round = with_error(statistics.mean(ratios), error_of(ratios), ".2f") if len(ratios) > 1 else "-"
             chosen = in_words(as_plain(planned(record, num_steps)[0]))
-            lines.append(
-                f"| {record['task']} | {record['link']} | {num_steps:,} | {chosen} | {' | '.join(texts)} | {ratio} |"
-            )
-    return "\n".join(lines)
+            texts += [ratio, by_round]
+            lines.append(f"| {record['task']} | {record['link']} | {num_steps:,} | {chosen} | {' | '.join(texts)} |")
+    return "\n".join([*lines, "", slower_in_words(records)])
+
+
+def slower_in_words(records: list[Row]) -> str:
+    """Return where auto takes clearly longer than ddp."""
+    found = {}
+    for record in records:
+        for num_steps in STEPS:
+            ratios = ratios_of(record, num_steps)
+            name = f"{record['task']} {num_steps:,} ({record['link']})"
+            found[name] = 1 - statistics.mean(ratios) if len(ratios) > 1 else 0.0, error_of(ratios)
+    slower = [f"{name} by {100 * mean:.0f} %" for name, (mean, error) in found.items() if mean > CLEARLY * error]
+    return (
+        "By round: the mean of the ratios in each round, ± its standard error; - where there was one round. auto takes "
+        f"longer than ddp by more than {CLEARLY:g} standard errors in {len(slower)} of {len(found)} rows"
+        f"{': ' if slower else ''}{'; '.join(slower)}."
+    )
 
 
 def phases_to_markdown(records: list[Row]) -> str:
@@ -801,8 +831,8 @@ def noise_in_words(records: list[Row]) -> str:
     if not spreads:
         return ""
     return (
-        f"Medians over {NUM_ROUNDS} rounds in turn, where a step is short. Between rounds ddp's own median differs "
-        f"by {statistics.median(spreads):.0f} % (median over these rows; at most {spreads[-1]:.0f} %)."
+        f"Medians over {len(max(rounds, key=len))} rounds in turn, where a step is short. Between rounds ddp's own "
+        f"median differs by {statistics.median(spreads):.0f} % (median over these rows; at most {spreads[-1]:.0f} %)."
     )
 
 

@@ -8,7 +8,8 @@ how often an element is sent in the run, density times steps: 10 times cost 0.4 
     none at which an element is sent less than `Run.times_sent` times in the rest of the run;
 
 where these two disagree, the denser. Where no sparse step is much faster than a dense one, all steps are dense, as in
-DDP. So they are, without a look at the link, where what could be saved is less than what the look takes.
+DDP. So they are, without a look at the link, where what could be saved is less than what the look takes, or where the
+run is too short for any of these densities.
 Before it comes a warm-up, dense and then in stairs. Its length is a share of the run's steps. A share of its time would
 leave a dozen dense steps on a slow link, and what is sparse so early costs more accuracy than any density afterwards.
 """
@@ -87,7 +88,7 @@ class Run:
         return max(1, (ASSUMED_STEPS if self.num_steps is None else self.num_steps) - self.num_done)
 
 
-def why_dense(step_s: float, dense_s: float, run: Run, budget: float) -> str | None:
+def why_dense(step_s: float, dense_s: float, run: Run, budget: float, *, or_else: bool = False) -> str | None:
     """Return why all steps are to be dense whatever the link is, which is then not measured; None where it matters.
 
     Args:
@@ -95,13 +96,17 @@ def why_dense(step_s: float, dense_s: float, run: Run, budget: float) -> str | N
         dense_s: of a dense one.
         run: what is known of the run.
         budget: as of `plan`.
+        or_else: whether something else than sparse steps may take the place of dense ones: then a run may be too short
+            for sparse steps, and the link matters all the same.
 
     Example:
-        >>> why_dense(0.01, 0.03, Run(num_done=7, num_steps=100), budget=0.05)
+        >>> why_dense(0.01, 0.03, Run(num_done=7, num_steps=200), budget=0.05)
         'a step takes 10 ms without communication and 30 ms with all gradients: all of every gradient is sent, as by \
-DDP; 93 steps are left, in which 1.86 s go by waiting for gradients, too little to measure the link, which takes 1 s'
+DDP; 193 steps are left, in which 3.86 s go by waiting for gradients, too little to measure the link, which takes 1 s'
     """
     waited_s, why = run.num_left * (dense_s - step_s), _why_it_fits(step_s, dense_s, budget)
+    if why is None and not or_else and not _often_enough(run):
+        why = _times_sent(run, _length(run))
     if why is None and LEAST_SAVED * waited_s < MEASURING_S:
         why = f"{_length(run)}, in which {in_time(waited_s)} go by waiting for gradients, too little to measure the "
         why += f"link, which takes {in_time(MEASURING_S)}"
@@ -179,8 +184,7 @@ def _density(measured: Measured, run: Run, length: str, budget: float) -> tuple[
     step_s = measured.step_s
     if fits := _why_it_fits(step_s, measured.dense_s, budget):
         return None, fits
-    often = f"an element is to be sent {run.times_sent} times on average, and {length}"
-    enough = [density for density in DENSITIES if density * run.num_left >= run.times_sent]
+    often, enough = _times_sent(run, length), _often_enough(run)
     if not enough:
         return None, often
     most_s = _most_seconds(measured)
@@ -189,6 +193,15 @@ def _density(measured: Measured, run: Run, length: str, budget: float) -> tuple[
     if measured.sparse_s[density] > most_s:
         return None, f"{often}: that would be {100 * density:.4g} %, and hardly faster"
     return density, f"more would take over {_share(budget)}" if fitting else often
+
+
+def _often_enough(run: Run) -> list[float]:
+    """Return the densities at which an element is sent often enough in the steps to come."""
+    return [density for density in DENSITIES if density * run.num_left >= run.times_sent]
+
+
+def _times_sent(run: Run, length: str) -> str:
+    return f"an element is to be sent {run.times_sent} times on average, and {length}"
 
 
 def _length(run: Run) -> str:

@@ -177,7 +177,7 @@ class AutoSparsity:
         timed = Measured(*self._timed(), sparse_s={}, link=Link(0.0, math.inf))
         measured, run = agreed(timed, self._run(worker, trainer), worker.peers, strategy.root_device)
         chosen: Method | EveryStep | None = None
-        reason = why_dense(measured.step_s, measured.dense_s, run, self._schedule.budget)
+        reason = why_dense(measured.step_s, measured.dense_s, run, self._schedule.budget, or_else=self._picks)
         if reason is not None and self._picks:
             reason += f". To write it down: {code_of_ddp(strategy.method.where.topology)}"
         if reason is None:
