@@ -23,6 +23,10 @@ for name in (
     "pytest",  # by the test modules
     "lightning.pytorch",
     "torchmetrics",
+    "omegaconf",  # by Lightning, where it loads a checkpoint
+    "sklearn.datasets",  # the digits
+    "torch.distributed._tensor",  # by shards, as the next one
+    "torch.distributed.checkpoint.state_dict",
     "lightning_lowbw",
 ):
     with contextlib.suppress(ImportError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -58,8 +59,19 @@ def spoil(state: Any) -> None:
             spoil(part)
 
 
-def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) -> tuple[list[str], list[str], bool]:
-    """Return digests of the weights, of everything, and whether the weights have moved; after each step.
+@dataclass(frozen=True)
+class Trained:
+    """What a training on one rank was like: digests of the weights and of everything, after each step, of the weights
+    after the last average, too; whether the weights have moved, and the bytes sent."""
+
+    weights: list[str]
+    everything: list[str]
+    has_moved: bool
+    sent_bytes: int
+
+
+def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) -> Trained:
+    """Train on this rank.
 
     Args:
         look: whether to ask for metrics, state and consensus after each step.
@@ -86,11 +98,11 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
     if isinstance(worker, ReplicaWorker):
         worker.finish()
     weights.append(digest(parameters.values()))
-    return weights, all_of_it, weights[-1] != start
+    return Trained(weights, all_of_it, weights[-1] != start, worker.peers.ledger.sent_bytes)
 
 
 @functools.cache
-def trained(name: str) -> list[tuple[list[str], list[str], bool]]:
+def trained(name: str) -> list[Trained]:
     """Return what `train` says on each rank; two promises are about it."""
     return run_ranks(train, ROWS[name].num_ranks, name)
 
@@ -99,10 +111,10 @@ def trained(name: str) -> list[tuple[list[str], list[str], bool]]:
 def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
     row = ROWS[name]
     results = trained(name)
-    ends = {weights[-1] for weights, _, _ in results}
+    ends = {result.weights[-1] for result in results}
     assert len(ends) == 1, "the ranks end with different weights"
-    assert all(has_moved for _, _, has_moved in results)
-    by_step = [len({weights[number] for weights, _, _ in results}) for number in range(STEPS)]
+    assert all(result.has_moved for result in results)
+    by_step = [len({result.weights[number] for result in results}) for number in range(STEPS)]
     if row.method.averages_weights:
         assert max(by_step) > 1, "no step was local"
     else:
@@ -112,14 +124,14 @@ def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
 STOPS = (2, 4, 8)  # at the hand-over, in the middle of the stairs or of an interval, near the end
 
 
-def look_and_resume(name: str) -> tuple[list[str], list[str], dict[int, list[str]]]:
+def look_and_resume(name: str) -> tuple[Trained, dict[int, list[str]]]:
     """Train with a look at everything after each step; then begin anew from what was saved before each of the stops.
 
     Returns:
-        Digests of the weights and of everything, as `train` does; and of everything in the steps after each stop.
+        What `train` does; and digests of everything in the steps after each stop.
     """
     saved: dict[int, bytes] = {}
-    weights, straight, _ = train(name, look=True, saved=saved)
+    straight = train(name, look=True, saved=saved)
     resumed: dict[int, list[str]] = {}
     for stop, content in saved.items():
         worker, parameters, buffers = attach(ROWS[name])
@@ -137,25 +149,25 @@ def look_and_resume(name: str) -> tuple[list[str], list[str], dict[int, list[str
             resumed[stop].append(everything(worker, parameters, buffers))
         if isinstance(worker, ReplicaWorker):
             worker.finish()
-    return weights, straight, resumed
+    return straight, resumed
 
 
 @functools.cache
-def looked_at(name: str) -> list[tuple[list[str], list[str], dict[int, list[str]]]]:
+def looked_at(name: str) -> list[tuple[Trained, dict[int, list[str]]]]:
     return run_ranks(look_and_resume, ROWS[name].num_ranks, name)
 
 
 @EVERY_ROW
 def test_looking_changes_nothing(name: str) -> None:
-    for (weights, all_of_it, _), (expected_weights, expected, _) in zip(looked_at(name), trained(name), strict=True):
-        assert (weights, all_of_it) == (expected_weights, expected)
+    for (result, _), expected in zip(looked_at(name), trained(name), strict=True):
+        assert (result.weights, result.everything) == (expected.weights, expected.everything)
 
 
 @EVERY_ROW
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_run_that_is_stopped_in_mid_interval_resumes_to_the_bit(name: str, stop: int) -> None:
-    for (_, _, resumed), (_, straight, _) in zip(looked_at(name), trained(name), strict=True):
-        assert resumed[stop] == straight[stop:]
+    for (_, resumed), straight in zip(looked_at(name), trained(name), strict=True):
+        assert resumed[stop] == straight.everything[stop:]
 
 
 def plain(name: str) -> list[str]:
@@ -173,8 +185,9 @@ def plain(name: str) -> list[str]:
 @EVERY_ROW
 @pytest.mark.filterwarnings("ignore")
 def test_one_rank_is_plain_training(name: str) -> None:
-    ((weights, _, _),) = run_ranks(train, 1, name)
-    assert weights[:STEPS] == plain(name)
+    (result,) = run_ranks(train, 1, name)
+    assert result.weights[:STEPS] == plain(name)
+    assert result.sent_bytes == 0
 
 
 @EVERY_ROW
@@ -212,7 +225,7 @@ def train_beside_the_mean() -> list[tuple[Tensor, Tensor]]:
 def train_with_another_default(name: str) -> str:
     torch.set_default_dtype(torch.float64)
     try:
-        return train(name)[0][-1]
+        return train(name).weights[-1]
     finally:
         torch.set_default_dtype(torch.float32)
 

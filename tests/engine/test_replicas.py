@@ -106,14 +106,6 @@ def test_k_of_1_is_the_mean_gradient_in_every_step(optimizer: str) -> None:
     assert results[0]["digests"] == results[1]["digests"]
 
 
-def test_one_rank_is_plain_training() -> None:
-    result = train(LocalSGD(k_steps=3))
-    for name in AWKWARD:
-        oracle = by_oracle(name, flat_groups(1), "sgd", begin=STEPS)
-        torch.testing.assert_close(result["own"][name], oracle.replicas[0].detach(), rtol=0, atol=0)
-    assert result["sent"][-1] == 0
-
-
 def test_bytes_are_those_of_one_all_reduce_every_k_steps() -> None:
     num_ranks, shapes = 3, {"a": (64, 64), "b": (100,)}
     results = run_ranks(partial(train, LocalSGD(k_steps=4, begin_step=0), steps=12, shapes=shapes), num_ranks)

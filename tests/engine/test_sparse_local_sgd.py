@@ -23,7 +23,6 @@ from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.engine.problem import NODES, Shape, coefficients, make_parameters, make_weight
 from tests.engine.replica_problem import (
     BASE,
-    OPTIMIZERS,
     SHAPES,
     SPARSE,
     SPARSE_STEPS,
@@ -100,18 +99,6 @@ def test_an_outer_optimizer_steps_with_the_sparse_mean() -> None:
     for name in SPARSE:
         oracle = by_sparse_oracle(name, "sgd", flat_groups(3), momentum=0.9)
         torch.testing.assert_close(results[0]["own"][name], oracle.replicas[0].detach(), rtol=1e-5, atol=1e-5)
-
-
-def test_one_rank_is_plain_training() -> None:
-    result = sparse_train({"k_steps": 3})
-    for name, shape in SHAPES.items():
-        weight = make_weight(name, shape).requires_grad_()
-        optimizer = OPTIMIZERS["sgd"]([weight])
-        for step in range(SPARSE_STEPS):
-            weight.grad = gradient_of(name, weight, 0, step)
-            optimizer.step()
-        assert torch.equal(result["own"][name], weight.detach())
-    assert result["sent"][-1] == 0
 
 
 # Bytes -------------------------------------------------------------------------------------------------------------
