@@ -208,7 +208,7 @@ class Averaging:
         return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
-        num, numel = self._peers.num_senders, as_real(parameter).numel()
+        num, numel = self._peers.num_participants, as_real(parameter).numel()
         if not self.takes(parameter):
             return all_reduce_bytes(numel * wide_dtype(parameter).itemsize, num)
         if self.sparse is not None:

@@ -48,7 +48,7 @@ def warn_if_incomplete(worker: GradientWorker) -> None:
     """Warn, on rank 0, where sparse steps train by error feedback alone, and nobody has asked for that."""
     what, peers = worker.method.what, worker.peers
     is_asked_for = not isinstance(what, TopK) or what.correction == "error_feedback"
-    if worker.correction.is_complete or is_asked_for or peers.num_senders == 1 or peers.rank > 0:
+    if worker.correction.is_complete or is_asked_for or peers.num_participants == 1 or peers.rank > 0:
         return
     advice = "" if worker.when.rampup_begin_step else "; a dense phase (rampup_begin_step > 0) helps"
     warnings.warn(

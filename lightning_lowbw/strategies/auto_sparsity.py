@@ -123,7 +123,7 @@ class AutoSparsity:
                 "trained has min_numel elements and is not excluded."
             )
             is_open = False
-        self.is_timing = is_open and any(worker.peers.num_senders > 1 for worker in strategy.workers)
+        self.is_timing = is_open and any(worker.peers.num_participants > 1 for worker in strategy.workers)
         if self.is_timing and not self._picks:
             with failing_together():
                 self._check_corrections()
@@ -346,7 +346,9 @@ class AutoSparsity:
         if not self._picks:
             return measured
         sparse, others = self._numels()
-        return with_narrow(measured, sum(sparse) + sum(others), self._peers.num_senders, self._strategy.root_device)
+        return with_narrow(
+            measured, sum(sparse) + sum(others), self._peers.num_participants, self._strategy.root_device
+        )
 
     def _measure_exchange(self, step_s: float, dense_s: float | None = None) -> Measured:
         what = self._strategy.method.what

@@ -220,7 +220,7 @@ def test_local_steps_keep_their_gradients() -> None:
     assert run_ranks(take_local_steps, 2) == [True, True]
 
 
-def add_up_too_much(kind: str, looks: bool, nodes: Nodes, ends: bool) -> tuple[list[str], bool]:
+def add_up_too_much(kind: str, checks_now: bool, nodes: Nodes, ends: bool) -> tuple[list[str], bool]:
     """Return what is said in each step, and whether weights are finite; rank 1 has gradients as large as float32."""
     parameters = make_parameters(SHAPES)
     optimizer = OPTIMIZERS[kind](parameters.values())
@@ -236,7 +236,7 @@ def add_up_too_much(kind: str, looks: bool, nodes: Nodes, ends: bool) -> tuple[l
             parameters["matrix"].grad.fill_(3e38)
         try:
             with worker.stepping():
-                worker.prepare(looks=looks)
+                worker.prepare(checks_now=checks_now)
                 worker.exchange()
                 optimizer.step()
             if ends and step == 2:

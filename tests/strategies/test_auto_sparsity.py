@@ -322,7 +322,7 @@ def test_the_next_fit_chooses_anew() -> None:
 
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])
 def test_the_time_of_the_work_is_measured_at_every_density(what: TopK) -> None:
-    seconds = partial(seconds_of_work, what, num_senders=2, device=torch.device("cpu"))
+    seconds = partial(seconds_of_work, what, num_participants=2, device=torch.device("cpu"))
     assert all(0 < seconds(density) < 10 for density in (DENSITIES[0], DENSITIES[-1]))
 
 
