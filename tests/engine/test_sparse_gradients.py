@@ -250,7 +250,7 @@ def add_up_too_much(kind: str, checks_now: bool, nodes: Nodes, ends: bool) -> tu
 
 @pytest.mark.fault(
     "gradients of 3e38, which are finite, and whose sum with earlier ones is not",
-    "an error on all ranks that names the rank and the parameter, in the next step or at the end of the fit at last",
+    "an error on all ranks that names the rank and the parameter, in the next step, or at the end of the fit",
 )
 @pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]], ids=["flat", "two levels"])
 def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:
