@@ -171,7 +171,8 @@ the projects into a separate environment (`clients/requirements.txt`) and writes
 - **Typed**: the code for dgc; for the other columns it has `ddp` or `local_sgd` instead of `dgc`.
 - **Loss**: training loss, the mean of both ranks, over the first fifth of the steps (with ddp) and over the last
   fifth. With local_sgd it is the loss of each rank's replica. The runs are short, about 120 steps: for the
-  accuracy of a method see the measurements in the [cards of the methods](methods/dgc.md). After each fit both ranks have the same weights.
+  accuracy of a method see the measurements in the [cards of the methods](methods/dgc.md). After
+  each fit both ranks have the same weights.
 - **dgc** without numbers would measure that loopback is not slow, and send whole gradients. Therefore the callbacks
   contain `lowbw.SparsityWarmup(begin_step=20, steps=20, sparsity=[0.9, 0.99])`. local_sgd has its defaults.
 - **Bytes**: the bytes that ddp would have sent, divided by the bytes sent, over the whole run including dense steps.
