@@ -119,7 +119,7 @@ class AutoSparsity:
         is_open = is_open and trainer.callbacks is self._callbacks  # type: ignore[attr-defined]
         if is_open and not self._picks and not self._numels()[0]:
             rank_zero_info(
-                f'{type(strategy).__name__}, sparsity="auto": all of every gradient is sent, for no tensor that is '
+                f'{type(strategy).__name__}, sparsity="auto": whole gradients are sent, because no tensor that is '
                 "trained has min_numel elements and is not excluded."
             )
             is_open = False
@@ -131,7 +131,7 @@ class AutoSparsity:
         if self.is_timing and num_steps < NUM_STEPS and trainer.lightning_module.automatic_optimization:
             rank_zero_info(
                 f"{type(strategy).__name__}: this run has {num_steps:.0f} more optimizer steps, and the first "
-                f"{NUM_STEPS} send all of every gradient and are measured: nothing will be compressed."
+                f"{NUM_STEPS} send whole gradients and are measured: nothing will be compressed."
             )
         self._restart()
         self._first_step = trainer.global_step

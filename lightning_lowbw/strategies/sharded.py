@@ -313,7 +313,7 @@ class ShardedStrategy(InterruptibleModelParallel):
                 result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
             finally:
                 view.release()
-        self.signals.hear(worker)
+        self.signals.read_requests(worker)
         return result
 
     # Validation and checkpoints ---------------------------------------------------------------------------------
