@@ -91,7 +91,7 @@ class Echo(FlatPeers):
         self.num_ranks = num_ranks  # type: ignore[misc]
 
     @property
-    def num_senders(self) -> int:
+    def num_participants(self) -> int:
         return self.num_ranks
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
@@ -153,7 +153,7 @@ class Contest:
 
         def step() -> None:
             with worker.stepping():
-                worker.prepare(looks=False)
+                worker.prepare(checks_now=False)
                 worker.exchange(applies=True)
                 optimizer.step()
 

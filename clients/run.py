@@ -126,7 +126,7 @@ def document(results: dict[str, Any]) -> str:
     missing = ", ".join(client for client in clients() if client not in complete)
     return TEXT.format(
         table="\n".join([TITLES, *(row(name, about, runs[name]) for name, about in complete.items())]),
-        told=f"Failures that ddp does not have: {failures}." if failures else "No failure that ddp does not have.",
+        failed=f"Failures that ddp does not have: {failures}." if failures else "No failure that ddp does not have.",
         projects=len({about["project"] for about in complete.values()}),
         runs=len(complete) * len(WAYS),
         missing=f" Not run yet: {missing}." if missing else "",
@@ -160,23 +160,23 @@ TITLES = (
 TEXT = """<!-- Written by `make test-clients` (clients/run.py): change that, not this. -->
 # Compatibility
 
-Published projects that train with Lightning, as a new user would try them: `import lightning_lowbw as lowbw`, and one
-word changed. Random weights and synthetic data, two ranks on the CPU of one machine. `make test-clients` installs the
-projects into an environment of its own (`clients/requirements.txt`) and writes this page.
+Published projects that train with Lightning, used as a new user would: with `import lightning_lowbw as lowbw`, and
+another `strategy`. Random weights and synthetic data, two ranks on the CPU of one machine. `make test-clients` installs
+the projects into a separate environment (`clients/requirements.txt`) and writes this page.
 
-{told} {projects} projects, {runs} runs, {minutes} minutes.{missing}
+{failed} {projects} projects, {runs} runs, {minutes} minutes.{missing}
 
 {table}
 
-- **Typed** is what stands there for dgc; for the other columns `ddp` and `local_sgd` stand in the place of `dgc`.
-- **Loss**: of training, mean of both ranks over the first fifth of the steps (with ddp), and over the last fifth. That
-  of local_sgd is each replica's own. The runs are short, of about 120 steps: what a method costs in accuracy is
-  measured in the [cards of the methods](methods/dgc.md). After each fit both ranks have the same weights.
-- **dgc** by its name would find that loopback is not slow, and send everything. So that it compresses there is a
-  `lowbw.SparsityWarmup(begin_step=20, steps=20, sparsity=[0.9, 0.99])` among the callbacks. local_sgd is as its name
-  gives it.
-- **Bytes** that ddp would have sent, divided by those that were, over the whole run, dense steps included.
-  `lowbw.TrafficMonitor()` is among the callbacks.
+- **Typed**: the code for dgc; for the other columns it has `ddp` or `local_sgd` instead of `dgc`.
+- **Loss**: training loss, the mean of both ranks, over the first fifth of the steps (with ddp) and over the last
+  fifth. With local_sgd it is the loss of each rank's replica. The runs are short, about 120 steps: for the
+  accuracy of a method see the measurements in the [cards of the methods](methods/dgc.md). After
+  each fit both ranks have the same weights.
+- **dgc** without numbers would measure that loopback is not slow, and send whole gradients. Therefore the callbacks
+  contain `lowbw.SparsityWarmup(begin_step=20, steps=20, sparsity=[0.9, 0.99])`. local_sgd has its defaults.
+- **Bytes**: the bytes that ddp would have sent, divided by the bytes sent, over the whole run including dense steps.
+  The callbacks contain `lowbw.TrafficMonitor()`.
 
 {environment}.
 """

@@ -1,1 +1,1 @@
-"""Methods: when, what and where put together, with and without Lightning."""
+"""Methods, combined from when, what and where; independent of Lightning."""

@@ -1,17 +1,17 @@
-"""How much deep gradient compression sends, and when it begins, by what a step takes: `sparsity="auto"`.
+"""`sparsity="auto"`: chooses the density and the schedule of deep gradient compression from measured step times.
 
-Accuracy comes first, then time. What top-k costs in accuracy is the delay of the elements that wait; it shrinks with
-how often an element is sent in the run, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 %
-(docs/methods/dgc.md). So of a few densities
+Accuracy comes first, then time. Top-k costs accuracy because it delays elements. The cost decreases with the number of
+times that an element is sent in the run, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 %
+(docs/methods/dgc.md). So the choice among a few densities is
 
-    the largest whose exchange fits into a share of the step (the budget), and
+    the largest whose exchange fits into a fraction of the step (the budget), and
     none at which an element is sent less than `Run.times_sent` times in the rest of the run;
 
-where these two disagree, the denser. Where no sparse step is much faster than a dense one, all steps are dense, as in
-DDP. So they are, without a look at the link, where what could be saved is less than what the look takes, or where the
-run is too short for any of these densities.
-Before it comes a warm-up, dense and then in stairs. Its length is a share of the run's steps. A share of its time would
-leave a dozen dense steps on a slow link, and what is sparse so early costs more accuracy than any density afterwards.
+if the two differ, the denser one. If no sparse step is much faster than a dense one, all steps are dense, as in DDP.
+All steps are also dense, and the link is not measured, if the time that could be saved is less than the time of the
+measurement, or if the run is too short for any of these densities.
+A warm-up comes first: dense steps, then stairs. Its length is a fraction of the steps of the run, not of its time: on a
+slow link that would be only a dozen dense steps, and sparse steps so early cost more accuracy than any density later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_lowbw.where.link import Link
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
 LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
-# Of what a dense step waits for; a sparse one that saves less is not worth it, and the prediction is not as sharp.
+# Of the wait of a dense step: less is not worth it, and the prediction is not more precise.
 LEAST_SAVED = 0.2
 MEASURING_S = 1.0  # for the link and the work
 ASSUMED_STEPS = 10_000  # where the length of the run is not known
@@ -38,14 +38,14 @@ MOST_DENSE_EPOCHS, MOST_STAIR_EPOCHS = 2, 4  # PaddlePaddle Fleet's, and the pap
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps take, on this rank or on the slowest; whoever plans has the same on all ranks.
+    """The times of steps, on this rank or on the slowest; for a plan they must be the same on all ranks.
 
     Attributes:
         step_s: seconds of an optimizer step without communication.
         dense_s: seconds of a dense one.
         sparse_s: seconds that the exchange of a sparse step adds to the first, by density.
         link: by which the latter was predicted.
-        narrow_s: as `sparse_s`, of gradients in few bits per value, by `value_dtype`; none where nobody asks.
+        narrow_s: as `sparse_s`, of gradients in few bits per value, by `value_dtype`; empty if not needed.
         average_s: seconds of an average of the weights.
     """
 
@@ -57,7 +57,7 @@ class Measured:
     average_s: float = 0.0
 
     def __str__(self) -> str:
-        """Return what the choice is made by, but for what is predicted."""
+        """Return the measured numbers on which the choice is based."""
         return (
             f"{_timed(self.step_s, self.dense_s)}, the link carries {self.link.bandwidth_bytes_per_s * 8e-6:,.0f} "
             f"Mb/s, latency {in_time(self.link.latency_s)}"
@@ -73,7 +73,7 @@ class Run:
         num_steps: of the whole run; None where it is not known.
         steps_per_epoch: None where it is not known.
         is_pretrained: whether it starts from trained weights, which need no warm-up.
-        times_sent: how often an element is to be sent in the steps to come, at least, on average.
+        times_sent: how many times, on average, an element must be sent at least in the remaining steps.
     """
 
     num_done: int
@@ -89,37 +89,37 @@ class Run:
 
 
 def why_dense(step_s: float, dense_s: float, run: Run, budget: float, *, or_else: bool = False) -> str | None:
-    """Return why all steps are to be dense whatever the link is, which is then not measured; None where it matters.
+    """Return why all steps are dense for any link, which is then not measured; None if the link matters.
 
     Args:
         step_s: seconds of an optimizer step without communication.
         dense_s: of a dense one.
         run: what is known of the run.
         budget: as of `plan`.
-        or_else: whether something else than sparse steps may take the place of dense ones: then a run may be too short
-            for sparse steps, and the link matters all the same.
+        or_else: whether another method than sparse steps may replace dense ones: then the link matters even if the run
+            is too short for sparse steps.
 
     Example:
         >>> why_dense(0.01, 0.03, Run(num_done=7, num_steps=200), budget=0.05)
-        'a step takes 10 ms without communication and 30 ms with all gradients: all of every gradient is sent, as by \
-DDP; 193 steps are left, in which 3.86 s go by waiting for gradients, too little to measure the link, which takes 1 s'
+        'a step takes 10 ms without communication and 30 ms with all gradients: whole gradients are sent, as with DDP; \
+193 steps are left, which wait 3.86 s for gradients, too little to measure the link, which takes 1 s'
     """
     waited_s, why = run.num_left * (dense_s - step_s), _why_it_fits(step_s, dense_s, budget)
     if why is None and not or_else and not _often_enough(run):
         why = _times_sent(run, _length(run))
     if why is None and LEAST_SAVED * waited_s < MEASURING_S:
-        why = f"{_length(run)}, in which {in_time(waited_s)} go by waiting for gradients, too little to measure the "
-        why += f"link, which takes {in_time(MEASURING_S)}"
+        why = f"{_length(run)}, which wait {in_time(waited_s)} for gradients, too little to measure the link, which "
+        why += f"takes {in_time(MEASURING_S)}"
     return None if why is None else f"{_timed(step_s, dense_s)}: {_all(why)}"
 
 
 def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-    """Return the schedule, or None where all steps are to be dense; and one sentence that says why.
+    """Return the schedule, or None if all steps are to be dense; and one sentence with the reason.
 
     Args:
-        measured: what steps take.
+        measured: the times of steps.
         run: what is known of the run.
-        budget: the share of a step that its exchange may take, in (0, 1].
+        budget: the fraction of a step that its exchange may take, in (0, 1].
 
     Example:
         >>> slow = Measured(0.1, 0.9, {density: 2 * density for density in DENSITIES}, Link(1e-4, 125e6))
@@ -135,7 +135,7 @@ latency 0.1 ms: 0.2 % of each gradient is sent, from step 6 on; more would take 
 
 
 def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-    """Return what `plan` does; the words without the numbers behind them."""
+    """Return what `plan` returns, but the reason without the measured numbers."""
     density, why = _density(measured, run, _length(run), budget)
     if density is None:
         return None, _all(why)
@@ -149,9 +149,9 @@ def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | N
 
 
 def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> tuple[EveryStep, str]:
-    """Return what `plan` does for a run whose steps are sparse: no warm-up, and not dense again.
+    """Return what `plan` returns, for a run whose steps are sparse already: no warm-up, and no dense steps.
 
-    What was not sent would stay, and velocities differ between ranks.
+    In dense steps the residuals would never be sent, and velocities differ between ranks.
 
     Args:
         measured: what steps take.
@@ -159,7 +159,7 @@ def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> t
         budget: as of `plan`.
         begin_step: the first sparse step.
     """
-    # The elements have been sent since then, too: that fewer steps are left is no reason to send more.
+    # Elements have been sent since then, too, so the smaller number of steps left is no reason for a higher density.
     sparse = replace(run, num_done=begin_step)
     density, why = _density(measured, sparse, f"{sparse.num_left} steps are sparse", budget)
     density = DENSITIES[-1] if density is None else density
@@ -168,7 +168,7 @@ def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> t
 
 
 def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
-    """Return what the steps to come take with a schedule of `schedule`, in seconds."""
+    """Return the time of the remaining steps with a schedule of `schedule`, in seconds."""
     begin, stairs, stop = when.rampup_begin_step, when.stairs, run.num_done + run.num_left
     per_stair = when.rampup_step // len(stairs)
     bounds = [min(begin + number * per_stair, stop) for number in range(len(stairs))] + [stop]
@@ -180,7 +180,7 @@ def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
 
 
 def _density(measured: Measured, run: Run, length: str, budget: float) -> tuple[float | None, str]:
-    """Return the fraction that is sent after the warm-up in the steps to come, None for all; and the reason."""
+    """Return the density after the warm-up, None for dense steps; and the reason."""
     step_s = measured.step_s
     if fits := _why_it_fits(step_s, measured.dense_s, budget):
         return None, fits
@@ -196,12 +196,12 @@ def _density(measured: Measured, run: Run, length: str, budget: float) -> tuple[
 
 
 def _often_enough(run: Run) -> list[float]:
-    """Return the densities at which an element is sent often enough in the steps to come."""
+    """Return the densities at which an element is sent often enough in the remaining steps."""
     return [density for density in DENSITIES if density * run.num_left >= run.times_sent]
 
 
 def _times_sent(run: Run, length: str) -> str:
-    return f"an element is to be sent {run.times_sent} times on average, and {length}"
+    return f"each element must be sent {run.times_sent} times on average, and {length}"
 
 
 def _length(run: Run) -> str:
@@ -213,7 +213,7 @@ def _timed(step_s: float, dense_s: float) -> str:
 
 
 def _all(why: str) -> str:
-    return f"all of every gradient is sent, as by DDP; {why}"
+    return f"whole gradients are sent, as with DDP; {why}"
 
 
 def _share(budget: float) -> str:
@@ -221,16 +221,16 @@ def _share(budget: float) -> str:
 
 
 def _why_it_fits(step_s: float, dense_s: float, budget: float) -> str | None:
-    return f"that takes less than {_share(budget)} already" if dense_s - step_s <= budget * step_s else None
+    return f"a dense exchange adds less than {_share(budget)}" if dense_s - step_s <= budget * step_s else None
 
 
 def _most_seconds(measured: Measured) -> float:
-    """Return what the exchange of a sparse step may add where a dense one could be sent instead."""
+    """Return the longest exchange of a sparse step that is still better than a dense step."""
     return (1.0 - LEAST_SAVED) * (measured.dense_s - measured.step_s)
 
 
 def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float], int, int]:
-    """Return the stairs of densities, of which the last stays; how many dense steps come first, and of each stair."""
+    """Return the stairs of densities (the last one stays), and the number of dense steps and of steps per stair."""
     if run.is_pretrained:
         return [density], 0, 0
     epoch = run.steps_per_epoch or run.num_left
@@ -252,14 +252,15 @@ def in_time(seconds: float) -> str:
 
 
 def sparse_seconds(exchange_s: Sequence[float], work_s: Sequence[float]) -> dict[float, float]:
-    """Return what the exchange of a sparse step adds, by density.
+    """Return the seconds that the exchange of a sparse step adds, by density.
 
     Args:
         exchange_s: on the link, for each of `DENSITIES`.
-        work_s: to select, encode and decode. At the least density the pass over the gradient is all, and it takes no
-            longer than the optimizer's step, which it replaces (benchmarks/results/ops_cpu.md): what is more, counts.
+        work_s: to select, encode and decode. At the lowest density this is only the pass over the gradient, which takes
+            no longer than the optimizer's step that it replaces (benchmarks/results/ops_cpu.md): only the excess is
+            added.
 
-    To send more takes no less: where it seems to, something else has run on the machine.
+    A higher density never takes less time: if the measurement says so, another process has disturbed it.
     """
     work_s = [max(0.0, seconds - work_s[0]) for seconds in work_s]
     seconds = [exchange + work for exchange, work in zip(exchange_s, work_s, strict=True)]

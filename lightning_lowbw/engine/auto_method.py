@@ -1,15 +1,16 @@
-"""Which method takes least time at no loss of accuracy that this package has measured: `Trainer(strategy="lowbw")`.
+"""`Trainer(strategy="lowbw")`: the fastest method among those without a measured loss of accuracy.
 
-Methods in the order of what they change, the least first:
+Methods, ordered by how much they change the training:
 
     DDP           nothing
-    float16       rounds what is sent, and sends what was rounded away later
+    float16       rounds values, and sends rounding errors later
     int8          as float16, coarser
     DGC           delays most elements of the gradient, as `engine.auto` chooses
     local SGD     trains replicas that differ between averages; only where it is allowed
 
-Of those whose predicted time to the end of the run is within a share (the budget) of the least, the first. Where no
-measurement of this package says what a method costs in accuracy, it is left out, and the sentence says so.
+The choice is the first whose predicted time to the end of the run exceeds the shortest by at most a fraction (the
+budget). Methods whose cost in accuracy has not been measured for the given training are excluded; the sentence names
+them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ LOCAL_STEPS = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method, and what it would take.
+    """A method, and its predicted time.
 
     Attributes:
         name: as it is called in the sentence.
         seconds: to the end of the run.
         found: the method; its schedule alone for DGC, whose payload is the user's; None for DDP.
         words: what it does.
-        code: how to write it down; of DDP see `code_of_ddp`.
+        code: the code that selects it; for DDP see `code_of_ddp`.
     """
 
     name: str
@@ -75,8 +76,8 @@ def pick(
         >>> method.what
         Narrow(value_dtype='int8')
         >>> print(reason.partition(": ")[2])
-        int8, 13.2 s to the end; ddp would take 39.6 s, float16 17.6 s; not dgc, for an element is to be sent 30 times \
-on average, and 44 steps are left. To write it down: strategy="int8"
+        int8, 13.2 s to the end; ddp would take 39.6 s, float16 17.6 s; not dgc, because each element must be sent \
+30 times on average, and 44 steps are left. To write it down: strategy="int8"
     """
     refused = dict(each.split(": ", 1) for each in left_out)
     candidates = [_ddp(measured, run), *(_narrow(dtype, measured, run) for dtype in NARROW)]
@@ -101,13 +102,13 @@ on average, and 44 steps are left. To write it down: strategy="int8"
     sentence += f", which is within {100 * budget:.4g} % of the least" if chosen.seconds > least else ""
     sentence += f"; {others[0].replace(' ', ' would take ', 1)}" if others else ""
     sentence += "".join(f", {each}" for each in others[1:])
-    sentence += "".join(f"; not {name}, for {reason}" for name, reason in refused.items())
+    sentence += "".join(f"; not {name}, because {reason}" for name, reason in refused.items())
     code = chosen.code if topology == "flat" else f"{chosen.code} with topology={topology!r}"
     return chosen.found, f"{sentence}. To write it down: {code if chosen.found else code_of_ddp(topology)}"
 
 
 def code_of_ddp(topology: TopologyChoice) -> str:
-    """Return how to write down that all steps are dense."""
+    """Return the code that selects dense steps."""
     return 'strategy="ddp"' if topology == "flat" else f"lowbw.HierarchicalStrategy(topology={topology!r})"
 
 

@@ -15,16 +15,16 @@ from lightning_lowbw.when.fragments import balance
 
 
 class Work(Protocol):
-    """Something on its way between ranks."""
+    """The result of an exchange that may be in progress."""
 
     def wait(self) -> Any:
-        """Return it when it is there; may be called again."""
+        """Wait for it and return it; may be called again."""
         ...
 
 
 @dataclass
 class Done:
-    """Something that is there."""
+    """A result that needs no wait."""
 
     value: Any
 
@@ -39,8 +39,8 @@ class Average:
     Attributes:
         step: optimizer steps completed when it was begun.
         parameters: it is of.
-        whole: of what is averaged whole; `wait` returns the means and the control message.
-        changes: of what the payload has taken; `wait` returns the mean changes by name: float32, flat.
+        whole: of the tensors that are averaged whole; `wait` returns the means and the control message.
+        changes: of the tensors that the payload sends; `wait` returns the mean changes by name: float32, flat.
         moments: of the inner optimizer.
         snapshots: of the parameters when it was begun, where local steps go on meanwhile.
         buffer_snapshots: of the buffers, by name; as `snapshots`.
@@ -112,7 +112,7 @@ class Fragment:
 def make_fragments(
     parameters: Sequence[Parameter], num_fragments: int, sent_bytes: Callable[[Sequence[Parameter]], list[int]]
 ) -> list[Fragment]:
-    """Divide parameters into fragments that send nearly as much; the last one takes the buffers.
+    """Divide parameters into fragments that send nearly equal numbers of bytes; the last one contains the buffers.
 
     Args:
         parameters: of the optimizer.
@@ -142,7 +142,7 @@ def note_steps(
     sent_bytes: Callable[[Sequence[Parameter]], list[int]],
     num_steps: int = 1,
 ) -> None:
-    """Note that local steps have trained parameters; new ones join the fragment that sends least.
+    """Note that local steps have trained parameters; new ones join the fragment that sends the fewest bytes.
 
     In place:
         The fragments.
@@ -167,7 +167,7 @@ def note_steps(
 
 
 def uncount_step(fragments: Sequence[Fragment]) -> None:
-    """Take a step back that `note_steps` has counted; what it has trained remains noted.
+    """Undo the count of `note_steps`; the parameters stay noted as trained.
 
     In place:
         The fragments.

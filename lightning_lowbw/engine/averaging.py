@@ -1,8 +1,8 @@
-"""One average of replicas: what is sent, what comes with it, and how it is applied.
+"""One average of replicas: the tensors and the control message that are sent, and how the mean is applied.
 
 signal      x - x0, the change of the weights since the last consensus (or x itself, whole)
 exchange    the payload's, as for gradients
-apply       x0 = outer(x0, mean);  x = x0, or the progress made meanwhile is kept
+apply       x0 = outer(x0, mean);  x = x0, or with a delay the steps taken meanwhile are kept
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Averaging:
         return None if self.sparse is None else self.sparse.damaged
 
     def takes(self, parameter: Parameter) -> bool:
-        """Whether the payload sends a parameter's change; it is averaged whole otherwise."""
+        """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
         if as_real(parameter).dtype == torch.float64:  # which would be rounded
             return False
         if self.sparse is not None:
@@ -97,7 +97,7 @@ class Averaging:
         return self.narrow is not None and parameter.numel() > 0
 
     def begin_local(self) -> None:
-        """Note what the changes to come are measured from.
+        """Note the tensors from which the next changes are measured.
 
         Collective: all ranks, the first time; a broadcast of each floating buffer.
         """
@@ -117,12 +117,12 @@ class Averaging:
         Collective: all ranks.
 
         Wire:
-            The parameters trained since the last average and the floating buffers, in float32 (or wider), with 8
-            numbers and 2 per rank; integer buffers apart, and what the payload takes of the parameters, with the
-            numbers where there is nothing else.
+            The parameters trained since the last average and the floating buffers, in float32 (or wider), with a
+            control message of 8 numbers and 2 per rank; integer buffers separately; and the messages of the payload,
+            which contain the control message if nothing else is sent.
         """
         worker, is_hidden = self._worker, self._worker.delay_steps > 0
-        # A rank that is out of data has moved nothing since the last average, and takes part all the same.
+        # A rank that is out of data has changed nothing since the last average, but takes part, too.
         moved = [p for p in fragment.parameters if p in fragment.moved or (worker.weighs_samples and p.requires_grad)]
         parameters = [p for p in moved if p.numel()]
         self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
@@ -132,8 +132,8 @@ class Averaging:
         buffers = self.buffers.changes() if fragment.takes_buffers else []
         changes = {worker.name_of(p): self.change(p) for p in parameters if self.takes(p)}
         rest: list[Tensor] = [*(p for p in parameters if not self.takes(p)), *moments, *buffers]
-        # The control message is a part of the changes' own message where no fragment has anything else to send: ranks
-        # at different steps must meet in the same collectives, to be told so.
+        # The control message is part of the message of the changes if no fragment sends anything else: ranks at
+        # different steps must issue the same collectives, so that the difference is detected.
         is_alone = not rest and bool(changes) and self._sends_changes_only(fragments)
         whole = None if is_alone else MeanWork(rest, control, weight, self._peers)
         work = self._begin_changes(changes, control if is_alone else None)
@@ -167,9 +167,9 @@ class Averaging:
             raise
 
     def _take_out(self, parts: Mapping[str, Tensor]) -> None:
-        """Undo that changes have entered the residuals, when all that was selected is there again.
+        """Subtract the changes from the residuals, after the selected elements have been put back.
 
-        The weights have their changes still, and the next average measures them again.
+        The weights still contain the changes, and the next average measures them again.
         """
         assert self.sparse is not None
         decay = self.sparse.payload.decay
@@ -183,14 +183,14 @@ class Averaging:
         return all(self.takes(p) or not (p.requires_grad and p.numel()) for each in fragments for p in each.parameters)
 
     def change(self, parameter: Parameter) -> Tensor:
-        """Return what local steps have made of the last consensus, in whose place a narrow parameter began rounded."""
+        """Return a parameter's change since the last consensus, rounded to the parameter's type, in float32."""
         return as_real(parameter.detach()).float() - self.start[parameter].to(as_real(parameter).dtype).float()
 
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
         device = worker.device
         fault = fault_of(parameters, device, self.damaged)
-        # The mean makes replicas equal wherever they have begun; changes are measured from one consensus.
+        # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
         sums = [weight, 0.0, 0.0, worker.lr, worker.stop_requested, worker.save_requested, finished, over]
@@ -204,11 +204,11 @@ class Averaging:
         return message
 
     def sent_bytes(self, parameters: Sequence[Parameter]) -> list[int]:
-        """Return what an average sends of each parameter, in bytes, by the formulas of the flat collectives."""
+        """Return the bytes that an average sends for each parameter, by the formulas of the flat collectives."""
         return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
-        num, numel = self._peers.num_senders, as_real(parameter).numel()
+        num, numel = self._peers.num_participants, as_real(parameter).numel()
         if not self.takes(parameter):
             return all_reduce_bytes(numel * wide_dtype(parameter).itemsize, num)
         if self.sparse is not None:
@@ -219,7 +219,7 @@ class Averaging:
     # Apply ----------------------------------------------------------------------------------------------------------
 
     def apply(self, fragment: Fragment, average: Average) -> Control:
-        """Wait for an average, and apply it; nothing changes where no rank has trained. Return the control message.
+        """Wait for an average, and apply it, unless no rank has trained. Return the control message.
 
         Collective: all ranks, where there are integer buffers.
 
@@ -241,7 +241,7 @@ class Averaging:
         changes, remaining = average.changes.wait(), iter(means)
         if fragment.takes_buffers:
             self.buffers.agree_counts(self._peers)
-        # From here on nothing is communicated: what fails has failed before a weight has changed.
+        # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
         names = {p: worker.name_of(p) for p in average.parameters}
         of_parameters = [
             self.start[p] + changes[name].view(self.start[p].shape) if name in changes else next(remaining)
@@ -298,7 +298,7 @@ class Averaging:
         self.consensus_distance = (distance / norm).sqrt().float() if average.parameters else None
 
     def drop(self, average: Average) -> None:
-        """Let go of an average that will not be applied; what it has taken from residuals goes back there.
+        """Drop an average that will not be applied; elements taken from residuals are put back.
 
         Collective: the ranks of a node.
         """
@@ -313,11 +313,11 @@ class Averaging:
                 self.sparse.residuals[name].add_(back)
 
     def take_back(self, average: Average) -> None:
-        """Take back an average that could not be applied, or has not landed, on this rank.
+        """Take back an average that could not be applied, or has not arrived, on this rank.
 
         In place:
-            The residuals, which get back what the message has; on two levels up to the differences in the node. What
-            few bits had rounded away remains as it is now.
+            The residuals, which get back the elements of the message; on two levels up to the differences in the node.
+            Rounding errors of narrow values stay as they are.
 
         Nothing is communicated, and nothing waited for.
         """
@@ -332,12 +332,12 @@ class Averaging:
             names = changes.work.numels
             flats = {name: (snapshots[name].float() - starts[name].float()).reshape(-1) for name in names}
             self._take_out({name: self.sparse.part(each) for name, each in flats.items()})
-        elif isinstance(changes, Done):  # nothing, or of a resume, which has not this rank's own message
+        elif isinstance(changes, Done):  # nothing, or after a resume, which does not have this rank's own message
             for name, change in changes.value.items():
                 self.sparse.residuals[name].add_(self.sparse.part(recalled(change, snapshots[name], starts[name])))
 
     def average_in_node(self, fragment: Fragment) -> None:
-        """Average what has moved over the ranks of the node, which have stepped alone.
+        """Average the trained parameters over the ranks of the node, which have stepped alone.
 
         In place:
             The parameters; the snapshots of an average in progress, for the change that it brings is measured from
@@ -381,16 +381,18 @@ class Averaging:
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:
-    """Return what goes back into the residual when an average is not applied, for the weights have their change still.
+    """Return what is put back into the residual if an average is not applied, because the weights still contain the
+    change.
 
-    In the mean over participants, of which `change` is: what one has taken out of its residual, others put back in.
+    This holds for the mean over participants, as does `change`: elements taken from one residual are put back by
+    others.
     """
     return change.reshape(-1) - (snapshot.float() - start).reshape(-1)
 
 
 @dataclass
 class _NarrowWork:
-    """Changes that are averaged when they are waited for, for their two exchanges follow one another."""
+    """Changes whose average begins in `wait`, because its two exchanges depend on each other."""
 
     averaging: Averaging
     changes: dict[str, Tensor]
@@ -423,7 +425,7 @@ class _MeanChanges:
 
 @dataclass
 class _ControlWork:
-    """A control message that has gone with the changes, with no collective of its own."""
+    """A control message that was sent as part of the changes, without its own collective."""
 
     work: SparseWork
 

@@ -1,4 +1,4 @@
-"""Buffers of replicas that are averaged now and then: the mean of their changes; the variance between batch norms."""
+"""Averages of the buffers of replicas: the mean of changes; running variances include that between ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReplicaBuffers:
         self.start: dict[str, Tensor] = {}
 
     def begin(self, peers: Peers) -> None:
-        """Agree on what the changes to come are measured from.
+        """Make the buffers from which the next changes are measured equal on all ranks.
 
         Collective: all ranks, the first time; a broadcast of each.
         """
@@ -47,8 +47,8 @@ class ReplicaBuffers:
     def changes(self) -> list[Tensor]:
         """Return the change of each floating buffer since the last average.
 
-        Of a running variance ``var + (mean - start of mean)^2``, of which the mean over ranks holds the variance
-        between them; what has not changed adds exactly 0, also where it is infinite.
+        For a running variance ``var + (mean - start of mean)^2``, so that the mean over ranks includes the variance
+        between them. A buffer that has not changed adds exactly 0, even if it is infinite.
         """
         changes = []
         for name, buffer in self.floating.items():

@@ -1,4 +1,4 @@
-"""What a driver of gradients refuses or warns of: payloads that do not go with the peers, the model, the optimizer."""
+"""Errors and warnings of the gradient driver: payloads that do not fit the peers, the model or the optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Payload = Whole | Narrow | TopK
 
 
 def check_top_k(what: TopK, when: EveryStep, names: Sequence[str], peers: Peers) -> None:
-    """Check that a payload and a schedule go with the peers, and with the names of a model's parameters."""
+    """Check that a payload and a schedule fit the peers, and the names of a model's parameters."""
     if peers.is_two_level:
         for name, given, allowed in (
             ("exchange", what.exchange, ("auto", "all_gather")),
@@ -33,7 +33,7 @@ def check_top_k(what: TopK, when: EveryStep, names: Sequence[str], peers: Peers)
 
 
 def check_replaced(what: Payload, made_for: Payload) -> None:
-    """Check that a payload that replaces another means the same by what is kept."""
+    """Check that a payload that replaces another interprets the residuals in the same way."""
     if type(what) is not type(made_for):
         raise ConfigurationError(f"{what} in place of {made_for}: another payload needs a worker of its own.")
     for name in ("correction", "dense_dtype") if isinstance(what, TopK) else ():
@@ -45,15 +45,15 @@ def check_replaced(what: Payload, made_for: Payload) -> None:
 
 
 def warn_if_incomplete(worker: GradientWorker) -> None:
-    """Warn, on rank 0, where sparse steps train by error feedback alone, and nobody has asked for that."""
+    """Warn, on rank 0, if sparse steps use error feedback without a correction, and the user has not chosen that."""
     what, peers = worker.method.what, worker.peers
     is_asked_for = not isinstance(what, TopK) or what.correction == "error_feedback"
-    if worker.correction.is_complete or is_asked_for or peers.num_senders == 1 or peers.rank > 0:
+    if worker.correction.is_complete or is_asked_for or peers.num_participants == 1 or peers.rank > 0:
         return
     advice = "" if worker.when.rampup_begin_step else "; a dense phase (rampup_begin_step > 0) helps"
     warnings.warn(
         f"{type(worker.optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
         f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
         "torch.optim.SGD, Adam and AdamW have corrections.",
-        stacklevel=3,  # who has called `Method.attach`
+        stacklevel=3,  # the caller of `Method.attach`
     )

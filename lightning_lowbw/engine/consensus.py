@@ -1,4 +1,4 @@
-"""The mean of the replicas, shown in the model while somebody looks; the training does not notice."""
+"""The mean of the replicas, copied into the model for validation and saving; training is unaffected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Consensus:
-    """Shows the consensus in place of one replica.
+    """Copies the consensus into the model, and restores the replica.
 
     Attributes:
         own: this rank's tensors by name, while the consensus is shown; else None.
@@ -30,7 +30,7 @@ class Consensus:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is nothing to be averaged. A forward pass moves buffers at any time."""
+        """Whether there is nothing to average. Any forward pass may change buffers."""
         return self._worker.parameters_agree and not self._worker.averaging.buffers.start
 
     def tensors(self) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class Consensus:
         return list(unequal)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's own of what is averaged; no frozen parameters, but those that have moved before."""
+        """Return this rank's own tensors that are averaged, without frozen parameters that were never trained."""
         if self.own is not None:
             return self.own
         frozen = {p for p in self._worker.parameters() if not p.requires_grad}.difference(self.unequal())
@@ -64,7 +64,7 @@ class Consensus:
         """
         if self.is_there or self.own is not None:
             return
-        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives an evaluation
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
             self._show()
 
     def _show(self) -> None:
@@ -72,7 +72,7 @@ class Consensus:
         buffers = worker.averaging.buffers
         parameters = self.unequal()
         fault = fault_of(parameters, worker.device, worker.averaging.damaged)
-        is_faulty = (fault > 0).float().reshape(1)  # one number: which rank's and what is asked only where there is one
+        is_faulty = (fault > 0).float().reshape(1)  # one number; the rank is exchanged only after a fault
         means, num_faulty = MeanWork([*parameters, *buffers.changes()], is_faulty, 1.0 / peers.num_ranks, peers).wait()
         if float(num_faulty):
             self._raise_fault(parameters, fault)
@@ -85,11 +85,11 @@ class Consensus:
         buffers.agree_counts(peers)
 
     def hold(self) -> None:
-        """Keep this rank's own tensors until `hide`: something else is about to be shown."""
+        """Keep this rank's own tensors until `hide`, because the model's are about to be overwritten."""
         self.own = {name: tensor.detach().clone() for name, tensor in self.own_tensors().items()}
 
     def _raise_fault(self, parameters: list[Parameter], fault: Tensor) -> None:
-        """Ask which rank has a parameter that is not finite, and raise.
+        """Find the rank and the parameter with an inf or NaN, and raise.
 
         Collective: all ranks, blocking.
         """

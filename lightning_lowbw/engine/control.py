@@ -1,9 +1,9 @@
-"""The control message: what the ranks tell each other beside tensors, in one row of numbers that is summed.
+"""The control message: everything that ranks exchange apart from tensors, in one row of numbers that is summed.
 
-Some numbers are sums (how many ranks have a gradient, the mean loss, who asks for a stop); then each rank has two
-places of its own: a fault, which names the tensor that is not finite, and a mark, which is the same on all ranks that
-are at the same step and have the same weights. The bits above the mark are requests, to stop or to save, where these
-are not among the sums: they cost no byte.
+Some numbers are sums (the number of ranks that have a gradient, the mean loss, the number of requests to stop). Then
+each rank has two elements of its own: a fault, which is the number of a tensor with an inf or NaN, and a mark, which is
+equal on all ranks at the same step with the same weights. If requests to stop or to save are not among the sums, they
+are the bits above the mark, and need no extra bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EXACT = 1 << 24  # integers below are exact in float32
 
 @dataclass(frozen=True)
 class Control:
-    """What all ranks have said.
+    """The sum of the control messages of all ranks.
 
     Attributes:
         sums: over the ranks.
-        faults: of each rank: 0, or the number, from 1, of the first tensor that is not finite; negative for one that is
+        faults: of each rank: 0, or the number, from 1, of the first tensor with an inf or NaN; negative for one that is
             not dense.
         marks: of each rank.
         requests: of any rank: `STOP` and `SAVE`.
@@ -47,7 +47,7 @@ class Control:
         """Read the sum of the ranks' messages; the one wait for the device.
 
         Raises:
-            ValueError: they hold what no rank has written; on all ranks that have received the same.
+            ValueError: they contain numbers that no rank can have written; on all ranks that have received the same.
         """
         values = numbers.tolist()
         sums, others = values[: -2 * num_ranks], values[-2 * num_ranks :]
@@ -93,7 +93,7 @@ def _is_whole(value: float) -> bool:
 
 
 def requests_of(num_stop: float, num_save: float) -> int:
-    """Return the requests, where the sums of a message say how many ranks have each."""
+    """Return the requests, if the sums of a message contain the number of ranks with each."""
     return STOP * (num_stop > 0) | SAVE * (num_save > 0)
 
 

@@ -1,4 +1,4 @@
-"""How many local steps hide an average: as many as the user says, or as it takes by the clock."""
+"""The number of local steps that hide an average: given by the user, or measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Delay:
 
     Attributes:
         chosen: tau, once it has been measured.
-        average_s: what an average takes, by fragment.
+        average_s: the seconds of an average, by fragment.
     """
 
     def __init__(self, worker: ReplicaWorker) -> None:
@@ -40,7 +40,7 @@ class Delay:
 
     @property
     def steps(self) -> int:
-        """How many local steps hide an average; 0 while "auto" measures."""
+        """The number of local steps that hide an average; 0 while "auto" measures."""
         delay = self._worker.when.delay_steps
         return delay if isinstance(delay, int) else self.chosen or 0
 
@@ -49,7 +49,7 @@ class Delay:
         self._step_s, self._last_s = 0.0, time.perf_counter()
 
     def begin_after_step(self) -> None:
-        """Add what has gone by since the last step; what comes now is not the step's."""
+        """Add the time since the last step; the time that follows does not belong to a step."""
         self._step_s += time.perf_counter() - self._last_s
 
     def end_after_step(self) -> None:
@@ -62,13 +62,13 @@ class Delay:
         return self._step_s / max(self._worker.steps_since_average, 1)
 
     def choose(self, fragment: int, average_s: float, step_s: float) -> None:
-        """Keep the time of an average that was waited for; with "auto", choose tau when each fragment has been timed.
+        """Keep the time of a blocking average; with "auto", choose tau when each fragment has been timed.
 
         Collective: all ranks, once; an all-reduce of two numbers.
 
         Args:
             fragment: its number.
-            average_s: what the average took.
+            average_s: the seconds of the average.
             step_s: the mean time of the local steps before it.
         """
         worker, peers = self._worker, self._worker.peers
@@ -77,7 +77,7 @@ class Delay:
         self.average_s[fragment] = average_s
         if min(worker.num_averages // TIMED_AVERAGE, len(self.average_s)) < len(worker.fragments):
             return
-        # The rank that comes last waits for no other: its time is that of the network. The slowest step is everyone's.
+        # The last rank waits for no other: its time is that of the network. All ranks use the time of the slowest step.
         times = torch.tensor([max(self.average_s.values()), -step_s], dtype=torch.float32, device=worker.device)
         peers.all_reduce_(times, dist.ReduceOp.MIN)
         average_s, step_s = float(times[0]), -float(times[1])

@@ -1,4 +1,4 @@
-"""What a rank can tell of a fault in the control message; for that of a gradient see `slots` and `kept`."""
+"""The numbers of faults in the control message, and their errors; for faults of gradients see `slots` and `kept`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def fault_of(parameters: Sequence[Tensor], device: torch.device, damaged: Tensor | None = None) -> Tensor:
-    """Return 1 + the number of the first parameter that is not finite, else 0; a scalar.
+    """Return 1 + the number of the first parameter with an inf or NaN, else 0; a scalar.
 
-    Behind the parameters is `SparseExchange.damaged`, where it is given.
+    The number after the parameters is `SparseExchange.damaged`, if it is given.
     """
     faults = [
         *are_not_finite([parameter.detach() for parameter in parameters]),
@@ -30,12 +30,12 @@ def fault_of(parameters: Sequence[Tensor], device: torch.device, damaged: Tensor
 
 
 def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[Parameter], step: int) -> None:
-    """Raise where a rank has told a fault, as `fault_of` numbers it: NonFiniteGradientError, or ValueError.
+    """Raise if a rank has reported a fault, numbered by `fault_of`: NonFiniteGradientError, or ValueError.
 
     Args:
-        control: what all ranks have told.
-        worker: which knows the names.
-        parameters: those that were looked at.
+        control: of all ranks.
+        worker: has the names.
+        parameters: those that were checked.
         step: optimizer steps completed then.
     """
     if control.first_fault is not None:
@@ -52,7 +52,7 @@ def check_faults(control: Control, worker: ReplicaWorker, parameters: Sequence[P
 
 
 def damage_error(rank: int, step: int) -> ValueError:
-    """Return what all ranks raise where a rank has found a damaged message in an earlier step."""
+    """Return the error that all ranks raise if a rank has found a damaged message in an earlier step."""
     return ValueError(
         f"Step {step}: rank {rank} has received a damaged message: its positions were too many, too few, or outside "
         "their tensors, and its weights may differ from those of the others. Look at the memory and the network of its "
@@ -61,5 +61,5 @@ def damage_error(rank: int, step: int) -> ValueError:
 
 
 def unknown_fault(fault: int, rank: int) -> ValueError:
-    """Return what all ranks raise where a rank has told a fault that there is not."""
-    return ValueError(f"A damaged control message: rank {rank} tells a fault number {fault}, which there is not.")
+    """Return the error that all ranks raise if a rank has reported an unknown fault number."""
+    return ValueError(f"A damaged control message: rank {rank} reported the unknown fault number {fault}.")

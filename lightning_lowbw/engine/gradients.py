@@ -94,11 +94,11 @@ class GradientWorker(Worker):
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
         self._num_backwards = 0
-        self._unlooked: list[Slot] = []  # whose gradients are looked at while they are accumulated
+        self._unchecked: list[Slot] = []  # whose gradients are checked while they are accumulated
         self._made_for = what
         self.orders: dict[str, Order] = {}
         self.correction = correction_for(
-            optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_senders
+            optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_participants
         )
         if not method.when.is_auto:  # else nothing is corrected yet, and perhaps never
             self.correction.check()
@@ -128,7 +128,7 @@ class GradientWorker(Worker):
     @property
     def density(self) -> float:
         """The fraction of elements that the coming step sends of a sparse tensor; 1.0 in the dense phase."""
-        if self.sparse is None or self.peers.num_senders == 1:
+        if self.sparse is None or self.peers.num_participants == 1:
             return 1.0
         assert isinstance(self.method.what, TopK)
         return self.when.density(self.step, self.method.what.density)
@@ -141,7 +141,7 @@ class GradientWorker(Worker):
     @property
     def reduces_in_backward(self) -> bool:  # type: ignore[override]
         """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
-        if isinstance(self.method.what, Narrow) and self.peers.num_senders > 1:
+        if isinstance(self.method.what, Narrow) and self.peers.num_participants > 1:
             return self.step < self.when.rampup_begin_step
         return not self.is_sparse
 
@@ -167,7 +167,7 @@ class GradientWorker(Worker):
                 f"overlap=True: gradients of step {self.step} have been sent during backward, and clipping comes "
                 "before that. Leave out the clipping, or set overlap=False."
             )
-        return math.sqrt(self.peers.num_senders) if self.is_sparse else 1.0
+        return math.sqrt(self.peers.num_participants) if self.is_sparse else 1.0
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return the share of all elements that the last step sent and, once it is sparse, the norm of the residual."""
@@ -205,7 +205,7 @@ class GradientWorker(Worker):
         Raises:
             ConfigurationError: on all ranks.
         """
-        if self.has_residuals and self.peers.num_senders > 1 and self.reduces_in_backward:
+        if self.has_residuals and self.peers.num_participants > 1 and self.reduces_in_backward:
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
                 f"on with the schedule it was trained with; now it is {self.method.when}. (sparsity='auto' begins "
@@ -216,9 +216,9 @@ class GradientWorker(Worker):
     # One step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
         self._is_prepared, self._num_backwards = True, num_backwards
-        self._slots, self._unlooked, self.fault = [], [], None
+        self._slots, self._unchecked, self.fault = [], [], None
         if self.large is not None and not self._has_begun:
             self.large.take_back()  # of an exchange that failed
         if self.peers.num_ranks == 1:
@@ -232,15 +232,15 @@ class GradientWorker(Worker):
             if others:
                 average_gradients_(others, [], self.peers.node, others[0].device)
         known = {} if self.large is None else self.large.faults
-        if self.large is not None and not looks:
-            self._unlooked = [
+        if self.large is not None and not checks_now:
+            self._unchecked = [
                 slot for slot in sparse_of(self._slots) if not slot.is_missing and slot.parameter not in known
             ]
         # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
-        if not self._unlooked or any(slot.has_sparse_layout for slot in self._slots):
-            unlooked = {slot.parameter for slot in self._unlooked}
+        if not self._unchecked or any(slot.has_sparse_layout for slot in self._slots):
+            unchecked = {slot.parameter for slot in self._unchecked}
             damaged = None if self.large is None else self.large.damaged
-            self.fault = first_fault_of(self._slots, known, unlooked, self.late_faults, damaged)
+            self.fault = first_fault_of(self._slots, known, unchecked, self.late_faults, damaged)
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -283,20 +283,20 @@ class GradientWorker(Worker):
                 "(skip_nonfinite) cannot take back. Leave out one of them."
             )
         if not self._is_prepared:
-            self.prepare(looks=skip_nonfinite)
+            self.prepare(checks_now=skip_nonfinite)
         self._is_prepared = False  # also where this one fails
         self._is_taken = self._exchange_slots(skip_nonfinite, applies)
         self._is_exchanged = True
         return self._is_taken
 
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
-        if self.large is not None and self._unlooked:
-            self.large.compress(self._unlooked, self.density)
+        if self.large is not None and self._unchecked:
+            self.large.compress(self._unchecked, self.density)
             if self.fault is None:
                 self.fault = first_fault_of(self._slots, self.large.faults, (), self.late_faults, self.large.damaged)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
-        if self.peers.num_senders == 1:
+        if self.peers.num_participants == 1:
             return not self.has_residuals or apply_unsent(self, skip_nonfinite=skip_nonfinite)
         if self.narrow is not None and self._is_narrow:
             self.narrow.average_gradients_([slot for slot in self._slots if not slot.is_sparse])
@@ -314,7 +314,7 @@ class GradientWorker(Worker):
 
     def give_back(self) -> None:
         self.correction.give_back()
-        self._slots, self._unlooked, self.fault = [], [], None
+        self._slots, self._unchecked, self.fault = [], [], None
         if self.large is not None and self.large.take_back():
             self.torn = f"the exchange of gradients after step {self.step}"
 

@@ -59,11 +59,11 @@ def measure(
         dense_s: those of a dense one; predicted if left out.
     """
     with failing_together():
-        work_s = [seconds_of_work(what, density, peers.num_senders, device) for density in DENSITIES]
+        work_s = [seconds_of_work(what, density, peers.num_participants, device) for density in DENSITIES]
     link = measure_link(peers.between.group, device)
     fixed_s = seconds_of_small_tensors(what, peers, device, len(sparse), len(others)) if sparse else 0.0
     exchange_s = [fixed_s + exchange_seconds(what, peers, sparse, sum(others), density, link) for density in DENSITIES]
-    average_s = _all_reduce_seconds(sum(sparse) + sum(others), peers.num_senders, link)
+    average_s = _all_reduce_seconds(sum(sparse) + sum(others), peers.num_participants, link)
     return Measured(
         step_s=step_s,
         dense_s=step_s + average_s if dense_s is None else dense_s,
@@ -73,28 +73,28 @@ def measure(
     )
 
 
-def with_narrow(measured: Measured, numel: int, num_senders: int, device: torch.device) -> Measured:
+def with_narrow(measured: Measured, numel: int, num_participants: int, device: torch.device) -> Measured:
     """Add what gradients of so many elements take in few bits per value.
 
     Collective: all ranks.
     """
     link, narrow_s = measured.link, {}
     for name in NARROW:
-        nbytes = narrow_mean_bytes(numel, num_senders, make_narrow_format(name))
+        nbytes = narrow_mean_bytes(numel, num_participants, make_narrow_format(name))
         with failing_together():
             work_s = seconds_of_narrow_work(name, device) * numel / SAMPLE
         # A control message, then an all-to-all, whose messages are on their way together, and an all-gather.
-        rounds = all_reduce_rounds(num_senders) + 1 + all_gather_rounds(num_senders)
+        rounds = all_reduce_rounds(num_participants) + 1 + all_gather_rounds(num_participants)
         narrow_s[name] = link.time_s(rounds, nbytes) + work_s
     return replace(measured, narrow_s=narrow_s)
 
 
 def exchange_seconds(what: TopK, peers: Peers, sparse: Sequence[int], others: int, density: float, link: Link) -> float:
     """Return what the exchange of a sparse step takes on a link; arguments as of `measure`."""
-    seconds = _all_reduce_seconds(others, peers.num_senders, link)
+    seconds = _all_reduce_seconds(others, peers.num_participants, link)
     if not sparse:
         return seconds
-    choice, kind = predict(what, sparse, density, peers.num_senders, link), asked_for(what, peers)
+    choice, kind = predict(what, sparse, density, peers.num_participants, link), asked_for(what, peers)
     return seconds + choice.times_s[choice.name if kind == "auto" else kind]
 
 
@@ -165,13 +165,13 @@ def seconds_of_small_tensors(what: TopK, peers: Peers, device: torch.device, num
     return statistics.median(seconds[1:])
 
 
-def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.device) -> float:
+def seconds_of_work(what: TopK, density: float, num_participants: int, device: torch.device) -> float:
     """Return how long it takes to select, encode and decode the elements of `SAMPLE`, without communication.
 
     Args:
         what: the payload.
         density: the fraction that is selected.
-        num_senders: messages that are decoded.
+        num_participants: messages that are decoded.
         device: where the gradients are.
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -184,7 +184,7 @@ def seconds_of_work(what: TopK, density: float, num_senders: int, device: torch.
         ((positions, values),) = selection.compress_({"": segment}, masking=False)
         message = what.codec.encode([(positions, values)], [SAMPLE], [residual])
         counts = [positions.numel()]
-        decoded = what.codec.decode(message.unsqueeze(0).expand(num_senders, -1).contiguous(), counts, [SAMPLE])
+        decoded = what.codec.decode(message.unsqueeze(0).expand(num_participants, -1).contiguous(), counts, [SAMPLE])
         float(decoded[1].flatten()[0])  # on CUDA, waits for it
         seconds.append(time.perf_counter() - started)
     return min(seconds)

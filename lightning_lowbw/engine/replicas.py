@@ -111,7 +111,7 @@ class ReplicaWorker(Worker):
     def is_local(self) -> bool:  # type: ignore[override]
         """Whether the coming step communicates nothing before the optimizer has stepped."""
         return (
-            self.peers.num_senders > 1
+            self.peers.num_participants > 1
             and not self.when.schedule.is_always_synchronous
             and self._begin is not None
             and self.step >= self._begin
@@ -190,7 +190,7 @@ class ReplicaWorker(Worker):
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
         self.check_schedule()
         self._is_prepared, self._reduced = True, frozenset(reduced)
 

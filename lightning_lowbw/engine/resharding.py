@@ -23,8 +23,8 @@ SHAPED = ("start", "velocity")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of the equal chunks of each tensor a rank holds."""
+class Coordinate:
+    """A rank's coordinate in its node: the rank holds the chunk of this number of each tensor."""
 
     number: int
     size: int
@@ -38,15 +38,15 @@ class Place:
 class _Cut:
     """The part of one tensor that a rank is to hold, put together from parts that others held; flat."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, coordinate: Coordinate) -> None:
         self._num_rows, self._row_numel = shape[0], math.prod(shape[1:])
-        self._rows = place.rows(self._num_rows)
+        self._rows = coordinate.rows(self._num_rows)
         self.shape = (len(self._rows), *shape[1:])
         self.values = torch.zeros(len(self._rows) * self._row_numel, dtype=dtype)
 
-    def take(self, values: Tensor, place: Place) -> None:
+    def take(self, values: Tensor, coordinate: Coordinate) -> None:
         """Copy what this part has in common with another, given flat."""
-        theirs = place.rows(self._num_rows)
+        theirs = coordinate.rows(self._num_rows)
         first, last = max(self._rows.start, theirs.start), min(self._rows.stop, theirs.stop)
         if first < last:
             own, other = (
@@ -61,7 +61,7 @@ def reshard(
     worker: Worker,
     shapes: Mapping[str, tuple[int, ...]],
     num_shards: int,
-    place: Place,
+    coordinate: Coordinate,
 ) -> dict[str, Any]:
     """Return the state that a rank starts with whose shards are of another size than those of the checkpoint.
 
@@ -70,16 +70,16 @@ def reshard(
         worker: that of this rank, whose state it is to be.
         shapes: of the whole tensors, by name.
         num_shards: how many states there are.
-        place: of this rank.
+        coordinate: of this rank.
     """
     names = [worker.name_of(p) for group in worker.optimizer.param_groups for p in group["params"]]
     state: dict[str, Any] = {}
     cuts: dict[Path, _Cut] = {}
     for number, old in enumerate(states):
         state = state or {key: value for key, value in old.items() if key not in (*FLAT, *SHAPED, "local")}
-        theirs = Place(number, num_shards)
+        theirs = Coordinate(number, num_shards)
         for path, name, values in _tensors(old, names, shapes, theirs):
-            cut = cuts.setdefault(path, _Cut(shapes[name], values.dtype, place))
+            cut = cuts.setdefault(path, _Cut(shapes[name], values.dtype, coordinate))
             cut.take(values, theirs)
     sections: dict[str, dict[str, Any]] = {key: {} for key in (*FLAT, *SHAPED, "local")}
     entries = {index: dict(entry) for index, entry in state.get("optimizer", {}).get("state", {}).items()}
@@ -101,14 +101,14 @@ def reshard(
 
 
 def _tensors(
-    state: Mapping[str, Any], names: list[str], shapes: Mapping[str, tuple[int, ...]], place: Place
+    state: Mapping[str, Any], names: list[str], shapes: Mapping[str, tuple[int, ...]], coordinate: Coordinate
 ) -> Iterator[tuple[Path, str, Tensor]]:
     """Yield what a state has of shards: where it is, the parameter's name, and the values, flat, as C orders them."""
     for section in FLAT:
         for name, values in state.get(section, {}).items():
             order = state.get("orders", {}).get(name)
             if order is not None:
-                shape = (len(place.rows(shapes[name][0])), *shapes[name][1:])
+                shape = (len(coordinate.rows(shapes[name][0])), *shapes[name][1:])
                 values = reordered(values, shape, tuple(order), tuple(range(len(shape))))
             yield (section, name), name, values
     for section in SHAPED:
@@ -118,7 +118,7 @@ def _tensors(
         for key, values in entry.items():
             yield ("local", name, key), name, values.reshape(-1)
     for index, entry in state.get("optimizer", {}).get("state", {}).items():
-        numel = math.prod((len(place.rows(shapes[names[index]][0])), *shapes[names[index]][1:]))
+        numel = math.prod((len(coordinate.rows(shapes[names[index]][0])), *shapes[names[index]][1:]))
         for key, values in entry.items():
             if isinstance(values, Tensor) and values.dim() and values.numel() == numel:  # a count is none of a shard
                 yield ("optimizer", index, key), names[index], values.reshape(-1)

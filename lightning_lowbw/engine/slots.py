@@ -133,7 +133,7 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
             name = worker.name_of(parameter)
             is_sparse = what is not None and is_taken(worker, what, name, parameter)
             check_order(worker, name, parameter)
-            if name in worker.residuals and not is_sparse and worker.peers.num_senders > 1:
+            if name in worker.residuals and not is_sparse and worker.peers.num_participants > 1:
                 raise ConfigurationError(
                     f"Step {worker.step} would send {name!r} dense, but gradients that earlier sparse steps did not "
                     "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with."
@@ -230,14 +230,14 @@ def first_fault_of(
         late: `GradientWorker.late_faults`, of which what is not finite now may be a consequence.
         damaged: `SparseExchange.damaged`, of which the same is true.
     """
-    unlooked: dict[Parameter, Tensor] = {}
+    unchecked: dict[Parameter, Tensor] = {}
     for number, slot in enumerate(slots):
         parameter, gradient = slot.parameter, slot.parameter.grad
         if slot.has_sparse_layout:
             return torch.tensor(-1.0 - number, dtype=torch.float32, device=parameter.device)
         if gradient is not None and parameter not in later and parameter not in known:
-            unlooked[parameter] = gradient
-    known.update(zip(unlooked, are_not_finite(list(unlooked.values())), strict=True))
+            unchecked[parameter] = gradient
+    known.update(zip(unchecked, are_not_finite(list(unchecked.values())), strict=True))
     nothing = constant((False,), torch.bool, slots[0].parameter.device).squeeze()
     before, now = ([faults.get(slot.parameter, nothing) for slot in slots] for faults in (late or {}, known))
     return first_fault([*before, nothing if damaged is None else damaged, *now])

@@ -220,7 +220,7 @@ class SparseExchange:
         """
         kind = asked_for(self.payload, self.peers)
         if kind == "auto":
-            sizes, num_ranks = list(numels.values()), self.peers.num_senders
+            sizes, num_ranks = list(numels.values()), self.peers.num_participants
             choice = predict(self.payload, sizes, density, num_ranks, self.link or Link(0.0, 1.0))
             if self.link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
                 self.link = measure_link(self.peers.group, next(iter(self.residuals.values()), torch.empty(0)).device)
@@ -246,7 +246,7 @@ class SparseExchange:
         sizes = [numels[name] for name in selected]
         message = next(iter(self.residuals.values())).new_zeros(sum(sizes), dtype=torch.float32)
         for mean, (positions, values) in zip(message.split(sizes), selected.values(), strict=True):
-            mean[positions] = values * (1.0 / self.peers.num_senders)
+            mean[positions] = values * (1.0 / self.peers.num_participants)
         self.peers.all_reduce_(message)
         return dict(zip(selected, message.split(sizes), strict=True))
 
@@ -278,7 +278,7 @@ def asked_for(payload: TopK, peers: Peers) -> str:
     return "all_gather" if peers.is_two_level or payload.needs_senders else payload.exchange
 
 
-def predict(payload: TopK, numels: Sequence[int], density: float, num_senders: int, link: Link) -> Choice:
+def predict(payload: TopK, numels: Sequence[int], density: float, num_participants: int, link: Link) -> Choice:
     """Return what each way to sum the elements of tensors takes on a link, and which takes least."""
     counts = [payload.num_sent(numel, density) for numel in numels]
-    return choose(numels, density, num_senders, 8 * payload.codec.nbytes(counts, numels) / sum(counts), link)
+    return choose(numels, density, num_participants, 8 * payload.codec.nbytes(counts, numels) / sum(counts), link)

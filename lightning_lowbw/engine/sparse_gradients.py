@@ -136,7 +136,7 @@ class SparseGradients:
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
         for _, work in self.begun:  # all of them, before the first weight changes: a rank may be gone
-            work.land()
+            work.finish()
         for mine, work in self.begun:
             for group, parameters in by_group(mine):
                 self._correction.decay_weights(parameters, group)

@@ -55,8 +55,8 @@ class SparseWork:
                 self._gathered = self.work.wait()
         return self._gathered
 
-    def land(self) -> None:
-        """Wait for what is on its way, if anything is."""
+    def finish(self) -> None:
+        """Wait for the messages, if there are any."""
         if self.work is not None:
             self.wait()
 

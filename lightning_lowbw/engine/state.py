@@ -125,7 +125,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
         "small_numel": worker.small_numel,
         "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
-        "num_participants": worker.peers.num_senders,
+        "num_participants": worker.peers.num_participants,
         "correction": worker.correction.kind,
         "shapes": {name: tuple(parameters[name].shape) for name in worker.residuals},
         "orders": {name: order_of(as_real(each)) for name, each in parameters.items() if worker.keeps(name)},
@@ -213,7 +213,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
         for key, value in tensors.items():
             of_parameter = worker.optimizer.state.get(parameters[name], {})
             if key in of_parameter:  # of G^2 / N: other ranks go on with their own N
-                factor = state["num_participants"] / worker.peers.num_senders
+                factor = state["num_participants"] / worker.peers.num_participants
                 of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
 
 
@@ -352,7 +352,7 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
             "compression, which need the last consensus. Resume without these, or from a checkpoint written after an "
             "average."
         )
-    has_no_averages = worker.peers.num_senders == 1 or worker.when.schedule.is_always_synchronous
+    has_no_averages = worker.peers.num_participants == 1 or worker.when.schedule.is_always_synchronous
     if state["own"] and worker.peers.num_ranks > 1 and has_no_averages:
         raise ConfigurationError(
             "The state was written between two averages, where each rank has weights of its own, and here no average "

@@ -119,7 +119,7 @@ class Worker:
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, looks: bool = True) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
         """List the tensors of this step and look at their gradients; `exchange` calls it where the caller has not.
 
         In place:
@@ -132,8 +132,8 @@ class Worker:
                 `reduces_in_node`.
             num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
                 one has skipped a step that the others take, are found out.
-            looks: whether all gradients are looked at now, before they are clipped, or a step is skipped. Else those
-                that the exchange reads anyway are looked at there: what is found ends the training then.
+            checks_now: check all gradients for NaN and inf here, before clipping. Otherwise the exchange checks them
+                while it accumulates, and a fault ends the training.
         """
         raise NotImplementedError
 

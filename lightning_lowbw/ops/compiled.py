@@ -67,7 +67,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
 @cache
 def _kernel(
-    has_buffer: bool, has_weight: bool, has_square: bool, has_largest: bool, nesterov: bool, looks: bool
+    has_buffer: bool, has_weight: bool, has_square: bool, has_largest: bool, nesterov: bool, has_fault: bool
 ) -> Callable[..., int]:
     """Compile `_accumulate` for float32; what is not there has the type of None, and its branches are left out."""
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
@@ -91,7 +91,7 @@ def _kernel(
         numba.types.UniTuple(number, 4) if has_square else nothing,
         number,
         numba.int64[::1],
-        numba.boolean[::1] if looks else nothing,
+        numba.boolean[::1] if has_fault else nothing,
     )
     return compile_kernel(_accumulate, signature)
 

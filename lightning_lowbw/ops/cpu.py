@@ -34,9 +34,9 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     def accumulate_chunk(chunk: slice) -> None:
         part = segment.map(lambda tensor: tensor[chunk])
-        looks = part.fault is None or not reference.is_finite(part.gradient)  # the reference, at each element
-        reference.accumulate_(part if looks else replace(part, fault=None), 0.0)
-        if part.fault is not None and not looks:
+        by_element = part.fault is None or not reference.is_finite(part.gradient)  # the reference, at each element
+        reference.accumulate_(part if by_element else replace(part, fault=None), 0.0)
+        if part.fault is not None and not by_element:
             part.fault.logical_or_(reference.is_finite(part.residual).logical_not_())
 
     return _reach_after(accumulate_chunk, segment.residual, threshold, most)

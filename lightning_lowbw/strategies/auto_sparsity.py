@@ -119,11 +119,11 @@ class AutoSparsity:
         is_open = is_open and trainer.callbacks is self._callbacks  # type: ignore[attr-defined]
         if is_open and not self._picks and not self._numels()[0]:
             rank_zero_info(
-                f'{type(strategy).__name__}, sparsity="auto": all of every gradient is sent, for no tensor that is '
+                f'{type(strategy).__name__}, sparsity="auto": whole gradients are sent, because no tensor that is '
                 "trained has min_numel elements and is not excluded."
             )
             is_open = False
-        self.is_timing = is_open and any(worker.peers.num_senders > 1 for worker in strategy.workers)
+        self.is_timing = is_open and any(worker.peers.num_participants > 1 for worker in strategy.workers)
         if self.is_timing and not self._picks:
             with failing_together():
                 self._check_corrections()
@@ -131,7 +131,7 @@ class AutoSparsity:
         if self.is_timing and num_steps < NUM_STEPS and trainer.lightning_module.automatic_optimization:
             rank_zero_info(
                 f"{type(strategy).__name__}: this run has {num_steps:.0f} more optimizer steps, and the first "
-                f"{NUM_STEPS} send all of every gradient and are measured: nothing will be compressed."
+                f"{NUM_STEPS} send whole gradients and are measured: nothing will be compressed."
             )
         self._restart()
         self._first_step = trainer.global_step
@@ -346,7 +346,9 @@ class AutoSparsity:
         if not self._picks:
             return measured
         sparse, others = self._numels()
-        return with_narrow(measured, sum(sparse) + sum(others), self._peers.num_senders, self._strategy.root_device)
+        return with_narrow(
+            measured, sum(sparse) + sum(others), self._peers.num_participants, self._strategy.root_device
+        )
 
     def _measure_exchange(self, step_s: float, dense_s: float | None = None) -> Measured:
         what = self._strategy.method.what

@@ -77,7 +77,7 @@ class Ends:
     Args:
         strategy: the strategy.
         policy: what ranks do that have more batches than others: "finish" them, or "stop" when they meet next.
-        hear: called with the worker after an average that this rank has taken part in without training.
+        on_average: called with the worker after an average that this rank has taken part in without training.
         pause_audit: called before a message between two averages.
 
     Attributes:
@@ -90,10 +90,10 @@ class Ends:
         self,
         strategy: Strategy,
         policy: Policy,
-        hear: Callable[[ReplicaWorker], None],
+        on_average: Callable[[ReplicaWorker], None],
         pause_audit: Callable[[], None],
     ) -> None:
-        self._strategy, self._policy, self._hear, self._pause_audit = strategy, policy, hear, pause_audit
+        self._strategy, self._policy, self._on_average, self._pause_audit = strategy, policy, on_average, pause_audit
         self.is_unknown = self.has_ended = False
         self.all_are_here = True
 
@@ -298,7 +298,7 @@ class Ends:
             self._weigh(worker, places)
             worker.idle(others[0].steps[number] - worker.step)
             worker.average_due(finished=True, over=is_over)
-            self._hear(worker)
+            self._on_average(worker)
             if worker.stop_agreed:  # the others leave after this average, in mid-epoch
                 raise SIGTERMException
         self.has_ended = True
@@ -316,7 +316,7 @@ class Ends:
             if self._can_weigh and worker.steps_since_average:
                 worker.weighs_samples = True
                 worker.average(finished=True, over=is_over)
-                self._hear(worker)
+                self._on_average(worker)
         longest = max(range(len(places)), key=lambda rank: places[rank].num_batches)
         set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=longest))
         if any(place.is_over for place in places):

@@ -1,7 +1,7 @@
-"""Between two averages no rank sends anything: neither DDP, nor Lightning's timers. For its signals see `signals`.
+"""Between two averages no rank sends anything: neither DDP nor Lightning's timers. For signals see `signals`.
 
-DDP's reductions, broadcasts of buffers and bitmaps of unused parameters are off. Timers ask rank 0 after every batch:
-they wait for an average.
+DDP's reductions, broadcasts of buffers and bitmaps of unused parameters are off. Timers broadcast the time of rank 0
+after every batch; here they do so only after an average.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 def is_timed(callback: Callback) -> bool:
-    """Return whether a callback asks rank 0 for the time after every batch."""
+    """Return whether a callback broadcasts the time of rank 0 after every batch."""
     saves_by_time = isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
     return isinstance(callback, Timer) or saves_by_time
 
 
 class Quiet:
-    """Turns off and defers what would communicate in local steps, and audits it if asked to."""
+    """Turns off or defers all communication in local steps; with `audit` checks that there is none."""
 
     def __init__(self, strategy: Strategy, audit: bool) -> None:
         self._strategy = strategy
         self._audit = CollectiveAudit() if audit else None
-        self._may_communicate = True  # in this batch: callbacks that ask the other ranks may do so
+        self._may_communicate = True  # whether callbacks may communicate in this batch
         self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
 
     # The fit ----------------------------------------------------------------------------------------------------
 
     def defer(self, trainer: pl.Trainer) -> None:
-        """Let timers wait for averages."""
+        """Defer timers until the next average."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
             if self._audit is not None and isinstance(callback, Checkpoint):
                 hook = functools.partial(self._allow, callback.on_train_batch_end)
@@ -50,7 +50,7 @@ class Quiet:
                 self._replace(callback, "on_train_batch_end", hook)
 
     def begin_audit(self) -> None:
-        """Look at the collectives of the world from now on; those inside nodes and between peers are not its."""
+        """Audit the collectives of the world from now on, except those inside nodes and between peers."""
         if self._audit is not None:
             self._audit.install(ignoring=self._strategy.groups.process_groups)
 
@@ -78,7 +78,7 @@ class Quiet:
     # The step ---------------------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """Begin to look for collectives, if all optimizers are to step locally."""
+        """Begin to check for collectives, if all optimizers are to step locally."""
         all_local = all(worker.is_local for worker in self._strategy.workers)
         self._may_communicate = not all_local
         self.choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
@@ -87,7 +87,7 @@ class Quiet:
             self._audit.begin()
 
     def forbid(self) -> None:
-        """Let no callback communicate up to the next batch: not all ranks are here."""
+        """Do not let callbacks communicate until the next batch, because some ranks have ended."""
         self._may_communicate = False
 
     def end_backward(self, worker: Worker) -> None:
@@ -96,7 +96,7 @@ class Quiet:
             self._audit.check()
 
     def end_step(self, has_communicated: bool) -> None:
-        """Let callbacks communicate up to the next batch, if the step has."""
+        """Let callbacks communicate until the next batch, if the step has communicated."""
         if has_communicated:
             self._may_communicate = True
             if self._audit is not None:
@@ -104,11 +104,11 @@ class Quiet:
         self.choose_backward_sync()
 
     def choose_backward_sync(self) -> None:
-        """Let DDP reduce in synchronous steps, on two levels inside the node in local ones, and else do nothing."""
+        """Let DDP reduce in synchronous steps, and on two levels inside the node in local steps; else not at all."""
         model, workers = self._strategy.model, self._strategy.workers
         assert isinstance(model, DistributedDataParallel)
         if model.require_backward_grad_sync and not all(worker.reduces_in_backward for worker in workers):
-            # Due in the next forward pass, and a broadcast: better now, while all ranks are here.
+            # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
             with contextlib.nullcontext() if self._audit is None else self._audit.allowing():
                 model.reducer._rebuild_buckets()
         model.require_backward_grad_sync = any(self._strategy.regime.ddp_reduces(worker) for worker in workers)

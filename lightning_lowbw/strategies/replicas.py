@@ -67,8 +67,8 @@ class Replicas(Regime):
                 "with the parameters. Leave it out."
             )
         self.quiet = Quiet(strategy, audit)
-        self.uneven = Uneven(strategy, uneven, self._hear)
-        self.ends = Ends(strategy, uneven, self._hear, self.quiet.pause_audit)
+        self.uneven = Uneven(strategy, uneven, self._after_average)
+        self.ends = Ends(strategy, uneven, self._after_average, self.quiet.pause_audit)
         self.view = ConsensusView()
         self._callback = FirstCallback(self)
         self._losses: list[Tensor] = []  # since the last step of any optimizer
@@ -167,7 +167,7 @@ class Replicas(Regime):
             has_averaged = worker.steps_since_average == 0 or worker.num_averages != num_averages
             self.quiet.end_step(has_averaged or not was_local)
             if has_averaged or not was_local:
-                self._hear(worker)
+                self._after_average(worker)
 
     @override
     def end_backward(self, worker: Worker) -> None:
@@ -177,9 +177,9 @@ class Replicas(Regime):
         self._losses.clear()
         self.quiet.end_backward(worker)
 
-    def _hear(self, worker: ReplicaWorker) -> None:
-        self.strategy.signals.hear(worker)
-        self.uneven.hear(worker)
+    def _after_average(self, worker: ReplicaWorker) -> None:
+        self.strategy.signals.read_requests(worker)
+        self.uneven.after_average(worker)
 
     @override
     def end_batch(self, trainer: pl.Trainer) -> None:

@@ -164,7 +164,7 @@ class ShardedStrategy(InterruptibleModelParallel):
 
     @property
     def groups(self) -> NodeMesh:
-        """This rank's place among the nodes; from the start of a fit on."""
+        """The mesh of this rank's node, and this rank's coordinate; from the start of a fit on."""
         if self._groups is None:
             raise RuntimeError("The nodes are known when a fit, a validation or the like has begun.")
         return self._groups
@@ -313,7 +313,7 @@ class ShardedStrategy(InterruptibleModelParallel):
                 result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
             finally:
                 view.release()
-        self.signals.hear(worker)
+        self.signals.read_requests(worker)
         return result
 
     # Validation and checkpoints ---------------------------------------------------------------------------------

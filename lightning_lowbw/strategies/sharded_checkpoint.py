@@ -10,7 +10,7 @@ from lightning.fabric.utilities.types import _PATH
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
-from lightning_lowbw.engine.resharding import Place, reshard
+from lightning_lowbw.engine.resharding import Coordinate, reshard
 from lightning_lowbw.engine.state import merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
@@ -60,9 +60,9 @@ class ShardedCheckpoints(Checkpoints):
         if sizes == strategy.groups.sizes:
             found = [merged(number, strategy.groups.coordinate) for number in range(len(strategy.workers))]
         else:
-            shapes, place = self._shapes(sizes, path), Place(strategy.groups.coordinate, strategy.groups.sizes[0])
+            shapes, own = self._shapes(sizes, path), Coordinate(strategy.groups.coordinate, strategy.groups.sizes[0])
             found = [
-                reshard((merged(number, each) for each in range(sizes[0])), worker, shapes, sizes[0], place)
+                reshard((merged(number, each) for each in range(sizes[0])), worker, shapes, sizes[0], own)
                 for number, worker in enumerate(strategy.workers)
             ]
         return found, None, _by_rank([torn[rank] for rank in sorted(torn)])

@@ -1,10 +1,10 @@
-"""SIGTERM, and SLURM's signal to save and requeue: a rank that gets one tells all, and they end or save together.
+"""SIGTERM, and SLURM's signal to save and requeue: a signal on one rank lets all ranks end or save after the same step.
 
-Lightning acts where the signal arrives: that rank leaves, or saves, and the others wait for it in the next collective.
-Lightning 2.6 broadcasts in the handler, too, and before each batch whether rank 0 has got one. Here a signal sets a
-request, which goes to all ranks in a control message: that of a compressed step, of a synchronous step of local SGD, or
-of an average. A step whose gradients DDP reduces has none: after it a message of its own is begun, which is waited for
-after the next step, when it has long been there.
+Lightning handles a signal only on the rank that receives it: this rank ends, or saves, and the others wait for it in
+the next collective. Lightning 2.6 also broadcasts in the handler, and before each batch broadcasts whether rank 0 has
+received one. Here a signal sets a request, which is sent to all ranks in a control message: that of a compressed step,
+of a synchronous step of local SGD, or of an average. A step whose gradients DDP reduces has no control message: after
+it a separate message is begun, and its result is read after the next step, when it has arrived already.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Signals:
-    """Defers signals, and does what the ranks have agreed on.
+    """Defers signals, and handles them when all ranks have received the request.
 
     Args:
-        strategy: whose workers tell the other ranks.
+        strategy: its workers send the requests.
 
     Attributes:
         save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
@@ -61,7 +61,7 @@ class Signals:
             connector._sigterm_notifier_fn: self._request_stop,
             connector._slurm_sigusr_handler_fn: self._request_save,
         }
-        if connector.received_sigterm:  # on this rank, before there were others to tell
+        if connector.received_sigterm:  # on this rank, before the process group existed
             connector.received_sigterm = False
             self._request_stop()
         for signum in signal.valid_signals():
@@ -82,20 +82,20 @@ class Signals:
         for worker in self._strategy.workers:
             worker.save_requested = True
 
-    # Telling the other ranks ------------------------------------------------------------------------------------
+    # Requests of all ranks --------------------------------------------------------------------------------------
 
     def end_step(self, worker: Worker) -> None:
-        """Hear what the ranks have asked for; tell them where the coming step has no control message.
+        """Read the requests of all ranks; send this rank's own if the coming step has no control message.
 
         Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of two
-        numbers is begun where DDP reduces the coming gradients, and the one that was begun a step ago is waited for.
+        numbers is begun if DDP reduces the coming gradients, and the one begun a step ago is waited for.
         """
         if self._strategy.world_size == 1:
             return
         agreed = STOP * worker.stop_agreed | SAVE * worker.save_agreed  # in the step's control message, if it had one
         agreed |= self.settle()
         worker.agree_on(agreed)
-        self.hear(worker)
+        self.read_requests(worker)
         worker.agree_on(0)  # a step without a control message would repeat it
         if worker.reduces_in_backward and not agreed & STOP:
             flags = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
@@ -104,7 +104,7 @@ class Signals:
             self._asked = work, flags
 
     def settle(self) -> int:
-        """Wait for the message that has been begun, if one has; return the requests in it.
+        """Wait for the message that has been begun, if any; return its requests.
 
         Collective: all ranks.
         """
@@ -112,18 +112,18 @@ class Signals:
             return 0
         work, flags = self._asked
         self._asked = None
-        # On a stream of its own, or the host would wait for all of the step that has been launched meanwhile.
+        # On its own stream; otherwise the host would wait for the whole step that has been launched meanwhile.
         is_cuda = flags.device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream(flags.device)) if is_cuda else contextlib.nullcontext():
             work.wait()
             return requests_of(*flags.tolist())
 
-    def hear(self, worker: Worker) -> None:
-        """Take in what the ranks have asked of each other with the last control message."""
+    def read_requests(self, worker: Worker) -> None:
+        """Read the requests to stop or to save from the last control message."""
         if worker.stop_agreed:
             self._strategy.trainer._signal_connector.received_sigterm = True  # Lightning raises it after the batch
         self.save_is_due |= worker.save_agreed
-        worker.save_agreed = False  # an average that is begun is heard, too, and has no message yet
+        worker.save_agreed = False  # else it would be read again when an average begins, which has no message yet
 
     def save(self, trainer: pl.Trainer) -> None:
         """Save and requeue, as SLURM's signal asked for.
@@ -133,5 +133,5 @@ class Signals:
         self.save_is_due = False
         trainer._signal_connector._slurm_sigusr_handler_fn(
             signal.SIGUSR1,
-            None,  # type: ignore[arg-type]  # the frame, of which it makes no use
+            None,  # type: ignore[arg-type]  # the frame, which it does not use
         )

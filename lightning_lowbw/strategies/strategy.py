@@ -333,7 +333,7 @@ class Strategy(InterruptibleDDP):
         """Look for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
         clips = worker.clips_before_exchange and self.clipping.is_asked_for
-        worker.prepare(reduced=reduced, num_backwards=self._backwards.num, looks=clips or skip_nonfinite)
+        worker.prepare(reduced=reduced, num_backwards=self._backwards.num, checks_now=clips or skip_nonfinite)
         if clips:
             self.clipping.clip(worker.optimizer)
         applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))

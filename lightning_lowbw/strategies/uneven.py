@@ -31,7 +31,7 @@ class Uneven:
     Args:
         strategy: the strategy.
         policy: what ranks do that have more batches than others: "finish" them, or "stop" at the next average.
-        hear: called with the worker after each average.
+        on_average: called with the worker after each average.
 
     Attributes:
         is_uneven: whether the numbers of batches are known, and differ; equal on all ranks.
@@ -42,10 +42,10 @@ class Uneven:
         ConfigurationError: the policy is none of these.
     """
 
-    def __init__(self, strategy: Strategy, policy: Policy, hear: Callable[[ReplicaWorker], None]) -> None:
+    def __init__(self, strategy: Strategy, policy: Policy, on_average: Callable[[ReplicaWorker], None]) -> None:
         if policy not in get_args(Policy):
             raise ConfigurationError(f"uneven={policy!r}: choose one of {', '.join(get_args(Policy))}.")
-        self._strategy, self.policy, self._hear = strategy, policy, hear
+        self._strategy, self.policy, self._on_average = strategy, policy, on_average
         self.is_uneven = self.is_unknown = self.has_ended_epoch = False
         self._val_check_batch: float | None = None  # the trainer's, in an epoch that was cut short
 
@@ -130,8 +130,8 @@ class Uneven:
         for worker in workers if self.is_uneven or self.is_unknown else ():
             worker.num_samples += _num_samples(batch)
 
-    def hear(self, worker: ReplicaWorker) -> None:
-        """Do what the last average has told: some ranks are out of data, or at the end of the training."""
+    def after_average(self, worker: ReplicaWorker) -> None:
+        """End the epoch or the training if the last average says that ranks are out of data or at the end."""
         trainer = self._strategy.trainer
         if self.is_uneven and worker.num_finished and self.policy == "stop":
             self._end_epoch(trainer)
@@ -178,7 +178,7 @@ class Uneven:
             if worker.stop_agreed:  # all ranks leave after the average that told it, wherever they are in their epochs
                 raise SIGTERMException
             worker.average(finished=True, over=is_over)
-            self._hear(worker)
+            self._on_average(worker)
         self.has_ended_epoch = True
 
     def check_view(self, trainer: pl.Trainer) -> None:

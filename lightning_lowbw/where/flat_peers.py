@@ -49,7 +49,7 @@ class FlatPeers:
         return self.between.rank
 
     @property
-    def num_senders(self) -> int:
+    def num_participants(self) -> int:
         return self.between.num_ranks
 
     def check_parts(self) -> None:

@@ -1,8 +1,7 @@
 """Process groups of some ranks of the world, made once, with the user's timeout; and what their backend can do.
 
-Nothing of this package keeps a group alive: torch does, until `destroy_process_group`. A group of gloo that is still
-there when Python ends has threads that may be dropping a tensor then, and a thread that asks an ending interpreter for
-its lock is ended by it, in a place where C++ calls `terminate`.
+This package does not keep a group alive; torch does, until `destroy_process_group`. At interpreter shutdown a gloo
+thread may still release a tensor. It then needs the GIL, Python ends the thread, and C++ aborts the process.
 """
 
 from __future__ import annotations

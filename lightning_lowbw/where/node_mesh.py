@@ -18,12 +18,12 @@ NAMES = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelParallelS
 
 @dataclass(frozen=True)
 class NodeMesh:
-    """A rank's place among nodes of shards.
+    """The mesh of a rank's node, and the rank's coordinate in it.
 
     Attributes:
         topology: which ranks share a node, each of which holds the whole model.
         mesh: of this rank's node: ("data_parallel", "tensor_parallel").
-        coordinate: this rank's place in its node, in the order of the mesh.
+        coordinate: this rank's local rank, in the order of the mesh.
     """
 
     topology: Topology

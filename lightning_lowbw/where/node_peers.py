@@ -99,7 +99,7 @@ class NodePeers:
         return self.topology.world_size
 
     @property
-    def num_senders(self) -> int:
+    def num_participants(self) -> int:
         return self.topology.num_nodes
 
     @property
@@ -130,10 +130,10 @@ class NodePeers:
             part = nbytes if self.local_rank == 0 else 0
         else:
             part = -(-nbytes // self.num_local_ranks)
-        self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_senders)
+        self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
-        if self.num_senders == 1:
+        if self.num_participants == 1:
             return self.node.begin_all_reduce_(tensor)
         inter_dtype = None if exact else self.inter_dtype
         stages = self._through_leaders_ if self.algorithm == "leader" else self._in_parts_
@@ -154,7 +154,7 @@ class NodePeers:
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         self.check_parts()
-        out = message.new_empty((self.num_local_ranks, self.num_senders, message.numel()))
+        out = message.new_empty((self.num_local_ranks, self.num_participants, message.numel()))
         return self._begin(lambda: self._gather_into(out, message), out, message)
 
     def gather(self, message: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Peers(Protocol):
         ...
 
     @property
-    def num_senders(self) -> int:
+    def num_participants(self) -> int:
         """N of the equations, the participants in the exchange on the slow network: ranks when flat, else nodes."""
         ...
 

@@ -39,7 +39,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         LONG,
         None,
         "a step takes 110 ms without communication and 115 ms with all gradients, the link carries 100,000 "
-        "Mb/s, latency 0.01 ms: all of every gradient is sent, as by DDP; that takes less than 5 % of a step already",
+        "Mb/s, latency 0.01 ms: whole gradients are sent, as with DDP; a dense exchange adds less than 5 % of a step",
     ),
     "slow link, long run": (
         SLOW,
@@ -52,36 +52,36 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         SLOW,
         Run(num_done=6, num_steps=806, steps_per_epoch=400),
         EveryStep(40, 320, (1 - 0.256, 1 - 0.064)),
-        FACTS + "6.4 % of each gradient is sent, after 160 steps each at 25.6 %, from step 40 on; an element is to "
-        "be sent 30 times on average, and 800 steps are left",
+        FACTS + "6.4 % of each gradient is sent, after 160 steps each at 25.6 %, from step 40 on; each element "
+        "must be sent 30 times on average, and 800 steps are left",
     ),
     "too short a run": (
         SLOW,
         Run(num_done=6, num_steps=50),
         None,
         FACTS
-        + "all of every gradient is sent, as by DDP; an element is to be sent 30 times on average, and 44 steps are "
+        + "whole gradients are sent, as with DDP; each element must be sent 30 times on average, and 44 steps are "
         "left",
     ),
     "fine-tuning": (
         SLOW,
         Run(num_done=1006, num_steps=2006, is_pretrained=True),
         EveryStep(1006, 1, (1 - 0.032,)),
-        FACTS + "3.2 % of each gradient is sent, from step 1006 on; an element is to be sent 30 times on average, "
+        FACTS + "3.2 % of each gradient is sent, from step 1006 on; each element must be sent 30 times on average, "
         "and 1000 steps are left",
     ),
     "a length that is not known": (
         replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.5)),
         Run(num_done=6, is_pretrained=True),
         EveryStep(6, 1, (1 - 0.004,)),
-        FACTS + "0.4 % of each gradient is sent, from step 6 on; an element is to be sent 30 times on average, and "
+        FACTS + "0.4 % of each gradient is sent, from step 6 on; each element must be sent 30 times on average, and "
         "10000 steps are assumed",
     ),
     "sparse steps that take as long": (
         replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.83)),
         LONG,
         None,
-        FACTS + "all of every gradient is sent, as by DDP; an element is to be sent 30 times on average, and "
+        FACTS + "whole gradients are sent, as with DDP; each element must be sent 30 times on average, and "
         "100000 steps are left: that would be 0.1 %, and hardly faster",
     ),
 }
@@ -104,11 +104,11 @@ def test_anew_it_sends_more_because_of_the_link_only() -> None:
     slower = replace(SLOW, sparse_s={density: 10 * seconds for density, seconds in SLOW.sparse_s.items()})
     less, reason = plan_anew(slower, late, 0.05, when.rampup_begin_step)
     assert less.density(late.num_done) == pytest.approx(0.001)
-    assert reason.endswith("an element is to be sent 30 times on average, and 100000 steps are sparse")
+    assert reason.endswith("each element must be sent 30 times on average, and 100000 steps are sparse")
     faster = replace(SLOW, dense_s=0.112)
     most, reason = plan_anew(faster, late, 0.05, when.rampup_begin_step)
     assert most.density(late.num_done) == pytest.approx(DENSITIES[-1])  # dense it cannot become
-    assert reason.endswith("that takes less than 5 % of a step already")
+    assert reason.endswith("a dense exchange adds less than 5 % of a step")
 
 
 def test_a_larger_budget_sends_more() -> None:
@@ -170,7 +170,7 @@ def test_the_shortest_run_that_is_sparse_is_that_of_the_documents() -> None:
     phrases = {
         "README.md": of_a_run,
         "lightning_lowbw/strategies/dgc.py": of_a_run,
-        "docs/methods/dgc.md": f"fewer than {sgd} steps ({adam}) are left",
+        "docs/methods/dgc.md": f"fewer than {sgd} steps (with Adam and AdamW {adam}) are left",
     }
     for document, phrase in phrases.items():
         assert phrase in " ".join((ROOT / document).read_text().split()), f"{document} should say: {phrase}"

@@ -38,8 +38,8 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         {},
         None,
         "a step takes 110 ms without communication and 115 ms with all gradients, the link carries 100,000 Mb/s, "
-        "latency 0.01 ms: ddp, 3.19 h to the end; float16 would take 18.3 h, int8 14.4 h; not dgc, for that takes less "
-        'than 5 % of a step already. To write it down: strategy="ddp"',
+        "latency 0.01 ms: ddp, 3.19 h to the end; float16 would take 18.3 h, int8 14.4 h; not dgc, because a "
+        'dense exchange adds less than 5 % of a step. To write it down: strategy="ddp"',
     ),
     "slow link, long run": (
         SLOW,
@@ -56,24 +56,26 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         SHORT,
         {},
         NarrowGradients("int8", rampup_begin_step=7),
-        FACTS + "int8, 22.4 s to the end; ddp would take 40 s, float16 28.4 s; not dgc, for an element is to be sent "
-        '30 times on average, and 43 steps are left. To write it down: strategy="int8"',
+        FACTS + "int8, 22.4 s to the end; ddp would take 40 s, float16 28.4 s; not dgc, because each element must be "
+        'sent 30 times on average, and 43 steps are left. To write it down: strategy="int8"',
     ),
     "fine-tuning": (
         SLOW,
         Run(num_done=1007, num_steps=2007, is_pretrained=True),
         {},
         EveryStep(1007, 1, (1 - 0.032,)),
-        FACTS + "dgc, 2.05 min to the end (3.2 % of each gradient is sent, from step 1007 on; an element is to be sent "
-        "30 times on average, and 1000 steps are left); ddp would take 15.5 min, float16 11 min, int8 8.67 min. To "
-        "write it down: lowbw.DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968], keep_momentum=True)",
+        FACTS + "dgc, 2.05 min to the end (3.2 % of each gradient is sent, from step 1007 on; each element must be "
+        "sent 30 times on average, and 1000 steps are left); ddp would take 15.5 min, float16 11 min, int8 8.67 min. "
+        "To write it down: "
+        "lowbw.DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968], keep_momentum=True)",
     ),
     "an optimizer that is not measured": (
         SLOW,
         LONG,
         {"left_out": ["dgc: its accuracy is measured with SGD, Adam and AdamW, not with RMSprop"]},
         NarrowGradients("int8", rampup_begin_step=7),
-        FACTS + "int8, 14.4 h to the end; ddp would take 25.8 h, float16 18.3 h; not dgc, for its accuracy is measured "
+        FACTS
+        + "int8, 14.4 h to the end; ddp would take 25.8 h, float16 18.3 h; not dgc, because its accuracy is measured "
         'with SGD, Adam and AdamW, not with RMSprop. To write it down: strategy="int8"',
     ),
     "high latency, local steps allowed": (
@@ -115,14 +117,16 @@ def test_no_local_steps_where_none_would_be_averaged() -> None:
     for num_left, is_taken in ((14, False), (15, True)):
         found, reason = pick(FAR, Run(num_done=7, num_steps=7 + num_left), 0.05, allow_local=True)
         assert (isinstance(found, Method) and found.averages_weights) == is_taken
-        assert (f"not local_sgd, for {num_left} steps are left, and its averages come after 8" in reason) != is_taken
+        assert (
+            f"not local_sgd, because {num_left} steps are left, and its averages come after 8" in reason
+        ) != is_taken
 
 
 def test_local_steps_only_where_they_are_allowed() -> None:
     assert pick(FAR, LONG, 0.05)[0] != pick(FAR, LONG, 0.05, allow_local=True)[0]
     refused = pick(FAR, LONG, 0.05, allow_local=True, left_out=["local_sgd: the reason"])
     assert refused[0] == pick(FAR, LONG, 0.05)[0]
-    assert "not local_sgd, for the reason" in refused[1]
+    assert "not local_sgd, because the reason" in refused[1]
 
 
 def test_what_takes_as_long_is_not_taken_for_it_changes_more() -> None:

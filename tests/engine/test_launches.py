@@ -199,7 +199,7 @@ def count_step(
             count.clear()
             with worker.stepping():
                 reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
-                worker.prepare(reduced=reduced, looks=has_scaler)
+                worker.prepare(reduced=reduced, checks_now=has_scaler)
                 worker.exchange(skip_nonfinite=has_scaler, applies=True)
         return count
 

@@ -220,7 +220,7 @@ def test_local_steps_keep_their_gradients() -> None:
     assert run_ranks(take_local_steps, 2) == [True, True]
 
 
-def add_up_too_much(kind: str, looks: bool, nodes: Nodes, ends: bool) -> tuple[list[str], bool]:
+def add_up_too_much(kind: str, checks_now: bool, nodes: Nodes, ends: bool) -> tuple[list[str], bool]:
     """Return what is said in each step, and whether weights are finite; rank 1 has gradients as large as float32."""
     parameters = make_parameters(SHAPES)
     optimizer = OPTIMIZERS[kind](parameters.values())
@@ -236,7 +236,7 @@ def add_up_too_much(kind: str, looks: bool, nodes: Nodes, ends: bool) -> tuple[l
             parameters["matrix"].grad.fill_(3e38)
         try:
             with worker.stepping():
-                worker.prepare(looks=looks)
+                worker.prepare(checks_now=checks_now)
                 worker.exchange()
                 optimizer.step()
             if ends and step == 2:
@@ -250,7 +250,7 @@ def add_up_too_much(kind: str, looks: bool, nodes: Nodes, ends: bool) -> tuple[l
 
 @pytest.mark.fault(
     "gradients of 3e38, which are finite, and whose sum with earlier ones is not",
-    "an error on all ranks that names the rank and the parameter, in the next step or at the end of the fit at last",
+    "an error on all ranks that names the rank and the parameter, in the next step, or at the end of the fit",
 )
 @pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]], ids=["flat", "two levels"])
 def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:

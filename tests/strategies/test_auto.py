@@ -142,8 +142,9 @@ def test_it_becomes_what_it_has_chosen(case: str, chosen: Any) -> None:
     if case == "ddp":
         assert [each["num_measured"] for each in found] == [0, 0]
         assert found[0]["said"] == [
-            "AutoStrategy: a step takes 100 ms without communication and 101 ms with all gradients: all of every "
-            'gradient is sent, as by DDP; that takes less than 5 % of a step already. To write it down: strategy="ddp".'
+            "AutoStrategy: a step takes 100 ms without communication and 101 ms with all gradients: whole "
+            "gradients are sent, as with DDP; a dense exchange adds less than 5 % of a step. To write it down: "
+            'strategy="ddp".'
         ]
     else:
         assert [each["num_measured"] for each in found] == [1, 1]
@@ -205,8 +206,8 @@ def test_it_does_not_take_what_is_not_measured() -> None:
     results = run_ranks(partial(fit, "dgc", model=WithRMSprop, allow_local=True), 2)
     assert isinstance(results[0]["method"].what, Narrow)
     (said,) = results[0]["said"]
-    assert "not dgc, for its accuracy is measured with SGD, Adam and AdamW, not with RMSprop" in said
-    assert "not local_sgd, for its accuracy is measured with SGD, not with RMSprop" in said
+    assert "not dgc, because its accuracy is measured with SGD, Adam and AdamW, not with RMSprop" in said
+    assert "not local_sgd, because its accuracy is measured with SGD, not with RMSprop" in said
 
 
 def dampened(parameters: Any) -> torch.optim.SGD:
@@ -221,7 +222,7 @@ class WithDampening(Wide):
 def test_an_optimizer_that_dgc_refuses_is_trained() -> None:
     results = run_ranks(partial(fit, "dgc", model=WithDampening), 2)
     assert isinstance(results[0]["method"].what, Narrow)
-    assert "not dgc, for SGD with dampening=0.1 has no momentum correction" in results[0]["said"][0]
+    assert "not dgc, because SGD with dampening=0.1 has no momentum correction" in results[0]["said"][0]
 
 
 def fit_on_uneven_data() -> list[str]:
@@ -238,7 +239,7 @@ def fit_on_uneven_data() -> list[str]:
 def test_local_steps_are_not_taken_on_uneven_data() -> None:
     (said,) = run_ranks(fit_on_uneven_data, 2)[0]
     assert "int8, " in said
-    assert "not local_sgd, for the ranks have different or unknown numbers of batches" in said
+    assert "not local_sgd, because the ranks have different or unknown numbers of batches" in said
 
 
 class Two(TwoOptimizers, Wide):
@@ -285,7 +286,7 @@ class Small(Tiny):
 def test_small_tensors_are_no_reason_to_send_all_bits() -> None:
     results = run_ranks(partial(fit, "dgc", model=Small), 2)
     assert isinstance(results[0]["method"].what, Narrow)
-    assert "not dgc, for no tensor that is trained has min_numel elements" in results[0]["said"][0]
+    assert "not dgc, because no tensor that is trained has min_numel elements" in results[0]["said"][0]
 
 
 @pytest.mark.parametrize("case", ["int8", "local_sgd"])

@@ -117,7 +117,7 @@ def test_where_the_link_is_fast_it_is_ddp_to_the_bit(trained: Any) -> None:
     assert not found["has_residuals"]
     assert found["density"] == 1.0
     assert found["weights"] == other["weights"] == ddp["weights"]
-    assert "as by DDP" in found["said"][0]
+    assert "as with DDP" in found["said"][0]
 
 
 def test_a_dense_choice_is_kept_by_a_resume(trained: Any) -> None:
@@ -168,9 +168,9 @@ def test_a_run_too_short_to_save_what_measuring_takes_is_ddp(trained: Any) -> No
     assert found["num_measured"] == 0
     assert found["weights"] == ddp["weights"]
     assert found["said"] == [
-        'DGCStrategy, sparsity="auto": a step takes 100 ms without communication and 130 ms with all gradients: all of '
-        "every gradient is sent, as by DDP; 123 steps are left, in which 3.69 s go by waiting for gradients, too "
-        "little to measure the link, which takes 1 s."
+        'DGCStrategy, sparsity="auto": a step takes 100 ms without communication and 130 ms with all gradients: whole '
+        "gradients are sent, as with DDP; 123 steps are left, which wait 3.69 s for gradients, too little to measure "
+        "the link, which takes 1 s."
     ]
     longer = dataclasses.replace(SLOW, dense_s=SLOW.step_s + 0.05)
     assert run_ranks(partial(fit, longer), 2)[0]["num_measured"] == 1
@@ -322,7 +322,7 @@ def test_the_next_fit_chooses_anew() -> None:
 
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])
 def test_the_time_of_the_work_is_measured_at_every_density(what: TopK) -> None:
-    seconds = partial(seconds_of_work, what, num_senders=2, device=torch.device("cpu"))
+    seconds = partial(seconds_of_work, what, num_participants=2, device=torch.device("cpu"))
     assert all(0 < seconds(density) < 10 for density in (DENSITIES[0], DENSITIES[-1]))
 
 

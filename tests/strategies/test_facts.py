@@ -145,7 +145,7 @@ def resume_on_one_rank(strategy: str, folder: str) -> list[str]:
 
 @pytest.mark.fault(
     "a checkpoint that only some ranks are given, or find",
-    "refused before the first step, on all ranks, with who has one",
+    "refused before the first step, on all ranks; the error names the ranks that have one",
 )
 @pytest.mark.parametrize("strategy", ["dgc", "dense"])
 def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(strategy: str, tmp_path: Path) -> None:

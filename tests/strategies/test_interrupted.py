@@ -193,7 +193,7 @@ def resume_after_death(name: str, path: str, folder: str) -> tuple[str, str, int
 
 @pytest.mark.fault(
     "kill -9 while a checkpoint is overwritten",
-    "the last whole checkpoint resumes to the same bits; what was left of the other is deleted",
+    "the last whole checkpoint resumes to the same bits; the unfinished one is deleted",
 )
 @pytest.mark.parametrize(
     ("name", "cut"),
@@ -266,7 +266,7 @@ def lose_the_link(name: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.fault(
     "an exception inside an exchange, and a checkpoint on exceptions",
-    "what was taken out is put back and saved; a resume warns which ranks take the step again",
+    "residuals are restored and saved; a warning of the resumed run names ranks that repeat the step",
 )
 @pytest.mark.parametrize("name", ["dgc", "local_sgd", "sparse_loco", "delayed"])
 def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(name: str, tmp_path: Path) -> None:

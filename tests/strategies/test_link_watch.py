@@ -93,13 +93,13 @@ def test_on_a_faster_link_more_is_sent_but_never_all() -> None:
     assert found["density"] == pytest.approx(0.256)
     found, _ = run_ranks(partial(fit, LENGTHY, FAST), 2)
     assert found["density"] == pytest.approx(0.256)
-    assert found["said"][1].endswith("that takes less than 5 % of a step already.")
+    assert found["said"][1].endswith("a dense exchange adds less than 5 % of a step.")
 
 
 def test_where_steps_are_dense_a_slower_link_makes_them_sparse() -> None:
     found, other = run_ranks(partial(fit, BRIEF_DENSE, SLOWER), 2)
     assert found["weights"] == other["weights"]
-    assert "as by DDP" in found["said"][0]
+    assert "as with DDP" in found["said"][0]
     assert found["density"] == pytest.approx(0.001)
 
 

@@ -121,7 +121,7 @@ def test_stock_ddp_and_a_rank_that_is_late(record_property: Any) -> None:
 
 @pytest.mark.fault(
     "a rank that is later than the timeout",
-    "the others say where it is, and that it answers; they end",
+    "the error on the others gives its position and says that it answers; they end",
 )
 def test_ranks_that_are_only_late_are_not_accused() -> None:
     (message, _, _), _ = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "dawdle", timeout_s=60.0)

@@ -69,18 +69,19 @@ def results() -> list[Results]:
 @pytest.mark.parametrize("name", NARROW_NAMES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_sent_and_unsent_are_what_was_given(topology: str, name: str) -> None:
-    num_senders = len(TOPOLOGIES[topology])
+    num_participants = len(TOPOLOGIES[topology])
     for numel, dtype in product(NUMELS, DTYPES):
         by_rank = [each[topology, name, numel, dtype] for each in results()]
-        given = sum(vector_of(p, step, numel, dtype) for p in range(num_senders) for step in range(STEPS)) / num_senders
-        unsent = sum(each["unsent"] for each in by_rank) / num_senders  # each rank keeps that of its part
+        vectors = (vector_of(p, step, numel, dtype) for p in range(num_participants) for step in range(STEPS))
+        given = sum(vectors) / num_participants
+        unsent = sum(each["unsent"] for each in by_rank) / num_participants  # each rank keeps that of its part
         for each in by_rank:
             for mean, first in zip(each["means"], by_rank[0]["means"], strict=True):
                 assert mean.equal(first), "replicas differ"
             taken = sum(each["means"])
             torch.testing.assert_close(taken + unsent, given, rtol=1e-5, atol=1e-5)
             assert numel == 0 or float((taken - given).abs().max()) <= 20 * LIMITS[name]
-        assert numel < 7 or bool(unsent.any()) == (num_senders > 1)
+        assert numel < 7 or bool(unsent.any()) == (num_participants > 1)
 
 
 @pytest.mark.parametrize("name", NARROW_NAMES)

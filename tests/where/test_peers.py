@@ -58,7 +58,7 @@ def traffic(ledger: TrafficLedger) -> tuple[int, int, int]:
 def has_its_place(peers: Peers, nodes: Any) -> None:
     rank, own = dist.get_rank(), next(node for node in nodes if dist.get_rank() in node)
     local_rank = sorted(own).index(rank)
-    assert (peers.num_ranks, peers.rank, peers.num_senders) == (dist.get_world_size(), rank, len(nodes))
+    assert (peers.num_ranks, peers.rank, peers.num_participants) == (dist.get_world_size(), rank, len(nodes))
     assert (peers.num_local_ranks, peers.local_rank) == (len(own), local_rank)
     assert peers.is_two_level == (len(nodes) > 1 and not is_flat(nodes))
     assert (peers.node.num_ranks, peers.node.rank) == (len(own), local_rank)
@@ -280,7 +280,7 @@ def test_one_rank_alone() -> None:
     """Without torch.distributed nothing is sent, and everything is its own result."""
     for choice in ("flat", "auto", 1, [[0]]):
         peers = make_peers(choice)
-        assert (peers.num_ranks, peers.rank, peers.num_senders, peers.num_local_ranks) == (1, 0, 1, 1)
+        assert (peers.num_ranks, peers.rank, peers.num_participants, peers.num_local_ranks) == (1, 0, 1, 1)
         assert not peers.is_two_level
         vector, message = torch.arange(5.0), torch.arange(5, dtype=torch.uint8)
         assert peers.begin_all_reduce_(vector).wait() is vector
@@ -396,7 +396,7 @@ def test_groups_have_the_users_timeout() -> None:
 def on_one_node() -> None:
     ledger = TrafficLedger()
     peers = make_peers(WORLD, ledger=ledger)
-    assert (peers.num_ranks, peers.num_senders, peers.is_two_level) == (WORLD, 1, False)
+    assert (peers.num_ranks, peers.num_participants, peers.is_two_level) == (WORLD, 1, False)
     assert (peers.local_rank, peers.num_local_ranks, peers.part(10)) == (0, 1, slice(0, 10))
     assert (peers.node.num_ranks, peers.between.num_ranks) == (WORLD, 1)
     for numel in NUMELS:
