@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.candidates import top_k_of_chunks
 from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k
 from lightning_lowbw.ops.compiler import (
     CHUNK,
@@ -24,7 +25,16 @@ from lightning_lowbw.ops.compiler import (
 from lightning_lowbw.ops.cpu import sample_accumulated
 from lightning_lowbw.ops.reference import Segment
 
-__all__ = ["MIN_PER_CANDIDATE", "accumulate_", "narrow", "reach", "sample_accumulated", "take_out_", "top_k"]
+__all__ = [
+    "MIN_PER_CANDIDATE",
+    "accumulate_",
+    "narrow",
+    "reach",
+    "sample_accumulated",
+    "take_out_",
+    "top_k",
+    "top_k_of_chunks",
+]
 
 BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
 MOST = 16  # one in so many elements may be a candidate, or a quarter of what is of use, before `reach` looks for them
