@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.candidates import top_k_of_chunks
-from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k
+from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k, top_k_of_chunks
 from lightning_lowbw.ops.compiler import (
     CHUNK,
     INFINITE,
