@@ -77,12 +77,11 @@ class Round:
         self.values = self.take()
         self.counts = [values.numel() for values in self.values]
         self.value_format = make_value_format(self.compression.value_dtype)
-        self.rounded = self.compression.codec.decode_values(self.messages[0], self.counts, self.numels)
         num_words = self.code_positions().numel()
         self.words = [message[: 4 * num_words].view(torch.int32) for message in self.messages]
         data_bytes = self.value_format.nbytes(self.counts)
         self.data = [message[4 * num_words :][:data_bytes] for message in self.messages]
-        self.decoded = [self.compression.codec.decode(each, self.counts, self.numels) for each in self.messages]
+        self.decoded = self.decode()
         self.means = self.combine()
 
     def draw(self) -> list[Tensor]:
@@ -108,10 +107,7 @@ class Round:
         for residual in residuals:
             residual.mul_(self.compression.decay)
         parts = Selection().compress_(self.segments(residuals, changes), masking=False)
-        message, rounded = self.compression.encode(parts, self.numels)
-        for residual, (positions, _), error in zip(residuals, parts, rounded, strict=True):
-            residual.index_add_(0, positions, error)
-        return message
+        return self.compression.codec.encode(parts, self.numels, residuals)
 
     def look(self) -> list[Tensor]:
         return [torch.isfinite(torch.stack(weight.aminmax())).all() for weight in self.weights]
@@ -150,8 +146,8 @@ class Round:
         return [self.value_format.decode(data, self.counts) for data in self.data]
 
     def average(self) -> None:
-        for number, numel in enumerate(self.numels):
-            self.compression.average_(torch.empty(numel), [of_rank[number] for of_rank in self.decoded])
+        for numel, parts in zip(self.numels, self.decoded, strict=True):
+            self.compression.average_(torch.empty(numel), parts)
 
     def apply(self) -> None:
         for x, x0, change in zip(self.weights, self.consensus, self.means, strict=True):
@@ -162,9 +158,15 @@ class Round:
             x0.copy_(mean)
             x.copy_(mean)
 
+    def decode(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return of each tensor what each rank has sent: positions and values."""
+        messages = torch.stack(self.messages).unsqueeze(0)
+        columns = (each[0].split(self.counts, dim=1) for each in self.compression.decode(messages, self.numels, None))
+        return [list(zip(*of_tensor, strict=True)) for of_tensor in zip(*columns, strict=True)]
+
     def combine(self) -> list[Tensor]:
         means = [torch.empty(numel) for numel in self.numels]
-        for mean, parts in zip(means, self.compression.decode(self.messages, self.numels, None), strict=True):
+        for mean, parts in zip(means, self.decode(), strict=True):
             self.compression.average_(mean, parts)
         return means
 

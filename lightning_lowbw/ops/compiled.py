@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import nan
 
@@ -12,17 +11,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k
-from lightning_lowbw.ops.compiler import CHUNK, INFINITE, MAGNITUDE, compile_kernel, import_numba, register
+from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k, top_k_of_chunks
+from lightning_lowbw.ops.compiler import (
+    CHUNK,
+    INFINITE,
+    MAGNITUDE,
+    compile_kernel,
+    import_numba,
+    over_threads,
+    register,
+)
 from lightning_lowbw.ops.cpu import sample_accumulated
 from lightning_lowbw.ops.reference import Segment
 
-__all__ = ["MIN_PER_CANDIDATE", "accumulate_", "narrow", "reach", "sample_accumulated", "take_out_", "top_k"]
+__all__ = [
+    "MIN_PER_CANDIDATE",
+    "accumulate_",
+    "narrow",
+    "reach",
+    "sample_accumulated",
+    "take_out_",
+    "top_k",
+    "top_k_of_chunks",
+]
 
 BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
 MOST = 16  # one in so many elements may be a candidate, or a quarter of what is of use, before `reach` looks for them
 MIN_PER_CANDIDATE = 32  # as in `reference`; here nothing is sorted
-MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 
 
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
@@ -54,13 +69,9 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
         return found.add_(start) if found.numel() <= most else None
 
-    numel = residual.numel()
-    num_threads = min(torch.get_num_threads(), numel // MIN_PER_THREAD)
-    if num_threads <= 1:
-        return run(0, numel)
-    borders = [numel * number // num_threads for number in range(num_threads + 1)]
-    with ThreadPoolExecutor(num_threads) as pool:  # for this call alone: no thread is there when somebody forks
-        pieces = list(pool.map(run, borders[:-1], borders[1:]))
+    pieces = over_threads(run, residual.numel())
+    if len(pieces) == 1:
+        return pieces[0]
     found = [each for each in pieces if each is not None]
     return torch.cat(found) if len(found) == len(pieces) and sum(map(len, found)) <= most else None
 

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import reference
-from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE, narrow, top_k
+from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE, narrow, top_k, top_k_of_chunks
 from lightning_lowbw.ops.reference import Segment, sample_accumulated, take_out_
 
-__all__ = ["MIN_PER_CANDIDATE", "accumulate_", "narrow", "reach", "sample_accumulated", "take_out_", "top_k"]
+__all__ = [
+    "MIN_PER_CANDIDATE",
+    "accumulate_",
+    "narrow",
+    "reach",
+    "sample_accumulated",
+    "take_out_",
+    "top_k",
+    "top_k_of_chunks",
+]
 
 CHUNK = 1 << 18  # elements; what belongs to a chunk stays in the cache, and is large beside the cost of a call
 ROW = 64  # elements; at two candidates in a thousand one row in eight has any

@@ -115,8 +115,9 @@ def _run_selection(module: ModuleType, segment: Segment) -> list[Tensor]:
     residual, velocity = segment.residual.clone(), segment.residual.clone()
     candidates = module.reach(residual, 1.0)
     positions, least = module.narrow(residual, candidates, 2)
+    of_chunks = module.top_k_of_chunks(residual, BLOCK // 3, 3, 1)
     taken = module.take_out_(residual, velocity, positions, masking=True)
-    return [candidates, positions, module.top_k(residual, 3), taken, residual, velocity, torch.tensor(least)]
+    return [candidates, positions, module.top_k(residual, 3), of_chunks, taken, residual, velocity, torch.tensor(least)]
 
 
 def _run_averages(module: ModuleType, positions: Tensor) -> list[Tensor]:

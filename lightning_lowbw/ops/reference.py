@@ -20,6 +20,7 @@ from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE as MIN_PER_CANDIDAT
 from lightning_lowbw.ops.candidates import narrow as narrow
 from lightning_lowbw.ops.candidates import reach as reach
 from lightning_lowbw.ops.candidates import top_k as top_k
+from lightning_lowbw.ops.candidates import top_k_of_chunks as top_k_of_chunks
 
 
 @dataclass(frozen=True, kw_only=True)

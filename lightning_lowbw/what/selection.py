@@ -3,7 +3,7 @@
 `Selection` does it for all tensors of an optimizer together. `exact` sorts; `sampled` finds the same set with a
 threshold from a sample, in one cheap pass. Both return exactly as many positions as they are asked for, in ascending
 order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload does not depend
-on the way it was found. Only in chunks ties are broken as `Tensor.topk` does it.
+on the way it was found.
 """
 
 from __future__ import annotations
@@ -36,24 +36,15 @@ def exact_top_k(values: Tensor, k: int) -> Tensor:
 
 
 def exact_top_k_of(segment: Segment) -> Tensor:
-    """Return the positions of the largest |v| of a tensor, or of each of its chunks.
-
-    Twin of `reference.largest`, which breaks ties otherwise. All whole chunks together take one launch.
+    """Return the positions of the largest |v| of a tensor, or of each of its chunks; twin of `reference.largest`.
 
     Returns:
         int64, ascending, shape (num_sent,).
     """
-    values, chunk = segment.residual, segment.chunk
-    if chunk is None:
-        return exact_top_k(values, segment.k)
-    num_full = values.numel() // chunk
-    split = num_full * chunk
-    firsts = torch.arange(0, split, chunk, device=values.device).unsqueeze(1)
-    of_chunks = values[:split].abs().view(num_full, chunk).topk(segment.k, sorted=False).indices.sort().values
-    positions = of_chunks.add_(firsts).view(-1)
-    if segment.k_last == 0:
-        return positions
-    return torch.cat([positions, exact_top_k(values[split:], segment.k_last).add_(split)])
+    if segment.chunk is None:
+        return exact_top_k(segment.residual, segment.k)
+    top_k_of_chunks = kernels_for(segment.residual).top_k_of_chunks
+    return top_k_of_chunks(segment.residual, segment.chunk, segment.k, segment.k_last)
 
 
 class Selection:

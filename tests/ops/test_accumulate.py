@@ -143,7 +143,7 @@ def test_what_is_not_finite_counts_as_zero_and_is_told(
 
 @needs_numba
 def test_a_fault_is_told_from_each_thread() -> None:
-    numel, before = 2 * compiled.MIN_PER_THREAD, torch.get_num_threads()
+    numel, before = 2 * compiler.MIN_PER_THREAD, torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         for where in (None, 0, numel - 1):
@@ -286,7 +286,7 @@ def test_many_steps_stay_the_same(twin: ModuleType) -> None:
 
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled, "MIN_PER_THREAD", 100)
+    monkeypatch.setattr(compiler, "MIN_PER_THREAD", 100)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

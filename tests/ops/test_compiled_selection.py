@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import compiled, compiler, reference
+from lightning_lowbw.ops import candidates, compiled, compiler, reference
+from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what import positions as code
 from lightning_lowbw.what.positions import pack, unpack
 
@@ -59,6 +60,63 @@ def test_candidates_are_found_and_narrowed(kind: str, numel: int) -> None:
         expected, least_expected = reference.narrow(values, candidates, k)
         assert found.equal(expected)
         assert least == least_expected
+
+
+# Chunks: of one element; of one group; all sent; ending within a group; longer than the tensor; SparseLoCo's;
+# with as many sent as a search by groups may have, and one more.
+CHUNKS = [(1, 1, 0), (16, 1, 1), (7, 7, 3), (50, 2, 5), (1 << 20, 4096, 3), (4096, 64, 64), (300, 9, 40), (300, 10, 2)]
+
+
+def in_chunks(values: Tensor, chunk: int, k: int, k_last: int) -> Segment:
+    k_last = min(k_last, values.numel() % chunk)
+    return Segment(residual=values, momentum_buffer=None, gradient=values, weight=None, k=k, chunk=chunk, k_last=k_last)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 65, 1000, 10_001])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_of_each_chunk_are_those_of_a_stable_sort(kind: str, numel: int) -> None:
+    values = make(kind, numel) if numel else torch.empty(0)
+    for chunk, k, k_last in CHUNKS:
+        if numel > 1000 * chunk:  # the specification goes from chunk to chunk
+            continue
+        segment = in_chunks(values, chunk, k, k_last)
+        expected = reference.largest(segment)
+        choice = chunk, k, segment.k_last
+        assert compiled.top_k_of_chunks(values, *choice).equal(expected), choice
+        assert candidates.top_k_of_chunks(values, *choice).equal(expected), choice
+        assert candidates.top_k_of_chunks(values.double(), *choice).equal(expected), choice
+
+
+def test_the_largest_side_by_side_and_far_apart() -> None:
+    """The groups' maxima give a low bound, or one that nothing but the largest reaches."""
+    for order in (slice(None), torch.arange(4096).view(16, 256).t().flatten()):
+        values = torch.arange(4096.0)[order].repeat(3)
+        segment = in_chunks(values, 4096, 64, 0)
+        assert compiled.top_k_of_chunks(values, 4096, 64, 0).equal(reference.largest(segment))
+
+
+def test_a_chunk_is_not_torn_apart_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MIN_PER_THREAD", 100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for numel in (0, 99, 301, 1000, 10_001):
+            values = make("ties", max(1, numel))[:numel]
+            for chunk in (1, 64, 301, 5000):
+                segment = in_chunks(values, chunk, 1, 1)
+                found = compiled.top_k_of_chunks(values, chunk, 1, segment.k_last)
+                assert found.equal(reference.largest(segment))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_plain_torch_takes_chunks_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "AT_ONCE_ON_CPU", 300)
+    values = make("ties", 2000)
+    for chunk in (7, 100, 299, 301):
+        segment = in_chunks(values, chunk, 3, 2)
+        found = candidates.top_k_of_chunks(values, chunk, 3, segment.k_last)
+        assert found.equal(reference.largest(segment))
 
 
 @pytest.mark.parametrize("masking", [False, True])
