@@ -23,15 +23,18 @@ LANES = 4  # counts kept apart: neighbours are often counted in one place, and e
 UPPER, LOWER, MIDDLE = 20, 10, 1023  # bits below the first count, below the second; and the mask of the last two
 
 
+def num_reached(values: Tensor, threshold: float) -> int:
+    """Return how many positions `reach` would return."""
+    return int(_kernels()["count"](values.detach().numpy(), threshold))
+
+
 def reach(values: Tensor, threshold: float) -> Tensor:
     """Return the positions of the elements whose magnitude reaches a threshold; see `candidates.reach`.
 
     For contiguous float32.
     """
-    values = values.detach()
-    count = _kernels()["count"](values.numpy(), threshold)
-    positions = torch.empty(count, dtype=torch.int64)
-    _kernels()["reach"](values.numpy(), threshold, positions.numpy())
+    positions = torch.empty(num_reached(values, threshold), dtype=torch.int64)
+    _kernels()["reach"](values.detach().numpy(), threshold, positions.numpy())
     return positions
 
 
