@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.compiled_selection import narrow, reach, take_out_, top_k, top_k_of_chunks
+from lightning_lowbw.ops.compiled_selection import narrow, num_reached, reach, take_out_, top_k, top_k_of_chunks
 from lightning_lowbw.ops.compiler import (
     CHUNK,
     INFINITE,
@@ -36,7 +36,9 @@ __all__ = [
 ]
 
 BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
-MOST = 16  # one in so many elements may be a candidate, or a quarter of what is of use, before `reach` looks for them
+# Of the candidates that are of use there is room for one in so many, twice what is aimed at: each has 8 bytes, and all
+# that are of use would take 3 % of the residual. Where there are more, mostly in the second step, another pass looks.
+ROOM = 4
 MIN_PER_CANDIDATE = 32  # as in `reference`; here nothing is sorted
 
 
@@ -46,6 +48,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     For contiguous float32. What it takes beside a copy: `benchmarks/results/ops_cpu.md`.
     """
     residual, has_buffer = segment.residual, segment.momentum_buffer is not None
+    numel = residual.numel()
     look_ahead = segment.momentum if segment.nesterov and has_buffer else None
     second = segment.second_moment
     square, largest = (None, None) if second is None else (second.square, second.largest)
@@ -58,18 +61,18 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     bound = threshold if threshold > 0 else nan  # which nothing reaches
 
     def run(start: int, stop: int) -> Tensor | None:
-        room = min(most, max(most // 4, (stop - start) // MOST) + CHUNK, stop - start)
+        piece = residual[start:stop]
+        room = min(most // ROOM * piece.numel() // max(1, numel) + CHUNK, piece.numel())
         positions = torch.empty(room, dtype=torch.int64)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, *decay, segment.sign, adam)
         count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
-        if count > most:
-            return None
-        # Where there was no room for all, they have not been counted to the end.
-        found = positions[:count] if count <= positions.numel() else reach(residual[start:stop], threshold)
-        return found.add_(start) if found.numel() <= most else None
+        if count <= room:
+            return positions[:count].add_(start) if count <= most else None
+        del positions  # before others are made; the candidates have not been counted to the end
+        return reach(piece, threshold).add_(start) if num_reached(piece, threshold) <= most else None
 
-    pieces = over_threads(run, residual.numel())
+    pieces = over_threads(run, numel)
     if len(pieces) == 1:
         return pieces[0]
     found = [each for each in pieces if each is not None]

@@ -28,15 +28,18 @@ UPPER, LOWER, MIDDLE = 20, 10, 1023  # bits below the first count, below the sec
 GROUP = 16  # elements, a power of two; of 64 in 4096 the bound lets 74 through, and 300 with groups of 64
 
 
+def num_reached(values: Tensor, threshold: float) -> int:
+    """Return how many positions `reach` would return."""
+    return int(_kernels()["count"](values.detach().numpy(), threshold))
+
+
 def reach(values: Tensor, threshold: float) -> Tensor:
     """Return the positions of the elements whose magnitude reaches a threshold; see `candidates.reach`.
 
     For contiguous float32.
     """
-    values = values.detach()
-    count = _kernels()["count"](values.numpy(), threshold)
-    positions = torch.empty(count, dtype=torch.int64)
-    _kernels()["reach"](values.numpy(), threshold, positions.numpy())
+    positions = torch.empty(num_reached(values, threshold), dtype=torch.int64)
+    _kernels()["reach"](values.detach().numpy(), threshold, positions.numpy())
     return positions
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,18 +72,24 @@ def test_the_numbers_of_the_table() -> None:
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "_has_lab", lambda: True)
     monkeypatch.setattr(cli, "train", lambda link, strategy, _: replace(RUNS[0], link=link, strategy=strategy))
+    monkeypatch.setattr(cli, "time", SimpleNamespace(perf_counter=iter([100.0, 223.4]).__next__))
     readme, results = tmp_path / "README.md", tmp_path / "results"
     readme.write_text(README)
     assert cli.main(["--output", str(results), "--readme", str(readme)]) == 0
-    rows = json.loads((results / "demo.json").read_text())["rows"]
+    written = json.loads((results / "demo.json").read_text())
+    rows = written["rows"]
+    assert written["total_s"] == pytest.approx(123.4)
     assert [(row["link"], row["strategy"]) for row in rows] == [
         (link, strategy) for link in ("1 Gb/s", "100 Mb/s") for strategy in ("ddp", "dgc")
     ]
     table = (results / "demo.md").read_text()
     assert table.count("\n| ") == 1 + len(rows)
+    assert table.endswith("The demo took 123 s in all, without loading libraries.\n")
     assert readme.read_text() == README.replace("old\n", table)
     assert (results / "demo.png").stat().st_size > 10_000
-    assert "100 Mb/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "100 Mb/s" in shown
+    assert "The demo took 123 s in all" in shown
 
 
 def test_without_the_lab_it_says_what_is_not_seen(

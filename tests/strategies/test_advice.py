@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import LocalSGDStrategy
+from lightning_lowbw import AutoStrategy, DGCStrategy, LocalSGDStrategy, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 
@@ -39,6 +39,23 @@ def test_a_run_that_never_becomes_local_or_averages_is_told(begin: Any, k_steps:
     messages = run_ranks(fit_never_local, 2, begin, k_steps)[0]
     assert len(messages) == bool(word)
     assert all(word in message for message in messages)
+
+
+def warned_alone(cls: type[Strategy]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(cls(), 1).fit(Tiny(), make_data(1, 1))
+    return [message for each in caught if "one rank" in (message := str(each.message))]
+
+
+@pytest.mark.parametrize("cls", [AutoStrategy, DGCStrategy])
+def test_one_rank_alone_is_told(cls: type[Strategy]) -> None:
+    assert run_ranks(warned_alone, 1, cls) == [
+        [
+            f"{cls.__name__} with one rank: there is no other rank to communicate with, so this trains as without it. "
+            "Set Trainer(devices=..., num_nodes=...) for more."
+        ]
+    ]
 
 
 def messages_of_fit(strategy: DDPStrategy, model: Tiny) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from lightning_lowbw.strategies import gradient_hook
 from lightning_lowbw.strategies.gradient_hook import GradientHook, completed, copied_back
 from lightning_lowbw.where.flat_peers import FlatPeers
 from tests.ranks import run_ranks
+from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 
 CUDA = torch.device("cuda", 1)
 
@@ -151,3 +154,51 @@ def test_each_parameter_is_reduced_as_its_optimizer_asks(phases: tuple[bool, boo
     for rank, views in enumerate(run_ranks(reduce_two_optimizers, 2, phases)):
         for view, is_dense in zip(views, phases, strict=True):
             assert set(view) == {0.5 if is_dense else float(rank)}
+
+
+class Manual(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+        return loss
+
+
+class Counter(pl.Callback):
+    """Counts the buckets that DDP fills in each step."""
+
+    def __init__(self) -> None:
+        self.buckets: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.buckets.append(0)
+
+
+def count_buckets(make_module: Callable[[], Tiny]) -> list[int]:
+    counter, reduce = Counter(), GradientHook.reduce
+
+    @functools.wraps(reduce)  # DDP looks at the annotations
+    def counted(hook: GradientHook, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        counter.buckets[-1] += 1
+        return reduce(hook, state, bucket)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(GradientHook, "reduce", counted)
+        trainer = make_trainer(make_strategy("dgc", rampup_begin_step=3), 2, callbacks=[counter])
+        trainer.fit(make_module(), make_data(2, 6))
+    return counter.buckets
+
+
+@pytest.mark.parametrize("make_module", [Tiny, Manual])
+def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny]) -> None:
+    """Each would cost a copy of the gradient, and nothing is reduced."""
+    for buckets in run_ranks(count_buckets, 2, make_module):
+        dense, sparse = buckets[:3], buckets[3:]
+        assert all(dense)
+        assert sparse == [0, 0, 0]

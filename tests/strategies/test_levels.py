@@ -308,10 +308,17 @@ def test_nodes_may_have_unequal_data() -> None:
 def test_one_level_only_is_said(name: str) -> None:
     flat = run_ranks(fit_named, 2, name, {}, {})
     results = run_ranks(fit_named, 2, name, {"topology": 1}, {})
-    assert any("one rank on each node" in warning for warning in results[0]["warnings"])
+    who = STRATEGIES[name][0].__name__
+    assert [each for each in results[0]["warnings"] if "on each node" in each] == [
+        f"{who}, topology=1: one rank on each node, so there is one level only, and this trains as with "
+        "topology='flat'."
+    ]
     assert all((result["digest"], result["inter"]) == (flat[0]["digest"], 0) for result in results)
     results = run_ranks(fit_named, 2, name, {"topology": "auto"}, {})  # both say GROUP_RANK=0
-    assert any("all ranks are on one node" in warning for warning in results[0]["warnings"])
+    assert [each for each in results[0]["warnings"] if "on one node" in each] == [
+        f"{who}, topology='auto': all ranks are on one node, so there is one level only, and no slow network between "
+        "nodes: this trains as DDP."
+    ]
     dense = run_ranks(fit_stock, 2)
     assert {result["digest"] for result in results} == {dense[0]["digest"]}
 
