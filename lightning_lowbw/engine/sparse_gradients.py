@@ -150,7 +150,7 @@ class SparseGradients:
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:
         """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""
-        work.step_({slot.name: (*slot.flat_pair, float(slot.group["lr"])) for slot in slots})
+        work.step_({slot.name: (*slot.flat_pair, self._correction.rate_of(slot.group)) for slot in slots})
         for slot in slots:
             slot.parameter.grad = None
 

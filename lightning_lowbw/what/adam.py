@@ -79,7 +79,7 @@ class AdamCorrection(ErrorFeedback):
             momentum=beta1,
             dampening=beta1,
             weight_decay=decay,
-            ahead=decay and decay * float(group["lr"]),
+            ahead=decay and decay * self.rate_of(group),
             sign=-1.0 if group.get("maximize") else 1.0,
         )
 
@@ -185,14 +185,14 @@ class AdamCorrection(ErrorFeedback):
         return found_inf is None or not found_inf
 
     def _step(self, parameters: Sequence[Parameter], group: Group) -> None:
-        lr = float(group["lr"])
+        lr = self.rate_of(group)
         with torch.no_grad():
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         if self._is_decoupled(group):
-            torch._foreach_mul_(list(parameters), 1.0 - float(group["lr"]) * float(group["weight_decay"]))
+            torch._foreach_mul_(list(parameters), 1.0 - self.rate_of(group) * float(group["weight_decay"]))
 
     def give_back(self) -> None:
         vars(self.optimizer).pop("_init_group", None)

@@ -52,6 +52,17 @@ class ErrorFeedback:
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         self.optimizer, self.num_participants = optimizer, num_participants
+        self._rates: dict[int, tuple[Tensor, int, float]] = {}  # see `rate_of`
+
+    def rate_of(self, group: Group) -> float:
+        """Return the learning rate of a group. On a device it is read once, and again when somebody has changed it."""
+        rate = group["lr"]
+        if not isinstance(rate, Tensor) or rate.device.type == "cpu":
+            return float(rate)
+        known = self._rates.get(id(rate))
+        if known is None or known[1] != rate._version:
+            known = self._rates[id(rate)] = (rate, rate._version, float(rate))  # kept, so is its id
+        return known[2]
 
     @property
     def local_keys(self) -> tuple[str, ...]:
@@ -152,7 +163,7 @@ class MomentumCorrection(ErrorFeedback):
             momentum=float(values["momentum"]),
             nesterov=bool(group["nesterov"]),
             weight_decay=decay,
-            ahead=decay and decay * float(group["lr"]),
+            ahead=decay and decay * self.rate_of(group),
             sign=-1.0 if group.get("maximize") else 1.0,
         )
 

@@ -48,8 +48,8 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         Run(num_done=6, num_steps=20_006, steps_per_epoch=1000),
         EveryStep(1000, 5332, (1 - 0.128, 1 - 0.032, 1 - 0.008, 1 - 0.002)),
         "a step takes 110 ms without communication and 8.3 s with all gradients, the link carries 100 Mb/s, latency "
-        "0.1 ms: 0.2 % of each gradient is sent, after 1333 steps each at 12.8 %, 3.2 %, 0.8 %, from step 1000 on; an "
-        "element is to be sent 30 times on average, and 20000 steps are left",
+        "0.1 ms: 0.2 % of each gradient is sent, after 1333 steps each at 12.8 %, 3.2 %, 0.8 %, from step 1000 on; "
+        "each element must be sent 30 times on average, and 20000 steps are left",
     ),
     "long run": (
         SLOW,
@@ -69,9 +69,8 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         SLOW,
         Run(num_done=6, num_steps=50),
         None,
-        FACTS
-        + "whole gradients are sent, as with DDP; each element must be sent 30 times on average, and 44 steps are "
-        "left",
+        "a step takes 110 ms without communication and 930 ms with all gradients: whole gradients are sent, as with "
+        "DDP; each element must be sent 30 times on average, and 44 steps are left",
     ),
     "fine-tuning": (
         SLOW,
@@ -171,7 +170,7 @@ def shortest_sparse(times_sent: int) -> int:
         when, reason = plan(free, run, 1.0)
         if when is not None:
             return num_left
-        assert f"is to be sent {times_sent} times" in reason
+        assert f"must be sent {times_sent} times" in reason
     raise AssertionError("no run is sparse")
 
 

@@ -60,7 +60,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         EveryStep(1000, 5332, (1 - 0.128, 1 - 0.032, 1 - 0.008, 1 - 0.002)),
         "a step takes 110 ms without communication and 8.3 s with all gradients, the link carries 100 Mb/s, latency "
         "0.1 ms: dgc, 3.22 h to the end (0.2 % of each gradient is sent, after 1333 steps each at 12.8 %, 3.2 %, "
-        "0.8 %, from step 1000 on; an element is to be sent 30 times on average, and 20000 steps are left); ddp would "
+        "0.8 %, from step 1000 on; each element must be sent 30 times on average, and 20000 steps are left); ddp would "
         "take 46.1 h, float16 27.8 h, int8 17.8 h. To write it down: lowbw.DGCStrategy(rampup_begin_step=1000, "
         "rampup_step=5332, sparsity=[0.872, 0.968, 0.992, 0.998], keep_momentum=True)",
     ),

@@ -28,6 +28,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.ops import gpu, table
 from lightning_lowbw.what import positions
+from lightning_lowbw.what.momentum import MomentumCorrection
 from lightning_lowbw.what.top_k import small_numel
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
@@ -237,6 +238,10 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
     "SGD": (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 40),
     "AdamW": (lambda parameters: AdamW(parameters, lr=1e-3), 60),
     "AdamW(fused=True)": (lambda parameters: AdamW(parameters, lr=1e-3, fused=True), 60),
+    "AdamW(capturable=True)": (
+        lambda parameters: AdamW(parameters, lr=torch.empty((), device="cuda"), capturable=True),
+        60,
+    ),
 }
 FLAT, NESTED = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64)}, {"2 nodes of 4": (8, 2)}
 NESTED["8 nodes of 8"] = (64, 8)
@@ -248,7 +253,8 @@ CELLS = [
     ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", False),
     ("SGD", "ResNet-50", "8 nodes of 8", True),
     ("AdamW", "transformer", "8 ranks", True),
-    ("AdamW(fused=True)", "transformer", "8 ranks", True),
+    ("AdamW(fused=True)", "ResNet-50", "8 ranks", True),
+    ("AdamW(capturable=True)", "ResNet-50", "8 ranks", False),
 ]
 
 
@@ -291,6 +297,24 @@ def test_launches(
     if request.config.getoption("--rewrite-golden"):
         rows[name] = row
     assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
+
+
+def test_a_learning_rate_on_the_device_is_read_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    count: Counter[str] = Counter()
+    stand_in_for_the_device(monkeypatch, count, 0)
+    with torch.no_grad(), FakeTensorMode():
+        rate = torch.empty((), device="cuda")
+        optimizer = SGD([Parameter(torch.empty(3, device="cuda"))])
+        correction, (group,) = MomentumCorrection(optimizer, 2), optimizer.param_groups
+        group["lr"] = rate
+        for expected in (1, 1):
+            correction.rate_of(group)
+            assert count["wait: __float__"] == expected
+        rate.fill_(0.1)  # as torch's schedulers do
+        correction.rate_of(group)
+        group["lr"] = torch.empty((), device="cuda")
+        correction.rate_of(group)
+    assert count["wait: __float__"] == 3
 
 
 @pytest.mark.parametrize("model", list(MODELS))

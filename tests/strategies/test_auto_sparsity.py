@@ -104,8 +104,8 @@ def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(trained: Any) -> None
     assert first["density"] == pytest.approx(0.256)
     assert first["said"] == [
         'DGCStrategy, sparsity="auto": a step takes 100 ms without communication and 1 s with all gradients, the link '
-        "carries 80 Mb/s, latency 0.1 ms: 25.6 % of each gradient is sent, from step 7 on; an element is to be sent 30 "
-        "times on average, and 123 steps are left."
+        "carries 80 Mb/s, latency 0.1 ms: 25.6 % of each gradient is sent, from step 7 on; each element must be sent "
+        "30 times on average, and 123 steps are left."
     ]
     later = run_ranks(partial(fit, FAST, resume=path.format(AFTER)), 2)
     assert [result["num_measured"] for result in later] == [0, 0]
@@ -218,7 +218,7 @@ def fit_small(min_numel: int = 16384, **options: Any) -> list[str]:
 def test_a_model_without_large_tensors_is_trained_dense_and_this_is_said() -> None:
     for (said,) in run_ranks(fit_small, 2):
         assert said == (
-            'DGCStrategy, sparsity="auto": all of every gradient is sent, for no tensor that is trained has min_numel '
+            'DGCStrategy, sparsity="auto": whole gradients are sent, because no tensor that is trained has min_numel '
             "elements and is not excluded."
         )
 
@@ -226,7 +226,7 @@ def test_a_model_without_large_tensors_is_trained_dense_and_this_is_said() -> No
 def test_a_run_that_ends_before_anything_is_chosen_is_told_so() -> None:
     """Only there: a run that is just long enough chooses, and says what."""
     told = (
-        "DGCStrategy: this run has 6 more optimizer steps, and the first 7 send all of every gradient and are "
+        "DGCStrategy: this run has 6 more optimizer steps, and the first 7 send whole gradients and are "
         "measured: nothing will be compressed."
     )
     for num_steps, is_told in ((CHOSEN_AFTER - 1, True), (CHOSEN_AFTER, False)):
