@@ -159,7 +159,7 @@ def shortest_sparse(times_sent: int) -> int:
         when, reason = plan(free, run, 1.0)
         if when is not None:
             return num_left
-        assert f"is to be sent {times_sent} times" in reason
+        assert f"must be sent {times_sent} times" in reason
     raise AssertionError("no run is sparse")
 
 
