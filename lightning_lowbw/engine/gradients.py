@@ -6,18 +6,18 @@ Training", arXiv 1712.01887.
 One step of one rank, with G its own mean gradient as torch gives it (not divided by the number of participants N):
 
     clip      G to the norm  threshold * sqrt(N)                       (eq. 8, for undivided gradients)
-    decay     g = G + c (w - lr v): decay of the weight that the residual leads to
+    decay     g = G + c (w - lr v): decay of the weight after the residual has been applied
     correct   u = m u + g;  v = v + u                                  (eq. 7)
     select    the k largest |v| of each tensor
     mask      v = u = 0 there                                          (eq. 9)
-    average   the gradient is 1/N times the sum of what all have sent
-    step      w = w - lr average: plain SGD, for momentum and decay are done
+    average   the gradient is 1/N times the sum of all sent elements
+    step      w = w - lr average: plain SGD, because momentum and decay are done
 
-Deviation: PaddlePaddle Fleet (eq. 12) adds c w to G. The weight then asks for the same decay again until it is sent,
-about 1/density steps later; that may diverge.
+Deviation: PaddlePaddle Fleet (eq. 12) adds c w to G. Then the same decay is added again in each step until the element
+is sent, about 1/density steps later; that may diverge.
 
 u is the optimizer's own `momentum_buffer`; v, the residual, is the only state that is added. On two levels N counts
-nodes, G is the node's mean gradient, and each rank keeps a part of u and v, which it exchanges with those that have it.
+nodes, G is the node's mean gradient, and each rank exchanges its part of u and v with the ranks that keep this part.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class GradientWorker(Worker):
         sparse: the exchange of large tensors; None unless the payload is `TopK`.
         large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         narrow: that of tensors in few bits; None unless the payload has some.
-        orders: how the elements of parameters are numbered in what is kept of them, by name.
-        fault: after `prepare`, 1 + the number of the first fault, else 0, as `first_fault_of` says; a scalar. Who knows
-            of a fault in another shard may raise it before `exchange`. None where nothing was looked at.
+        orders: the order of a parameter's elements in its residual, by name.
+        fault: after `prepare`, 1 + the number of the first fault, else 0, as returned by `first_fault_of`; a scalar.
+            May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
     """
 
     is_local = False
@@ -100,7 +100,7 @@ class GradientWorker(Worker):
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_participants
         )
-        if not method.when.is_auto:  # else nothing is corrected yet, and perhaps never
+        if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
         if not isinstance(what, Whole):
             peers.check_parts()
@@ -152,7 +152,7 @@ class GradientWorker(Worker):
 
     @property
     def clips_before_exchange(self) -> bool:  # type: ignore[override]
-        """Whether each rank clips its own gradient: in sparse steps, for late bursts must not be clipped."""
+        """Whether each rank clips its own gradient: in sparse steps, because delayed sums must not be clipped."""
         return self.is_sparse
 
     @property
@@ -160,7 +160,7 @@ class GradientWorker(Worker):
         """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8).
 
         Raises:
-            ConfigurationError: gradients have been sent during backward; to clip them now would change nothing.
+            ConfigurationError: gradients have been sent during backward, so clipping them now would have no effect.
         """
         if self._has_begun:
             raise ConfigurationError(
@@ -170,7 +170,7 @@ class GradientWorker(Worker):
         return math.sqrt(self.peers.num_participants) if self.is_sparse else 1.0
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
-        """Return the share of all elements that the last step sent and, once it is sparse, the norm of the residual."""
+        """Return the fraction of elements that the last step sent and, in sparse steps, the norm of the residual."""
         sparse, others = numels_by_kind(self, self.method.what) if isinstance(self.method.what, TopK) else ([], [])
         share = sum(sparse) / max(1, sum(sparse) + sum(others))
         shown: dict[str, float | Tensor] = {"density": 1.0 - share * (1.0 - self.last_density)}
@@ -236,7 +236,7 @@ class GradientWorker(Worker):
             self._unchecked = [
                 slot for slot in sparse_of(self._slots) if not slot.is_missing and slot.parameter not in known
             ]
-        # Before clipping: one NaN makes the total norm NaN. What is not dense cannot be clipped, and is refused.
+        # Before clipping: one NaN makes the total norm NaN. Sparse gradients cannot be clipped, and are refused.
         if not self._unchecked or any(slot.has_sparse_layout for slot in self._slots):
             unchecked = {slot.parameter for slot in self._unchecked}
             damaged = None if self.large is None else self.large.damaged
@@ -254,7 +254,7 @@ class GradientWorker(Worker):
         In place:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
             and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `after_step`.
-            With `applies` sparse parameters are stepped, AdamW's decay included.
+            With `applies` sparse parameters are stepped, including AdamW's decay.
 
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
         all-gather, or another all-reduce, where the payload's `exchange` says so); blocking. On two levels the ranks of
@@ -265,12 +265,12 @@ class GradientWorker(Worker):
             Sparse: `TopK.nbytes` of each rank's parts; with `overlap` of each call of `begin`.
 
         Args:
-            skip_nonfinite: return False where a gradient is not finite, instead of raising; not with `overlap`.
-            applies: step sparse tensors here, at the elements that were sent, where that is all the optimizer would do
-                with them: nobody needs a dense gradient of zeros then, and theirs is None afterwards.
+            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising; not with `overlap`.
+            applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
+                with them: then no dense gradient is made, and `.grad` is None afterwards.
 
         Returns:
-            Whether the step is to be taken; False on all ranks or on none. Nothing was committed then.
+            Whether the step is to be taken; equal on all ranks. If False, nothing has changed.
 
         Raises:
             NonFiniteGradientError: on all ranks; names the rank and the parameter.
@@ -320,16 +320,16 @@ class GradientWorker(Worker):
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Begin the exchange of gradients that the backward pass has completed; nothing where `overlap` is off.
+        """Begin the exchange of gradients that the backward pass has completed; does nothing if `overlap` is off.
 
         In place:
-            The residuals and velocities of the sparse tensors among them, which nothing enters that is not finite;
-            `exchange` tells the other ranks of it, and raises.
+            The residuals and velocities of the sparse tensors among them; inf and NaN do not enter them: `exchange`
+            reports the fault to all ranks, and raises.
 
         Collective: all ranks, with the same parameters in the same order of calls; waits for none of them.
 
         Raises:
-            ConfigurationError: a second backward pass before the step; the first one's elements are sent already.
+            ConfigurationError: a second backward pass before the step; elements of the first have been sent already.
         """
         if self.sparse is None or self.large is None or not self.when.overlap or not self.is_sparse:
             return
@@ -395,7 +395,7 @@ class GradientWorker(Worker):
 
     @property
     def late_faults(self) -> dict[Parameter, Tensor]:
-        """Whether what is kept has become infinite or NaN in the last step, after its control message; by parameter."""
+        """Whether a residual has become inf or NaN in the last step, after its control message; by parameter."""
         return {} if self.large is None else self.large.late
 
     # The tensors of a step ------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ class GradientWorker(Worker):
     # State ----------------------------------------------------------------------------------------------------------
 
     def whole_momentum(self) -> dict[Parameter, Tensor]:
-        """Return the velocities that this node keeps in parts, whole; empty on one level.
+        """Return the whole velocities that this node keeps in parts; empty on one level.
 
         Collective: the ranks of a node, blocking.
         """

@@ -1,4 +1,4 @@
-"""Hooks of an optimizer's step: who has them sees the gradients that it steps with."""
+"""Hooks of an optimizer's step, which can read the gradients that it steps with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = (
 
     Args:
         optimizer: a user's.
-        but: hooks of our own, which do not look at gradients.
+        but: this package's own hooks, which do not read gradients.
     """
     hooks = [
         *optimizer._optimizer_step_pre_hooks.values(),

@@ -1,10 +1,9 @@
-"""What ranks have added up and kept, where that is more than its numbers hold: infinite first, then NaN.
+"""Detects overflow (inf or NaN) of what is kept back.
 
-Gradients that are finite may have a sum that is not. It is found in the pass that adds them up. Where that comes before
-the control message of its step (always, but where gradients are clipped, a GradScaler skips steps, or shards of a
-node must be told first), it is told like
-a gradient that is not finite, and nothing is exchanged. Else the next control message tells it; or `check_kept` does,
-where the weights are saved, or the training ends.
+The sum of finite gradients may overflow. The pass that adds them up detects this. Usually that is before the control
+message of the step, so that the fault is reported like an inf or NaN in a gradient, and nothing is exchanged. With
+clipping, with a GradScaler that skips steps and with shards it is after that message: then the next control message
+reports it, or `check_kept`, when the weights are saved or the training ends.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def check_kept(worker: GradientWorker) -> None:
-    """Tell now what the last step has found after its control message.
+    """Report the faults that the last step has found after its control message.
 
-    Collective: all ranks, blocking; an all-reduce of two numbers per rank, where anything is kept.
+    Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals.
 
     Raises:
-        NonFiniteGradientError: on all ranks; what a rank has kept is not finite.
+        NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
         ValueError: on all ranks; a message that a rank has received was damaged.
     """
     peers = worker.peers
@@ -47,7 +46,7 @@ def check_kept(worker: GradientWorker) -> None:
 
 
 def kept_fault(worker: GradientWorker) -> Tensor:
-    """Return what `check_kept` tells of this rank: 0, or a number of which `error_of` knows the meaning; a scalar."""
+    """Return the number of this rank's fault for `check_kept`, 0 if there is none; a scalar."""
     narrow, parameters = worker.narrow, list(worker.by_name().values())
     nothing = constant((False,), torch.bool, worker.device).squeeze()
     damaged = None if worker.sparse is None else worker.sparse.damaged
@@ -59,7 +58,7 @@ def kept_fault(worker: GradientWorker) -> Tensor:
 
 
 def error_of(worker: GradientWorker, number: int, rank: int) -> ValueError | NonFiniteGradientError:
-    """Return what all ranks raise where a rank has told a number of `kept_fault`."""
+    """Return the error that all ranks raise for a number of `kept_fault`."""
     parameters = list(worker.by_name().values())
     if number == len(parameters) + 2:
         return kept_error(f"what was kept of earlier gradients on rank {rank}", worker.step)
@@ -71,19 +70,19 @@ def error_of(worker: GradientWorker, number: int, rank: int) -> ValueError | Non
 
 
 def forget(worker: GradientWorker) -> None:
-    """Do not tell once more what has been told."""
+    """Forget faults that have been reported."""
     worker.late_faults.clear()
     if worker.narrow is not None:
         worker.narrow.left = None
 
 
 def late_error(name: str, rank: int, step: int) -> NonFiniteGradientError:
-    """Return what all ranks raise where a parameter's gradient of the step before was too large to be added up."""
+    """Return the error that all ranks raise if a gradient of the previous step was too large to be added."""
     return kept_error(f"the gradient of {name!r} on rank {rank}, with what earlier ones have left,", step)
 
 
 def kept_error(what: str, step: int) -> NonFiniteGradientError:
-    """Return what all ranks raise where a rank has added up more than its numbers hold."""
+    """Return the error that all ranks raise if a sum of a rank has overflowed."""
     return NonFiniteGradientError(
         f"Step {step}: {what} has become too large for float32: a sum was not finite, or the value_dtype ends below it "
         "(float16 at 65504). Lower the learning rate, or clip the gradients, and go on from an earlier checkpoint."

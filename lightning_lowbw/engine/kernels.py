@@ -1,4 +1,4 @@
-"""Compiled kernels are made ready when the training starts, on all ranks or on none: they round differently."""
+"""Compiles kernels at the start of the training, on all ranks or on none, because they round differently."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _logger = logging.getLogger(LOGGER)
 
 
 def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """Compile and run once each kernel that a device would use; where one rank cannot, no rank uses them.
+    """Compile each kernel of a device and run it once; if this fails on one rank, no rank uses them.
 
-    A node without a C compiler would fail at its first sparse step, hours later and alone, and the others would wait.
+    Otherwise a node without a C compiler would fail alone at its first sparse step, hours later, and the others would
+    wait.
 
     Collective: all ranks of the group, blocking.
 

@@ -1,4 +1,4 @@
-"""Whether the link still carries what it did when the density was chosen by it."""
+"""Detects whether the link has changed since the density was chosen."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from lightning_lowbw.where.peers import Peers
 
 WATCHED_STEPS = 200
-CHANGE = 2.0  # what is longer or shorter than predicted by less than this factor, is not
+CHANGE = 2.0  # a smaller factor than this does not count as a change
 
 
 class LinkWatch:
-    """Compares what the training has waited for the exchange with what was predicted, over windows of steps.
+    """Compares the measured waits for the exchange with the predicted ones, over windows of steps.
 
     Args:
         predicted_s: seconds per step.
@@ -28,12 +28,13 @@ class LinkWatch:
         self._num_steps = 0
 
     def observe(self, peers: Peers, device: torch.device) -> float | None:
-        """Count a step; at the end of a window return what the exchange takes per step, if that is not as predicted.
+        """Count a step; at the end of a window return the seconds of the exchange per step, if they differ from the
+        prediction.
 
         Collective: all ranks; at the end of a window, a number.
 
         Args:
-            peers: who takes part, with the ledger of what was waited.
+            peers: the participants, with the ledger of the waits.
             device: of the message.
         """
         peers.ledger.settle()

@@ -1,9 +1,9 @@
-"""Sharded parameters as the engine sees them: flat peers that hold equal parts, and each part a plain tensor.
+"""Sharded parameters for the engine: flat peers that hold equal parts, each part a plain tensor.
 
 A parameter that `fully_shard` or tensor parallelism has made a `DTensor` has one shard on this rank. A `LocalView`
-shows an optimizer of such parameters as one of these shards: same class, same options, same state, plain tensors that
-share their memory. What is written through it is written into the shards. The user's own optimizer keeps its parameters
-and steps them itself, so that optimizers whose arithmetic is not elementwise (Muon) see whole tensors where they ask.
+presents an optimizer of such parameters as an optimizer of these shards: same class, same options, same state, plain
+tensors that share their memory. Writes go into the shards. The user's own optimizer keeps its parameters and steps them
+itself, so that optimizers whose arithmetic is not elementwise (Muon) can gather whole tensors.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LocalTensors:
         return local
 
     def user_of(self, local: Parameter) -> Parameter:
-        """Return the parameter that a shard is of."""
+        """Return the parameter of a shard."""
         return self._users.get(local, local)
 
     def take_gradient(self, parameter: Parameter) -> None:
-        """Show a parameter's gradient in its shard.
+        """Set the gradient of a shard to this rank's part of the parameter's gradient.
 
         In place:
             `.grad` of the shard; of the parameter where it is laid out otherwise than the parameter.
@@ -64,7 +64,7 @@ class LocalTensors:
             local.grad = gradient
 
     def give_gradient(self, parameter: Parameter) -> None:
-        """Make of a shard's gradient the parameter's own.
+        """Set a parameter's gradient from that of its shard.
 
         In place:
             `.grad` of the parameter.
@@ -144,12 +144,12 @@ class LocalView:
             yield from group["params"]
 
     def take_gradients(self) -> None:
-        """Show the gradients of all parameters in the shards; shares their memory."""
+        """Set the gradients of all shards; shares the memory."""
         for parameter in self.parameters():
             self._tensors.take_gradient(parameter)
 
     def give_gradients(self) -> None:
-        """Make of the shards' gradients those that the user's optimizer steps with."""
+        """Set the gradients that the user's optimizer steps with from those of the shards."""
         for parameter in self.parameters():
             self._tensors.give_gradient(parameter)
         if "_init_group" in vars(self.local):
@@ -239,7 +239,7 @@ class _LocalGroup(MutableMapping[str, Any]):
 
 
 class _LocalStates(MutableMapping[Parameter, "_LocalState"]):
-    """An optimizer's state by shard; an entry is made when it is asked for, as torch does."""
+    """An optimizer's state by shard; a missing entry is made on access, as in torch."""
 
     def __init__(self, optimizer: Optimizer, tensors: LocalTensors) -> None:
         self._optimizer, self._tensors = optimizer, tensors
@@ -270,7 +270,7 @@ class _LocalStates(MutableMapping[Parameter, "_LocalState"]):
 
 
 class _LocalState(MutableMapping[str, Any]):
-    """The state of one parameter: tensors that are laid out as it is are shown as shards, and written as such."""
+    """The state of one parameter: tensors with its layout are read and written as shards."""
 
     def __init__(self, entry: dict[str, Any], parameter: Parameter, local: Parameter) -> None:
         self._entry, self._parameter, self._local = entry, parameter, local

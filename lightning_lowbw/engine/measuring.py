@@ -1,4 +1,4 @@
-"""What a method would take here: the link and the work are measured, the exchange is predicted from both."""
+"""Predicts the time of a method: the link and the work are measured, the exchange is predicted from both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measure(
     step_s: float,
     dense_s: float | None = None,
 ) -> Measured:
-    """Return what steps take, on this rank.
+    """Return the times of steps, on this rank.
 
     Collective: all ranks.
 
@@ -74,7 +74,7 @@ def measure(
 
 
 def with_narrow(measured: Measured, numel: int, num_participants: int, device: torch.device) -> Measured:
-    """Add what gradients of so many elements take in few bits per value.
+    """Add the predicted times of gradients with this number of elements in few bits per value.
 
     Collective: all ranks.
     """
@@ -83,14 +83,14 @@ def with_narrow(measured: Measured, numel: int, num_participants: int, device: t
         nbytes = narrow_mean_bytes(numel, num_participants, make_narrow_format(name))
         with failing_together():
             work_s = seconds_of_narrow_work(name, device) * numel / SAMPLE
-        # A control message, then an all-to-all, whose messages are on their way together, and an all-gather.
+        # A control message, then an all-to-all, whose messages are sent at the same time, and an all-gather.
         rounds = all_reduce_rounds(num_participants) + 1 + all_gather_rounds(num_participants)
         narrow_s[name] = link.time_s(rounds, nbytes) + work_s
     return replace(measured, narrow_s=narrow_s)
 
 
 def exchange_seconds(what: TopK, peers: Peers, sparse: Sequence[int], others: int, density: float, link: Link) -> float:
-    """Return what the exchange of a sparse step takes on a link; arguments as of `measure`."""
+    """Return the seconds of the exchange of a sparse step on a link; arguments as of `measure`."""
     seconds = _all_reduce_seconds(others, peers.num_participants, link)
     if not sparse:
         return seconds
@@ -103,7 +103,7 @@ def _all_reduce_seconds(numel: int, num_ranks: int, link: Link) -> float:
 
 
 def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> tuple[Measured, Run]:
-    """Return the same on all ranks: what the slowest measures, of the shortest run.
+    """Return the same on all ranks: the times of the slowest rank, and the shortest run.
 
     Collective: all ranks, an all-reduce.
     """
@@ -135,7 +135,7 @@ def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> 
 
 
 def seconds_of_small_tensors(what: TopK, peers: Peers, device: torch.device, num_sparse: int, num_others: int) -> float:
-    """Return what the exchange of a sparse step takes however little is sent: its messages, and work for each tensor.
+    """Return the fixed seconds of the exchange of a sparse step: its messages, and the work for each tensor.
 
     Collective: all ranks; a few sparse steps of tensors of a few elements. Enters no ledger.
 
@@ -206,7 +206,7 @@ def seconds_of_narrow_work(value_dtype: str, device: torch.device) -> float:
         values = residual + signal
         value_format.write_(message, SAMPLE, 0, values)
         residual.copy_(values)
-        for _ in range(2):  # what the others have sent, and the means
+        for _ in range(2):  # the messages of the others, and the means
             signal.copy_(value_format.read(message, SAMPLE, 0, SAMPLE))
         float(signal[0, 0])  # on CUDA, waits for it
         seconds.append(time.perf_counter() - started)

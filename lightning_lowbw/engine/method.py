@@ -1,4 +1,4 @@
-"""A method is when x what x where, as one value: it prints, compares, goes into YAML, and is agreed on by the ranks."""
+"""A method is when x what x where, as one value: it prints, compares, goes into YAML, and is compared between ranks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ WHAT: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Who talks to whom.
+    """Who communicates with whom.
 
     Args:
-        topology: "flat" or, for two levels, "auto" (asks the launcher and the host names), a number of ranks per node,
-            the ranks of each node, or a `Topology`. Inside a node everything is summed densely; what the payload says
-            is sent between nodes.
+        topology: "flat" or, for two levels, "auto" (by the launcher and the host names), a number of ranks per node,
+            the ranks of each node, or a `Topology`. Inside a node everything is summed densely; the payload is sent
+            between nodes.
         algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
             or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
             one size, else "leader".
@@ -75,7 +75,7 @@ class Where:
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """When the ranks talk, what is sent, and who talks to whom.
+    """When the ranks communicate, what is sent, and who communicates with whom.
 
     Args:
         when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps).
@@ -85,7 +85,7 @@ class Method:
         Each may be a mapping, as `describe` returns it.
 
     Raises:
-        ConfigurationError: the three do not go together, with the reason.
+        ConfigurationError: the three cannot be combined, with the reason.
 
     Example:
         >>> method = Method(when=EveryStep(), what=Narrow(value_dtype="int8"))
@@ -173,7 +173,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """Of the state that a worker keeps: "replicas", "gradients" or, where nothing is kept back, "whole"."""
+        """The kind of state that a worker keeps: "replicas", "gradients" or, if nothing is kept back, "whole"."""
         if isinstance(self.when, EveryK):
             return "replicas"
         return "whole" if isinstance(self.what, Whole) else "gradients"
@@ -184,7 +184,7 @@ class Method:
         return isinstance(self.when, EveryK) and not isinstance(self.what, Whole)
 
     def uses_kernels(self, device: torch.device) -> bool:
-        """Whether there are compiled kernels for what is computed on a device beside the communication."""
+        """Whether the method uses compiled kernels."""
         return isinstance(self.what, TopK) or (isinstance(self.what, Narrow) and device.type == "cpu")
 
     def describe(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Method:
         return replace(self, when=replace(self.when, **when), what=replace(self.what, **what))
 
     def make_peers(self, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Peers:
-        """Return who this rank talks to.
+        """Return the peers of this rank.
 
         Collective: all ranks.
 
@@ -242,7 +242,7 @@ class Method:
         peers: Peers,
         named_buffers: Mapping[str, Tensor] | None = None,
     ) -> Worker:
-        """Return this rank's worker for an optimizer, which is told of each step; see `Worker`.
+        """Return this rank's worker for an optimizer, which is called for each step; see `Worker`.
 
         Raises:
             ConfigurationError: the optimizer or the peers cannot be used.
@@ -268,7 +268,7 @@ class Method:
         Collective: all ranks.
 
         Args:
-            optimizer: any torch optimizer but LBFGS.
+            optimizer: any torch optimizer except LBFGS.
             named_parameters: of the whole model; names key the state and select the excluded ones.
             topology: instead of the method's own.
             process_group: of flat peers; None is the world.
@@ -277,7 +277,7 @@ class Method:
 
         Raises:
             ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, or the
-                topology does not go with the world.
+                topology does not fit the world.
             DisagreementError: on all ranks; their methods differ.
         """
         from lightning_lowbw.engine.gradients import GradientWorker
@@ -346,7 +346,7 @@ def sorted_into(subject: str, knobs: Mapping[str, Any], *kinds: type) -> list[di
 
 
 def _value(given: Any, key: str, kinds: Mapping[str, type], axis: str) -> Any:
-    """Return what a mapping with the kind under `key` describes; a value of one of the kinds as it is."""
+    """Return the value that a mapping with the kind under `key` describes; a value of one of the kinds unchanged."""
     if isinstance(given, Mapping):
         kind = str(given.get(key))
         if kind not in kinds:

@@ -18,15 +18,15 @@ from lightning_lowbw.where.peers import Peers
 
 @dataclass
 class NarrowExchange:
-    """Averages tensors between peers in few bits per value; what is rounded away is added to the next ones.
+    """Averages tensors between peers in few bits per value; rounding errors are added to the next ones.
 
     Args:
         value_dtype: one of `what.narrow_values.NARROW_NAMES`.
         peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
 
     Attributes:
-        residuals: what this rank has rounded away of each tensor. On two levels that of its part, and zeros elsewhere.
-        left: the sum of what the last exchange has left there, which tells whether it is finite; None before it.
+        residuals: the rounding errors of this rank, by tensor. On two levels those of its part, and zeros elsewhere.
+        left: the sum of the residuals after the last exchange, to check that it is finite; None before it.
     """
 
     value_dtype: str

@@ -1,4 +1,4 @@
-"""Where what is kept between averages lies: on the parameters' device, or in the host's memory."""
+"""Keeps the state between averages on the parameters' device, or in the host's memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HOST = torch.device("cpu")
 class Offload:
     """Keeps the last consensus, the outer momentum and the residuals of a worker in the host's memory.
 
-    They are needed in an average alone, when there are no activations on the device. From a GPU they go into pinned
-    memory, which is copied at the speed of the bus.
+    They are needed only during an average, when there are no activations on the device. From a GPU they are moved to
+    pinned memory, which is copied at the speed of the bus.
 
     Attributes:
         is_on: whether it does; else they stay on the device.

@@ -1,4 +1,4 @@
-"""The order in which what is kept of a parameter numbers its elements: that in which they lie in memory."""
+"""The order of elements in residuals: the order of the parameter's elements in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_order(worker: GradientWorker, name: str, parameter: Parameter) -> None:
-    """Check that what is kept of a parameter is in the order of its elements in memory.
+    """Check that the residual of a parameter is in the order of its elements in memory.
 
     Raises:
         ConfigurationError: its memory format has changed since.
@@ -34,10 +34,10 @@ def check_order(worker: GradientWorker, name: str, parameter: Parameter) -> None
 
 
 class Reordering:
-    """Numbers the elements of what is loaded as they now lie in memory; earlier versions kept them as C does.
+    """Converts loaded residuals to the present order of elements in memory; earlier versions kept C order.
 
     Raises:
-        ConfigurationError: alike on all ranks, before anything is loaded: only parts are there, of another order.
+        ConfigurationError: on all ranks, before anything is loaded: there are only parts, of another order.
     """
 
     def __init__(self, worker: GradientWorker, parameters: Mapping[str, Parameter], state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What names mean: the methods of the literature as cells of when x what x where. The only place that says so."""
+"""The named methods, as cells of when x what x where. No other module depends on the names."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DGC_SPARSITY = (0.999,)
 def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     """Return deep gradient compression: every step, the k largest elements of each tensor.
 
-    `sparsity` is 99.9 % unless given, and not "auto" as that of `DGCStrategy`: this serves plain loops, too, where
-    nobody knows the length of the run. `Strategy(DGC(sparsity="auto"))` has the method of `DGCStrategy()`.
+    `sparsity` is 99.9 % by default, not "auto" as in `DGCStrategy`, because in plain loops the length of the run is not
+    known. `Strategy(DGC(sparsity="auto"))` has the method of `DGCStrategy()`.
 
     Args:
         topology: as of `Where`.
@@ -66,13 +66,13 @@ def LocalSGD(
         begin_step: synchronous steps before the first local one.
         value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what is sent of the parameters is then
             their change since the last average, with error feedback.
-        compression: None, or what is sent of that change: its largest elements, in few bits, with error feedback
-            (SparseLoCo). A `TopK`, or a mapping of what differs from SparseLoCo's.
+        compression: None, or a `TopK`: only the largest elements of that change are sent, in few bits, with error
+            feedback (SparseLoCo). Or a mapping of the fields that differ from SparseLoCo's.
         topology: as of `Where`.
         **knobs: the other fields of `EveryK`.
 
     Raises:
-        ConfigurationError: a knob is unknown or out of range, or two do not go together.
+        ConfigurationError: a knob is unknown or out of range, or two cannot be combined.
     """
     (when,) = sorted_into("LocalSGD", knobs, EveryK)
     sparse = as_compression(compression)
@@ -124,7 +124,7 @@ def Hierarchical(
     """Return DDP on two levels: every step, whole gradients, each node sends its own once.
 
     Args:
-        ranks_per_node: nodes of so many neighbouring ranks, instead of `topology`.
+        ranks_per_node: the number of neighbouring ranks in a node, instead of `topology`.
         algorithm: as of `Where`.
         inter_dtype: as of `Where`.
         topology: as of `Where`.

@@ -61,8 +61,8 @@ class ReplicaWorker(Worker):
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
         num_finished: ranks that are out of data, as told by the last average.
         is_over: whether a rank has come to the end of the training, as told by the last average.
-        meet: called before ranks average, or apply an average that was hidden, where it must be agreed first who does
-            so; a rank that does not come this far takes part by `idle` and `average_due`. None where all ranks come.
+        meet: called before ranks average, or apply a delayed average, if they must first agree on who does so; a rank
+            that is out of data takes part by `idle` and `average_due`. None if all ranks always take part.
     """
 
     clips_before_exchange = False
@@ -151,7 +151,7 @@ class ReplicaWorker(Worker):
 
     @property
     def parameters_agree(self) -> bool:
-        """Whether the parameters are the same on all ranks; known without asking them."""
+        """Whether the parameters are the same on all ranks; known without communication."""
         return not any(fragment.moved or fragment.work for fragment in self.fragments)
 
     @property
@@ -160,7 +160,7 @@ class ReplicaWorker(Worker):
         return self.averaging.consensus_distance
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
-        """Return what is worth logging; nothing is communicated."""
+        """Return metrics to log; nothing is communicated."""
         shown: dict[str, float | Tensor] = {
             "k_steps": float(self.k_steps),
             "averages": float(self.num_averages),
@@ -184,7 +184,7 @@ class ReplicaWorker(Worker):
             )
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Add to the loss of the coming step, for the adaptive rules; a scalar, any device. Waits for nothing."""
+        """Add to the loss of the coming step, for the adaptive rules; a scalar, any device. Does not wait."""
         if self.when.rule in ("fleet", "adacomm"):
             self.loss.observe(loss)
 
@@ -205,7 +205,7 @@ class ReplicaWorker(Worker):
         all-reduce, blocking. Else a local step communicates nothing.
 
         Args:
-            skip_nonfinite: unused; what is not finite is all-reduced as DDP does.
+            skip_nonfinite: unused; inf and NaN are all-reduced as in DDP.
             applies: unused; all gradients are dense.
 
         Returns:
@@ -278,7 +278,7 @@ class ReplicaWorker(Worker):
 
     @torch.no_grad()
     def begin_local(self) -> None:
-        """Agree on what the differences to come are measured from, if the coming step is local.
+        """Agree on the weights from which the next changes are measured, if the coming step is local.
 
         Collective: all ranks, the first time; a broadcast of the floating buffers. `exchange` calls it where the
         caller has not.
@@ -296,7 +296,7 @@ class ReplicaWorker(Worker):
     # Averaging ------------------------------------------------------------------------------------------------------
 
     def idle(self, num_steps: int) -> None:
-        """Count local steps that others have taken, and this rank, which is out of data, has not."""
+        """Count local steps that others have taken while this rank is out of data."""
         self.step += num_steps
         self.steps_since_average += num_steps
         note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes, num_steps)
@@ -308,7 +308,7 @@ class ReplicaWorker(Worker):
         Collective: all ranks, where there are any.
 
         Args:
-            finished: this rank is out of data, and takes part in the averages that others told it of.
+            finished: this rank is out of data, and takes part in the averages of the others.
             over: this rank is at the end of the training.
 
         Raises:
@@ -348,7 +348,7 @@ class ReplicaWorker(Worker):
         with self.averaging.offload.at_hand(self.device):
             fragment.work = self.averaging.begin(fragment, self.fragments, finished=finished, over=over)
             if not is_hidden:
-                self._apply(fragment)  # what has not landed has changed nothing
+                self._apply(fragment)  # an average that has not arrived has changed nothing
         fragment.steps = self.steps_since_average = 0
         fragment.moved.clear()
         self.num_samples = 0.0
@@ -378,7 +378,7 @@ class ReplicaWorker(Worker):
                 fragment.drop()
 
     def _read(self, control: Control) -> None:
-        """Take in what the ranks have told each other with an average."""
+        """Read the control message of an average."""
         sums, num_ranks = control.sums, self.peers.num_ranks
         self.agree_on(requests_of(sums[NUM_STOP], sums[NUM_SAVE]))
         self.is_over = sums[OVER] > 0
@@ -401,7 +401,7 @@ class ReplicaWorker(Worker):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Show the consensus inside a `with` block, to evaluate or to save it in a loop of one's own."""
+        """Copy the consensus into the model inside a `with` block, to evaluate or to save it in a plain loop."""
         self.consensus_view.show()
         try:
             yield
@@ -440,7 +440,7 @@ class ReplicaWorker(Worker):
             The model's parameters and buffers, the optimizer's state.
 
         Raises:
-            ConfigurationError: a tensor is missing in the model, or has another shape; or what the state holds does
-                not go with the method.
+            ConfigurationError: a tensor is missing in the model, or has another shape; or the state does not fit the
+                method.
         """
         state.load_replica(self, values)

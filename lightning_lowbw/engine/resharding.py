@@ -1,6 +1,6 @@
-"""What ranks kept of the shards of a model, cut anew for shards of another size.
+"""Converts the state of shards to shards of another size.
 
-`fully_shard` deals out the rows of a tensor (its first dimension) in equal chunks, the last ones shorter or empty.
+`fully_shard` divides the rows of a tensor (its first dimension) into equal chunks, the last ones shorter or empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Cut:
         self.values = torch.zeros(len(self._rows) * self._row_numel, dtype=dtype)
 
     def take(self, values: Tensor, coordinate: Coordinate) -> None:
-        """Copy what this part has in common with another, given flat."""
+        """Copy the rows that this part has in common with another part, given flat."""
         theirs = coordinate.rows(self._num_rows)
         first, last = max(self._rows.start, theirs.start), min(self._rows.stop, theirs.stop)
         if first < last:
@@ -63,7 +63,7 @@ def reshard(
     num_shards: int,
     coordinate: Coordinate,
 ) -> dict[str, Any]:
-    """Return the state that a rank starts with whose shards are of another size than those of the checkpoint.
+    """Return the state with which a rank starts if the shards of the checkpoint have another size.
 
     Args:
         states: what `state.merge` returns for each shard of a node, in their order; one is read at a time.

@@ -1,4 +1,4 @@
-"""The tensors of one step of gradients: what is known of each, and what is said where one cannot be exchanged."""
+"""The tensors of one step of gradients, and the errors for gradients that cannot be exchanged."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def control_of(worker: GradientWorker, slots: Sequence[Slot], fault: Tensor, mar
     """Return the control message of a step; its sums count the ranks that have a gradient of each parameter.
 
     Args:
-        worker: of the optimizer. Where what its exchange in few bits has left is not finite, the fault is the one
-            behind all others, and takes the place of those of the gradients, which may be a consequence.
+        worker: of the optimizer. If the residuals of its exchange in few bits have an inf or NaN, this fault, with the
+            last number, replaces those of the gradients, which may be a consequence.
         slots: of the step.
         fault: see `first_fault_of`.
         mark: see `make_mark`.
@@ -169,7 +169,8 @@ def take_means(
 
     Args:
         slots: of the step.
-        num_users: ranks that have a gradient, of each; what no rank has used is left alone, as in DDP.
+        num_users: the number of ranks with a gradient, of each; parameters that no rank has used are not changed, as in
+            DDP.
         means: by name, of those that are averaged whole.
         begun: parameters that are sent already.
     """
@@ -192,7 +193,7 @@ def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities
     parameter, own = slot.parameter, peers.part(slot.parameter.numel())
     second_moment = correction.second_moment(parameter, slot.group, own)
     constants = correction.constants(parameter, slot.group)
-    # Adam without momentum has a velocity all the same, for it is what is divided.
+    # Adam without momentum has a velocity, too, because the velocity is divided.
     has_velocity = constants.momentum != 0 or second_moment is not None
     return {
         "momentum_buffer": velocities.part(parameter) if has_velocity else None,
@@ -225,8 +226,8 @@ def first_fault_of(
 
     Args:
         slots: at least one.
-        known: whether gradients are not finite, of those that have been looked at; the others are added.
-        later: parameters whose gradients are looked at later.
+        known: whether gradients have an inf or NaN, of those that have been checked; the others are added.
+        later: parameters whose gradients are checked later.
         late: `GradientWorker.late_faults`, of which what is not finite now may be a consequence.
         damaged: `SparseExchange.damaged`, of which the same is true.
     """
@@ -251,7 +252,7 @@ def of_gradients(slots: Sequence[Slot]) -> range:
 def fault_error(
     fault: int, slots: Sequence[Slot], rank: int, peers: Peers, *, step: int, is_of_node: bool, is_sent: bool
 ) -> ValueError | NonFiniteGradientError:
-    """Return what all ranks raise for a fault, as `first_fault_of` numbers it, of a rank.
+    """Return the error that all ranks raise for a fault of a rank, numbered by `first_fault_of`.
 
     Args:
         fault: not 0.

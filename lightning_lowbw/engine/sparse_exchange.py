@@ -5,7 +5,7 @@
     exchange     between peers                        | `where.peers`
     average      1/N of the sum, in one order         | `what.top_k`
 
-What was not sent, or was rounded away, stays in e.
+Elements that were not sent, and rounding errors, stay in e.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class SparseExchange:
     the other nodes; inside the node the messages are gathered.
 
     Args:
-        payload: what is sent; may be replaced between steps, on all ranks alike.
+        payload: what is sent; may be replaced between steps, on all ranks.
         peers: who takes part.
 
     Attributes:
         residuals: e of this rank's part of each tensor, by name; float32, float64 of tensors in float64; flat.
-        link: by which a way to sum the elements is chosen, once it has been measured.
-        damaged: whether a message had positions that cannot be: bool, a scalar on the device; None before the first.
-            A CPU raises instead. The next control message tells it, for the one of this step has gone.
+        link: by which the collective is chosen, once it has been measured.
+        damaged: whether a message had invalid positions: bool, a scalar on the device; None before the first. On a CPU
+            an error is raised instead. The next control message reports it, because that of this step has been sent
+            already.
     """
 
     payload: TopK
@@ -179,7 +180,7 @@ class SparseExchange:
             raise
 
     def put_back(self, selected: Mapping[str, Sparse]) -> None:
-        """Return to the residuals what was taken out of them and reached nobody.
+        """Put back into the residuals the elements that were taken out of them and did not reach any rank.
 
         In place:
             The residuals.
@@ -214,7 +215,7 @@ class SparseExchange:
         return begun
 
     def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
-        """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 says which where it has changed.
+        """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 logs a change.
 
         Collective: all ranks, where the link has to be measured.
         """
@@ -234,7 +235,7 @@ class SparseExchange:
     def _reduce_scatter(
         self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float
     ) -> dict[str, Sparse]:
-        """Sum at the owners; what does not fit or is rounded away goes back into the residuals."""
+        """Sum at the owners; elements that do not fit, and rounding errors, are put back into the residuals."""
         self._reducer.codec = self.payload.codec
         counts = [self.payload.num_sent(numels[name], density) for name in selected]
         averaged = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
@@ -261,7 +262,7 @@ class SparseExchange:
         self.damaged = None if self.damaged is None else self.damaged.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is neither a residual nor the user's choice."""
+        """Return the state apart from residuals and the user's settings."""
         link = None if self.link is None else (self.link.latency_s, self.link.bandwidth_bytes_per_s)
         return {"thresholds": dict(self.selection.thresholds), "link": link, "reducer": self._reducer.state_dict()}
 
@@ -279,6 +280,6 @@ def asked_for(payload: TopK, peers: Peers) -> str:
 
 
 def predict(payload: TopK, numels: Sequence[int], density: float, num_participants: int, link: Link) -> Choice:
-    """Return what each way to sum the elements of tensors takes on a link, and which takes least."""
+    """Return the predicted times of the collectives on a link, and the fastest."""
     counts = [payload.num_sent(numel, density) for numel in numels]
     return choose(numels, density, num_participants, 8 * payload.codec.nbytes(counts, numels) / sum(counts), link)

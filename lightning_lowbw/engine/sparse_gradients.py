@@ -1,7 +1,7 @@
-"""The sparse tensors of a step of gradients: looked at, accumulated, sent, and taken as gradients or as steps.
+"""The sparse tensors of a step of gradients: checked, accumulated, sent, and applied as gradients or as steps.
 
-One pass over memory reads a gradient: it looks for what is not finite, corrects, accumulates, and finds the candidates
-of the selection (`ops`). The weights are touched where something has been sent.
+One pass over memory reads a gradient, checks it for inf and NaN, corrects it, accumulates it, and finds the candidates
+of the selection (`ops`). Only the weights of sent elements are changed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_lowbw.where.peers import Peers
 
 
 class SparseGradients:
-    """What has become of the sparse tensors of the step in progress.
+    """The sparse tensors of the step in progress.
 
     Args:
         exchange: of the large tensors.
-        correction: how a gradient enters the residual, and what has arrived the weights.
+        correction: how a gradient enters the residual, and how the mean is applied to the weights.
         velocities: of the optimizer.
         peers: who takes part.
 
     Attributes:
-        faults: whether a gradient is not finite, or its sum with what is kept, of the parameters that have been looked
-            at: bool, scalars.
-        late: the same, of those that were looked at after the last control message: for the next one.
+        faults: whether a gradient, or its sum with the residual, has an inf or NaN, of the parameters that have been
+            checked: bool, scalars.
+        late: the same, of those that were checked after the last control message; for the next one.
         begun: what has been sent: the slots, and the messages.
     """
 
@@ -59,7 +59,7 @@ class SparseGradients:
         return {slot.parameter for slots, _ in self.begun for slot in slots}
 
     def take_back(self) -> bool:
-        """End a step; what an exception has kept from being averaged goes back into the residuals.
+        """End a step; elements that were not averaged because of an exception are put back into the residuals.
 
         In place:
             The residuals: with this step's gradients. Velocities that were cleared for it stay so.
@@ -82,7 +82,7 @@ class SparseGradients:
         """Accumulate gradients, and take the largest elements out of the residuals of this rank's parts.
 
         In place:
-            Residuals and velocities, which nothing enters that is not finite.
+            Residuals and velocities; inf and NaN do not enter them.
 
         Args:
             slots: with gradients.
@@ -113,7 +113,7 @@ class SparseGradients:
             faults[slot.parameter] = flag
 
     def begin(self, slots: list[Slot], density: float, kind: str = "all_gather") -> None:
-        """Send what is selected of some tensors, or is selected now.
+        """Send the selected elements of some tensors; selects those that are not selected yet.
 
         Collective: as `SparseExchange.begin`.
         """
@@ -122,7 +122,7 @@ class SparseGradients:
         self.begun.append((slots, self._exchange.begin(in_order, numels_of(slots), density, kind=kind)))
 
     def average(self, slots: Sequence[Slot], density: float, step: int, *, applies: bool) -> None:
-        """Send what is not sent yet, and take what all have sent: as gradients, or as steps of the weights.
+        """Send the remaining tensors, and apply the means: as gradients, or as steps of the weights.
 
         In place:
             `.grad`, and the parameters: decoupled weight decay; with `applies` the whole step, and `.grad` is None,
@@ -149,7 +149,7 @@ class SparseGradients:
         self._forget()
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:
-        """Step the weights where any rank has sent an element; the gradients have served, and are room to add in."""
+        """Step the weights at the elements that any rank has sent; the gradients are reused as workspace."""
         work.step_({slot.name: (*slot.flat_pair, self._correction.rate_of(slot.group)) for slot in slots})
         for slot in slots:
             slot.parameter.grad = None
@@ -164,6 +164,6 @@ class SparseGradients:
         climbing = []
         for slot in slots:
             if self._correction.constants(slot.parameter, slot.group).sign < 0:
-                climbing.append(slot.gradient)  # torch's sign, for an optimizer that climbs
+                climbing.append(slot.gradient)  # torch's sign, for an optimizer with maximize=True
         if climbing:
             torch._foreach_neg_(climbing)

@@ -1,4 +1,4 @@
-"""Messages of the largest elements on their way between ranks, and what all of them have sent."""
+"""An exchange of the largest elements that may be in progress, and its result."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, 
 
 @dataclass
 class SparseWork:
-    """Messages on their way, or what they have been made into.
+    """Messages in progress, or the means made of them.
 
     Args:
-        exchange: whose they are.
+        exchange: that has begun it.
         numels: elements of each whole tensor, by name.
         density: the fraction that is sent.
         work: of the gather; has a `wait()`.
         sizes: bytes of the elements in the message of each local rank.
         control_bytes: of the numbers behind them.
         message: this rank's own.
-        means: sparse means that are there.
-        dense: dense means that are there.
+        means: sparse means, if they have been computed.
+        dense: dense means, if they have been computed.
     """
 
     exchange: SparseExchange
@@ -61,12 +61,12 @@ class SparseWork:
             self.wait()
 
     def take_back(self) -> None:
-        """Return this rank's own elements to its residuals: the others will not average them.
+        """Put this rank's own elements back into its residuals, because the others will not average them.
 
         In place:
             The residuals.
         """
-        if self.message is None:  # none has been sent that was not averaged
+        if self.message is None:  # all sent elements have been averaged
             return
         peers, exchange = self.exchange.peers, self.exchange
         numels = dict(zip(self.numels, exchange.local_numels(self.numels, peers.local_rank), strict=True))
@@ -105,10 +105,10 @@ class SparseWork:
         """Step weights where any participant has sent an element: ``w = w - rate mean``.
 
         In place:
-            The weights, and what is room to add in, which is left with anything in it.
+            The weights, and the workspace, whose content is undefined afterwards.
 
         Args:
-            steps: of each tensor room of its size, its weight, and the rate: float32, flat, contiguous.
+            steps: of each tensor a workspace of its size, its weight, and the rate: float32, flat, contiguous.
         """
         self._apply(steps)
 
@@ -136,7 +136,7 @@ class SparseWork:
                 weight[touched] = weight[touched].add_(out[touched], alpha=-rate)
 
     def _decode(self) -> Iterator[Decoded]:
-        """Yield what has come, for the local ranks with parts of equal sizes together."""
+        """Yield the received elements, of local ranks with parts of equal sizes together."""
         if self.means:
             positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*self.means.values(), strict=True))
             counts = [each.numel() for each, _ in self.means.values()]
@@ -161,7 +161,7 @@ class SparseWork:
 
 
 class Place(NamedTuple):
-    """Where the elements of a tensor, or a part of one, are among those that have come."""
+    """The position of the elements of a tensor, or a part of one, among those received."""
 
     name: str
     part: slice  # of the tensor
@@ -172,7 +172,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """What all participants have sent about parts of equal sizes.
+    """The elements that all participants have sent for parts of equal sizes.
 
     Attributes:
         positions: in the part: int64, shape (local ranks, participants, elements).

@@ -1,4 +1,5 @@
-"""What a worker saves, loads, and merges where another number of ranks goes on: tensors on the CPU and primitives.
+"""Saves and loads the state of a worker, and merges states for another number of ranks: tensors on the CPU and
+primitives.
 
 A rank's own state is keyed by the names of parameters. What it keeps of a part of a tensor says which part that is:
 ranks of the same world take theirs as it is, others the mean over the participants of the whole.
@@ -67,23 +68,23 @@ def _own(whole: Tensor, worker: Worker) -> Tensor:
 
 
 def _only_own(whole: Tensor, worker: Worker) -> Tensor:
-    """Return a tensor with zeros but for this rank's part, or the ranks of a node would count it several times."""
+    """Return a tensor with zeros outside of this rank's part, so that the ranks of a node do not count it twice."""
     own, part = torch.zeros_like(whole), part_of(whole.numel(), *_local_rank(worker))
     own[part] = whole[part]
     return own.to(worker.device)
 
 
 def _nodes(worker: Worker) -> list[list[int]] | None:
-    """Return the ranks of each node, which say who keeps which parts; None when flat."""
+    """Return the ranks of each node, which determine who keeps which part; None when flat."""
     topology = worker.peers.topology
     return None if topology is None else [list(node) for node in topology.nodes]
 
 
 def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
-    """Check, alike on all ranks, that a state is one of this version, and that its parts are those of these nodes."""
+    """Check on all ranks that a state is of this version, and that its parts are those of these nodes."""
     if "nodes" not in state:
         raise ConfigurationError(
-            "The state was written by an earlier version of lightning_lowbw, which kept something else. Resume with "
+            "The state was written by an earlier version of lightning_lowbw, which has another format. Resume with "
             "that version, or begin a new run with the weights alone."
         )
     for key in ("residuals", "velocities", "rounded"):
@@ -212,14 +213,14 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     for name, tensors in state["local"].items():
         for key, value in tensors.items():
             of_parameter = worker.optimizer.state.get(parameters[name], {})
-            if key in of_parameter:  # of G^2 / N: other ranks go on with their own N
+            if key in of_parameter:  # of G^2 / N, where N may be another now
                 factor = state["num_participants"] / worker.peers.num_participants
                 of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
 
 
 # Replicas -------------------------------------------------------------------------------------------------------------
 
-NO_DELAY: dict[str, Any] = {"chosen": None, "average_s": {}}  # another world measures anew
+NO_DELAY: dict[str, Any] = {"chosen": None, "average_s": {}}  # a world of another size measures again
 COUNTERS = ("step", "steps_since_average", "num_averages", "num_samples")
 
 
@@ -261,8 +262,8 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
 def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
 
-    Of what has not been sent it is the mean, too: 1/N of the sum over the participants stays as it is. An average that
-    has been begun and not applied is dropped, and what it has taken from the residuals goes back there.
+    Residuals are averaged, too, so that 1/N of the sum over the participants stays the same. An average that has been
+    begun and not applied is dropped; elements that it has taken from the residuals are put back.
     """
     merged: dict[str, Any] = {}
     residuals, rounded = _Mean(), _Mean()
@@ -409,7 +410,7 @@ def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
 
 
 def _small_numel(worker: Worker, state: Mapping[str, Any]) -> int:
-    """Return what says which tensors are small; earlier versions did not keep it."""
+    """Return the limit of small tensors; earlier versions did not save it."""
     return state.get("small_numel", worker.small_numel)
 
 

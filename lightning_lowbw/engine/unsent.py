@@ -1,4 +1,4 @@
-"""A run that goes on with one participant: it applies what several have kept back and can no longer send."""
+"""A run that is resumed with one participant: it applies the residuals, which are no longer sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
-    """Add all that is unsent to the gradients of this step.
+    """Add the residuals to the gradients of this step.
 
     In place:
         `.grad`, and parameters: their decay; residuals are taken out.

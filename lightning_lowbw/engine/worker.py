@@ -1,4 +1,4 @@
-"""What the two drivers have in common: one rank's side of a method for one optimizer, told of each of its steps."""
+"""The common part of the two drivers: one rank's side of a method for one optimizer, called for each step."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Worker:
     Attributes:
         method: the configuration; may be replaced between steps, on all ranks alike.
         optimizer: the user's own.
-        peers: who this rank talks to.
+        peers: the participants and the ranks of the node.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         whole_numels: elements of the parameters of which this rank has shards.
-        torn: what an exception has cut off, in words; empty when the step after it is complete.
-        stop_requested: to be set on any rank, to ask all to stop.
-        stop_agreed: whether a rank has asked for it, as told by the last control message; equal on all ranks.
-        save_requested: to be set on any rank, to ask all to save.
+        torn: what an exception has interrupted, in words; empty when the next step is complete.
+        stop_requested: set it on any rank to stop all ranks.
+        stop_agreed: whether the last control message contains a request to stop; equal on all ranks.
+        save_requested: set it on any rank to save on all ranks.
         save_agreed: as `stop_agreed`.
     """
 
-    # What a step communicates, as the strategies ask. reduces_in_backward: gradients are all-reduced during backward,
+    # What a step communicates, read by the strategies. reduces_in_backward: gradients are all-reduced during backward,
     # as DDP does. reduces_in_node: they are all-reduced inside each node instead, and what follows is the node's.
     # is_local: nothing is communicated before the optimizer has stepped. clips_before_exchange: gradients are clipped
     # before it, norms at `clip_factor` times the threshold; else after it, as in DDP.
@@ -81,13 +81,13 @@ class Worker:
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self._is_prepared = self._is_exchanged = self._is_stepping = False
-        self._is_taken = True  # whether the step is, as the last exchange has said
+        self._is_taken = True  # whether the step is taken, as returned by the last exchange
         self.stop_requested = self.stop_agreed = False
         self.save_requested = self.save_agreed = False
 
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter, by which its state is kept."""
-        if parameter not in self._names:  # not in the module: a loss's own parameter, say
+        if parameter not in self._names:  # not in the module, for example a parameter of the loss
             number = next(number for number, each in enumerate(self.parameters()) if each is parameter)
             self._names[parameter] = f"optimizer.{number}"
         return self._names[parameter]
@@ -102,11 +102,11 @@ class Worker:
 
     @functools.cached_property
     def small_numel(self) -> int:
-        """The elements below which a tensor is small, for what is trained when it is first asked: decided once."""
+        """The number of elements below which a tensor is small; computed once, for the tensors trained then."""
         return small_numel(self.numel_of(parameter) for parameter in self.parameters() if parameter.requires_grad)
 
     def numel_of(self, parameter: Parameter) -> int:
-        """Return the elements of a parameter, by which it is small; where this rank has a shard, of the whole."""
+        """Return the elements of a parameter; of a sharded one, of the whole."""
         return self.whole_numels.get(parameter, as_real(parameter).numel())
 
     @property
@@ -120,7 +120,7 @@ class Worker:
         """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
 
     def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
-        """List the tensors of this step and look at their gradients; `exchange` calls it where the caller has not.
+        """List the tensors of this step and check their gradients; `exchange` calls it if the caller has not.
 
         In place:
             On two levels `.grad` of parameters not in `reduced` becomes the mean of the node.
@@ -130,8 +130,8 @@ class Worker:
         Args:
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, over the node where
                 `reduces_in_node`.
-            num_backwards: counted by the caller; ranks that call this after different numbers of backward passes, for
-                one has skipped a step that the others take, are found out.
+            num_backwards: counted by the caller. If ranks call this after different numbers of backward passes, because
+                one has skipped a step that the others take, all ranks raise an error.
             checks_now: check all gradients for NaN and inf here, before clipping. Otherwise the exchange checks them
                 while it accumulates, and a fault ends the training.
         """
@@ -159,23 +159,23 @@ class Worker:
         self.after_step()
 
     def give_back(self) -> None:
-        """Let the optimizer be as the user has it, after a step or an exception."""
+        """Restore the user's settings of the optimizer, after a step or an exception."""
 
     def _tear(self) -> None:
-        """End a step that an exception has cut off; what has been exchanged may be in some weights already."""
+        """End a step that an exception has interrupted; some weights may have been stepped already."""
         if self._is_exchanged and self._is_taken:
             self.torn = f"the optimizer's step after step {self.step}"
         self.give_back()
 
     def recall(self) -> None:
-        """Take back what is on its way to other ranks, before a state is saved while an exception unwinds.
+        """Take back exchanges in progress, before a state is saved during the handling of an exception.
 
-        Nothing is communicated, and nothing waited for.
+        Communicates nothing, and does not wait.
         """
         self.give_back()
 
     def wrap_step(self) -> None:
-        """Let `optimizer.step()` exchange, and count; on the optimizer itself, as torch's schedulers wrap it.
+        """Wrap `optimizer.step()`, to exchange and count; on the optimizer itself, as torch's schedulers do.
 
         Raises:
             ConfigurationError: another worker does so already.
@@ -194,12 +194,12 @@ class Worker:
 
         optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
         if "grad_scaler" not in inspect.signature(step).parameters:
-            # Else a GradScaler that finds an inf on one rank leaves out that rank's `step`, and the others wait for it.
-            # So it calls `step` always, and leaves scaling and skipping to it, as to torch's fused optimizers.
+            # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the others wait for it.
+            # With this it always calls `step`, which does scaling and skipping, as with torch's fused optimizers.
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def _take_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what `step` does, with the gradients that the method makes of this rank's own."""
+        """Do what `step` does, with the gradients that the method returns."""
         scaling = self._unscale()
         is_taken = True
         try:
@@ -224,11 +224,11 @@ class Worker:
 
     @torch.no_grad()
     def _unscale(self) -> dict[str, Any] | None:
-        """Do what a GradScaler leaves to an optimizer during its `step`; None where none is calling.
+        """Unscale and find the inf for a GradScaler that calls `step`; None if none is calling.
 
         In place:
-            `.grad`. Where the scaler has found an inf the first one is filled with it, for the exchange to tell the
-            other ranks: clipping by value may have removed it.
+            `.grad`. If the scaler has found an inf, the first gradient is filled with inf, so that the exchange reports
+            it: clipping by value may have removed it.
         """
         optimizer = self.optimizer
         if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
@@ -255,7 +255,7 @@ class Worker:
         """Return a closure that exchanges the gradients it computes, each time it is called."""
 
         def exchanging_closure() -> Any:
-            self._is_prepared = self._is_exchanged = False  # that was about other gradients
+            self._is_prepared = self._is_exchanged = False  # those were other gradients
             result = closure()
             self._exchange_once(applies=not self._is_watched)
             return result
@@ -269,18 +269,18 @@ class Worker:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether hooks of the optimizer's step see the gradients that it steps with."""
+        """Whether hooks of the optimizer's step may read its gradients."""
         return has_step_hooks(self.optimizer)
 
     # What the ranks ask of each other -------------------------------------------------------------------------------
 
     @property
     def requests(self) -> int:
-        """What this rank asks of all, for a control message."""
+        """The requests of this rank, for a control message."""
         return STOP * self.stop_requested | SAVE * self.save_requested
 
     def agree_on(self, requests: int) -> None:
-        """Take in what the ranks have asked for with a control message."""
+        """Read the requests of all ranks from a control message."""
         self.stop_agreed, self.save_agreed = bool(requests & STOP), bool(requests & SAVE)
         if self.save_agreed:
             self.save_requested = False
@@ -288,10 +288,10 @@ class Worker:
     # What the strategies ask beside it ------------------------------------------------------------------------------
 
     def check_schedule(self) -> None:
-        """Raise where the coming step does not go with the state; called when the training starts."""
+        """Raise if the coming step does not fit the state; called when the training starts."""
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
-        """Return what is worth logging after a step; what costs a pass over memory only where `is_due`."""
+        """Return metrics to log after a step; those that cost a pass over memory only if `is_due`."""
         raise NotImplementedError
 
     def to(self, device: torch.device) -> None:
