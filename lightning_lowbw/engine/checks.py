@@ -21,15 +21,20 @@ Payload = Whole | Narrow | TopK
 def check_top_k(what: TopK, when: EveryStep, names: Sequence[str], peers: Peers) -> None:
     """Check that a payload and a schedule go with the peers, and with the names of a model's parameters."""
     if peers.is_two_level:
-        for name, given, allowed in (
-            ("exchange", what.exchange, ("auto", "all_gather")),
-            ("overlap", when.overlap, (False,)),
-        ):
-            if given not in allowed:
-                raise ConfigurationError(
-                    f"{name}={given!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
-                )
+        check_two_levels(what, when)
     what.check_names(names)
+
+
+def check_two_levels(what: TopK, when: EveryStep) -> None:
+    """Check that a payload and a schedule go with nodes of several ranks."""
+    for name, given, allowed in (
+        ("exchange", what.exchange, ("auto", "all_gather")),
+        ("overlap", when.overlap, (False,)),
+    ):
+        if given not in allowed:
+            raise ConfigurationError(
+                f"{name}={given!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
+            )
 
 
 def check_replaced(what: Payload, made_for: Payload) -> None:

@@ -304,11 +304,11 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "exclude": ("*.bias",),
         "selection": "exact",
         "value_dtype": "float16",
-        "exchange": "dense",
+        "exchange": "all_gather",
         "dense_dtype": "bfloat16",
         "overlap": True,
         "correction": "error_feedback",
-        "topology": 2,
+        "topology": 1,
     }
     for_auto = {"sparsity": "auto", "budget": 0.5, "pretrained": True}
     assert {*given, *for_auto} == set(knobs_of(DGCStrategy))
