@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping, names_arguments
-from lightning_lowbw.engine.checks import check_two_levels, warn_if_incomplete
+from lightning_lowbw.engine.checks import check_not_in_ddp, check_two_levels, warn_if_incomplete
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -299,19 +299,24 @@ class Method:
     ) -> Worker:
         """Return this rank's worker for an optimizer of a plain loop, in which `optimizer.step()` does the rest.
 
+        After the last step of a method that averages weights all ranks call `worker.finish()`. Where they do not, and
+        the last average is some steps ago, rank 0 says so when the program ends.
+
         Collective: all ranks.
 
         Args:
             optimizer: any torch optimizer but LBFGS.
-            named_parameters: of the whole model; names key the state and select the excluded ones.
+            named_parameters: of the whole model, not wrapped in `DistributedDataParallel`; names key the state and
+                select the excluded ones.
             topology: instead of the method's own.
             process_group: of flat peers; None is the world.
             named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
                 ``X.running_var`` belongs to its ``X.running_mean``.
 
         Raises:
-            ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, or the
-                topology does not go with the world.
+            ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, the topology
+                does not go with the world, or the model is in `DistributedDataParallel`; where it is wrapped later, the
+                first step raises.
             DisagreementError: on all ranks; their methods differ.
         """
         from lightning_lowbw.engine.gradients import GradientWorker
@@ -336,6 +341,7 @@ class Method:
         peers = method.make_peers(process_group)
         with failing_together(process_group):
             worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
+            check_not_in_ddp(worker.parameters(), process_group)
         if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
