@@ -7,8 +7,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
-from lightning_lowbw.strategies import Strategy
-from lightning_lowbw.strategies.advice import steps_per_epoch_of
+from lightning_lowbw.strategies import Strategy, steps_per_epoch_of
 
 
 def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -21,15 +26,20 @@ Payload = Whole | Narrow | TopK
 def check_top_k(what: TopK, when: EveryStep, names: Sequence[str], peers: Peers) -> None:
     """Check that a payload and a schedule fit the peers, and the names of a model's parameters."""
     if peers.is_two_level:
-        for name, given, allowed in (
-            ("exchange", what.exchange, ("auto", "all_gather")),
-            ("overlap", when.overlap, (False,)),
-        ):
-            if given not in allowed:
-                raise ConfigurationError(
-                    f"{name}={given!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
-                )
+        check_two_levels(what, when)
     what.check_names(names)
+
+
+def check_two_levels(what: TopK, when: EveryStep) -> None:
+    """Check that a payload and a schedule go with nodes of several ranks."""
+    for name, given, allowed in (
+        ("exchange", what.exchange, ("auto", "all_gather")),
+        ("overlap", when.overlap, (False,)),
+    ):
+        if given not in allowed:
+            raise ConfigurationError(
+                f"{name}={given!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
+            )
 
 
 def check_replaced(what: Payload, made_for: Payload) -> None:
@@ -42,6 +52,48 @@ def check_replaced(what: Payload, made_for: Payload) -> None:
             raise ConfigurationError(
                 f"{name}={given!r} in place of {own!r}: it cannot change during a training. Attach the method anew."
             )
+
+
+def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> None:
+    """Check that no `DistributedDataParallel` all-reduces the gradients that a method is to exchange.
+
+    DDP leaves no mark on parameters that Python can see, and their names say nothing for sure. So its living instances
+    are asked; one whose process group shares no other rank with the method's, as inside of nodes, is none of ours.
+
+    Args:
+        parameters: of an optimizer.
+        group: of the method; None is the world.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    if dist.is_initialized() and _is_in_ddp(parameters, group):
+        gc.collect()  # it may be gone, and not collected yet
+        if _is_in_ddp(parameters, group):
+            raise ConfigurationError(
+                "The parameters are those of a model in DistributedDataParallel, which all-reduces whole gradients "
+                "during backward: this would train as DDP. Train the model itself, without the wrapper; all ranks must "
+                "begin with the same weights."
+            )
+
+
+def _is_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> bool:
+    ours, kinds, ranks = set(parameters), [DistributedDataParallel], _ranks_of(group)
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # Each instance refers to its class. This is one pass in C over all objects, some 0.1 s for a million.
+    return any(
+        not ours.isdisjoint(each.parameters()) and len(ranks & _ranks_of(each.process_group)) > 1
+        for each in gc.get_referrers(*kinds)
+        if type(each) in kinds and hasattr(each, "process_group")
+    )
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> set[int]:
+    try:
+        return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+    except (KeyError, ValueError):  # of a world that has been destroyed
+        return set()
 
 
 def warn_if_incomplete(worker: GradientWorker) -> None:

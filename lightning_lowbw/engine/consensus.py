@@ -113,4 +113,4 @@ class Consensus:
         Collective: as `show`.
         """
         self.show()
-        self.own = None
+        self.own = self._worker.ending.step = None

@@ -357,13 +357,12 @@ class GradientWorker(Worker):
         gradients = [
             slot.in_order(torch.zeros_like(slot.parameter) if slot.is_missing else slot.gradient) for slot in whole
         ]
-        fault = self.fault
-        assert fault is not None
+        assert self.fault is not None
         every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
-        message = control_of(self, self._slots, fault, make_mark(self._num_backwards, every))
+        message = control_of(self, self._slots, self.fault, make_mark(self._num_backwards, every))
         self.peers.count_dense(sum(slot.parameter.nbytes for slot in self._slots))
-        num_ranks = self.peers.num_ranks
-        means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers).wait()
+        num_ranks, exact = self.peers.num_ranks, self.method.where.dtype_between_nodes is None or self.is_sparse
+        means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers, exact=exact).wait()
         control = Control.read(numbers, num_ranks)
         self.agree_on(control.requests)
         if len(set(control.marks)) > 1:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping, names_arguments
-from lightning_lowbw.engine.checks import warn_if_incomplete
+from lightning_lowbw.engine.checks import check_not_in_ddp, check_two_levels, warn_if_incomplete
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -26,7 +26,7 @@ from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.node_peers import Algorithm
 from lightning_lowbw.where.peers import Peers, make_peers
-from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice
+from lightning_lowbw.where.topology_choice import TopologyChoice, asks_for_two_levels, check_choice
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.worker import Worker
@@ -47,7 +47,7 @@ class Where:
         algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
             or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
             one size, else "leader".
-        inter_dtype: "float32", or "bfloat16" or "float16" for what dense all-reduces of gradients send between nodes.
+        inter_dtype: "float32", or "bfloat16" or "float16" for what dense steps send of gradients between nodes.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -108,6 +108,7 @@ class Method:
             self._check_every_step(self.when)
         else:
             self._check_every_k(self.when)
+        self._check_where(self.where)
 
     def _check_every_step(self, when: EveryStep) -> None:
         if when.sparsity and not isinstance(self.what, TopK):
@@ -155,6 +156,35 @@ class Method:
                         f"{name}={value!r} every k steps: it is about gradients, which are exchanged every step. "
                         "Leave it out, or use when=EveryStep()."
                     )
+
+    def _check_where(self, where: Where) -> None:
+        narrow = f"inter_dtype={where.inter_dtype!r}" if where.inter_dtype != "float32" else ""
+        leader = "algorithm='leader'" if where.algorithm == "leader" else ""
+        has_levels = asks_for_two_levels(where.topology)
+        if (narrow or leader) and has_levels is False:
+            raise ConfigurationError(
+                f"{narrow or leader} with topology={where.topology!r}: it is about what nodes of several ranks send "
+                "to each other. Leave it out, or give a topology such as 'auto'."
+            )
+        if leader and not isinstance(self.what, Whole):
+            raise ConfigurationError(
+                f"{leader} with {self.what}: only the first rank of each node would exchange something, and this "
+                "payload needs all of them, each for its part. Take algorithm='sharded', or what=Whole()."
+            )
+        if narrow and isinstance(self.when, EveryK):
+            raise ConfigurationError(
+                f"{narrow} every k steps: it is about gradients, and these are averages of weights. Leave it out; "
+                f"what=Narrow(value_dtype={where.inter_dtype!r}) sends these in few bits."
+            )
+        if isinstance(self.when, EveryK):
+            return
+        if narrow and not (isinstance(self.what, Whole) or self.when.rampup_begin_step or self.when.is_auto):
+            raise ConfigurationError(
+                f"{narrow} with {self.what}, from step 0: it is about dense steps, and there are none. Leave it "
+                "out, or give rampup_begin_step > 0."
+            )
+        if has_levels and isinstance(self.what, TopK):
+            check_two_levels(self.what, self.when)
 
     @property
     def averages_weights(self) -> bool:
@@ -227,13 +257,17 @@ class Method:
             process_group: of flat peers; None is the world.
             **kwargs: of `where.peers.make_peers`.
         """
-        return make_peers(
-            self.where.topology,
-            process_group,
-            algorithm=self.where.algorithm,
-            inter_dtype=self.where.dtype_between_nodes,
-            **kwargs,
+        where = self.where
+        peers = make_peers(
+            where.topology, process_group, algorithm=where.algorithm, inter_dtype=where.dtype_between_nodes, **kwargs
         )
+        if where.inter_dtype != "float32" and peers.topology is None and peers.num_ranks > 1 and peers.rank == 0:
+            warnings.warn(
+                f"inter_dtype={where.inter_dtype!r} has no effect: each node has one rank, so that this trains as DDP. "
+                f"NarrowGradients({where.inter_dtype!r}) sends half types between all ranks.",
+                stacklevel=3,
+            )
+        return peers
 
     def make_worker(
         self,
@@ -265,19 +299,24 @@ class Method:
     ) -> Worker:
         """Return this rank's worker for an optimizer of a plain loop, in which `optimizer.step()` does the rest.
 
+        After the last step of a method that averages weights all ranks call `worker.finish()`. Where they do not, and
+        the last average is some steps ago, rank 0 says so when the program ends.
+
         Collective: all ranks.
 
         Args:
             optimizer: any torch optimizer except LBFGS.
-            named_parameters: of the whole model; names key the state and select the excluded ones.
+            named_parameters: of the whole model, not wrapped in `DistributedDataParallel`; names key the state and
+                select the excluded ones.
             topology: instead of the method's own.
             process_group: of flat peers; None is the world.
             named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
                 ``X.running_var`` belongs to its ``X.running_mean``.
 
         Raises:
-            ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, or the
-                topology does not fit the world.
+            ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, the topology
+                does not fit the world, or the model is in `DistributedDataParallel`; where it is wrapped later, the
+                first step raises.
             DisagreementError: on all ranks; their methods differ.
         """
         from lightning_lowbw.engine.gradients import GradientWorker
@@ -302,6 +341,7 @@ class Method:
         peers = method.make_peers(process_group)
         with failing_together(process_group):
             worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
+            check_not_in_ddp(worker.parameters(), process_group)
         if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "

@@ -150,7 +150,7 @@ class ReplicaWorker(Worker):
         return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
 
     @property
-    def parameters_agree(self) -> bool:
+    def parameters_agree(self) -> bool:  # type: ignore[override]
         """Whether the parameters are the same on all ranks; known without communication."""
         return not any(fragment.moved or fragment.work for fragment in self.fragments)
 

@@ -16,7 +16,9 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.arguments import names_of
+from lightning_lowbw.engine.checks import check_not_in_ddp
 from lightning_lowbw.engine.control import SAVE, STOP
+from lightning_lowbw.engine.ending import Ending
 from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import as_real, is_finite
@@ -52,6 +54,7 @@ class Worker:
         stop_agreed: whether the last control message contains a request to stop; equal on all ranks.
         save_requested: set it on any rank to save on all ranks.
         save_agreed: as `stop_agreed`.
+        ending: what is said where a plain loop leaves each rank with weights of its own.
     """
 
     # What a step communicates, read by the strategies. reduces_in_backward: gradients are all-reduced during backward,
@@ -63,6 +66,7 @@ class Worker:
     is_local: bool
     clips_before_exchange: bool
     clip_factor: float
+    parameters_agree: bool = True  # whether they are the same on all ranks; known without asking them
 
     def __init__(
         self,
@@ -80,10 +84,12 @@ class Worker:
         self.torn = ""
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
+        self._is_first = True  # whether no step has been wrapped yet
         self._is_prepared = self._is_exchanged = self._is_stepping = False
         self._is_taken = True  # whether the step is taken, as returned by the last exchange
         self.stop_requested = self.stop_agreed = False
         self.save_requested = self.save_agreed = False
+        self.ending = Ending()
 
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter, by which its state is kept."""
@@ -157,6 +163,7 @@ class Worker:
         finally:
             self._is_stepping = self._is_prepared = self._is_exchanged = False
         self.after_step()
+        self.ending.note(self)
 
     def give_back(self) -> None:
         """Restore the user's settings of the optimizer, after a step or an exception."""
@@ -187,6 +194,7 @@ class Worker:
                 "twice. Attach once, or make a new optimizer."
             )
         _wrapped.add(optimizer)
+        self.ending.watch(self)
 
         @functools.wraps(getattr(step, "__func__", step))
         def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -200,6 +208,9 @@ class Worker:
 
     def _take_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what `step` does, with the gradients that the method returns."""
+        if self._is_first:  # the model may have been wrapped since the optimizer was
+            self._is_first = False
+            check_not_in_ddp(self.parameters(), self.peers.group)
         scaling = self._unscale()
         is_taken = True
         try:
@@ -220,6 +231,7 @@ class Worker:
         if not self._is_stepping:
             self._is_prepared = self._is_exchanged = False
             self.after_step()
+            self.ending.note(self)
         return result
 
     @torch.no_grad()

@@ -102,6 +102,8 @@ class Kind(NamedTuple):
 class Workspace:
     """What `compress_many_` keeps between steps: thresholds, the device's table of the tensors, and room.
 
+    On the device it takes 8 KiB per tensor, and about a byte per parameter at most, mostly far less.
+
     The table is written again when an address or a factor has changed (gradients may come to lie elsewhere in every
     step), the rest only when the tensors themselves or their k have.
 
@@ -116,19 +118,6 @@ class Workspace:
         self.rows: list[Row] = []  # of the segments, then of what is elsewhere
         self.kinds: list[Kind] = []
         self._written: list[Factors] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Memory on the device: 8 KiB per tensor, and about a byte per parameter at most, mostly far less."""
-        return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
-
-    def missed(self) -> list[int]:
-        """Return the tensors whose threshold did not fit in the last step, so that all of them was looked through.
-
-        Waits for the device.
-        """
-        counts = zip(self.rows, self.counts.tolist(), strict=True)
-        return [number for number, (row, count) in enumerate(counts) if not row.k <= count <= row.capacity]
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step; raises as `compress_many_` does."""

@@ -1,5 +1,6 @@
 """Thin Lightning adapters: one `DDPStrategy` subclass with three seams, one concern per file; named constructors."""
 
+from lightning_lowbw.strategies.advice import steps_per_epoch_of
 from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
@@ -17,4 +18,5 @@ __all__ = [
     "ShardedStrategy",
     "Strategy",
     "register",
+    "steps_per_epoch_of",
 ]

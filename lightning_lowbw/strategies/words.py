@@ -59,7 +59,7 @@ def _gradients_in_words(when: EveryStep, what: object) -> str:
 
 def _measured_in_words(when: EveryStep, what: TopK) -> list[str]:
     auto = f"as many of the largest elements of {_pieces_in_words(what)} as cost {percent(when.budget)} of a step"
-    return [auto, f"as {what.value_dtype}", *(["without a warm-up"] if when.pretrained else [])]
+    return [auto, f"as {what.sent_dtype}", *(["without a warm-up"] if when.pretrained else [])]
 
 
 def _stairs_in_words(when: EveryStep, what: TopK) -> list[str]:
@@ -67,7 +67,7 @@ def _stairs_in_words(when: EveryStep, what: TopK) -> list[str]:
     stairs = ", later ".join(percent(density) for density in densities)
     spread = f" over {when.rampup_step} steps" if len(densities) > 1 else ""
     return [
-        f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.value_dtype}",
+        f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.sent_dtype}",
         f"from step {when.rampup_begin_step}{spread}",
     ]
 

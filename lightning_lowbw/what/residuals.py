@@ -86,10 +86,6 @@ class Residuals(Mapping[str, Tensor]):
         """Take a residual out and return it; its memory is free again when the whole buffer is."""
         return self._views.pop(name)
 
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._views.clear()
-
     def state(self) -> dict[str, Tensor]:
         """Return copies on the CPU, by name, each with memory of its own: a checkpoint holds no more than that."""
         return {name: view.to("cpu", copy=True) for name, view in self._views.items()}

@@ -39,6 +39,10 @@ MeanOver = Literal["ranks", "senders"]
 Correction = Literal["auto", "error_feedback"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter", "dense")
 DENSE_NAMES = ("float32", *NARROW_NAMES)
+SUMMED_DENSE = (
+    "float32",
+    "bfloat16",
+)  # what may be given where whole tensors are summed: what is sent, and the default
 LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
@@ -86,7 +90,8 @@ class TopK:
             all. What that takes away is lost: it is meant for participants that cannot be trusted.
         exchange: how the selected elements of gradients are summed. "all_gather": every rank gets those of all,
             (N-1) k elements. "reduce_scatter": below 6 k elements whatever N is; where the selections differ much, some
-            of the sums wait at the rank that owns them. "dense": an all-reduce of whole tensors, for low sparsities.
+            of the sums wait at the rank that owns them. "dense": an all-reduce of whole tensors in float32, whatever
+            `value_dtype` is, for low sparsities.
             "auto" takes the cheapest by the volume formulas and, where these do not tell, by a short measurement of the
             link; rank 0 says which. On two levels, and every k steps, it is the all-gather.
         dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what the small tensors of gradients are sent
@@ -164,6 +169,11 @@ class TopK:
                 f"exchange={self.exchange!r} sums on the way, and mean_over='senders' and clip_to_median must know who "
                 "sent what: set exchange='all_gather'."
             )
+        if self.exchange == "dense" and self.value_dtype not in SUMMED_DENSE:
+            raise ConfigurationError(
+                f"value_dtype={self.value_dtype!r} with exchange='dense': whole tensors are summed in float32, and "
+                "nothing is rounded. Leave it out, or choose another exchange."
+            )
 
     def check_names(self, names: Iterable[str]) -> None:
         """Check the patterns of `exclude` against the names of the model's parameters.
@@ -183,6 +193,11 @@ class TopK:
     def needs_senders(self) -> bool:
         """Whether the average must know who has sent what, as only an all-gather tells."""
         return self.mean_over == "senders" or self.clip_to_median
+
+    @property
+    def sent_dtype(self) -> str:
+        """What values are on the wire: `value_dtype`, but for whole tensors, which are summed on the way."""
+        return "float32" if self.exchange == "dense" else self.value_dtype
 
     @property
     def codec(self) -> SparseCodec:

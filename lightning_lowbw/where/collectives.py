@@ -87,8 +87,12 @@ class AllReducing(Protocol):
         """The number of ranks that take part."""
         ...
 
-    def begin_all_reduce_(self, tensor: Tensor) -> Any:
-        """Begin to sum a flat tensor over the ranks, in place; return what has a `wait()`."""
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Any:
+        """Begin to sum a flat tensor over the ranks, in place; return what has a `wait()`.
+
+        Args:
+            exact: see `Peers.begin_all_reduce_`.
+        """
         ...
 
 
@@ -131,10 +135,13 @@ class Collectives:
         """This process's rank in the group."""
         return 0 if self.is_alone or not dist.is_initialized() else dist.get_rank(self.group)
 
-    def begin_all_reduce_(self, tensor: Tensor) -> Any:
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Any:
         """Begin to sum a flat tensor over the ranks, in place; return a `Reduction`.
 
         Collective: all ranks, in the same order of calls.
+
+        Args:
+            exact: unused; a group is one network.
         """
         if self.num_ranks == 1:
             return Reduction(tensor)

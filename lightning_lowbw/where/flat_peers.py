@@ -76,10 +76,6 @@ class FlatPeers:
     def begin_gather(self, message: Tensor) -> TensorWork:
         return self.between.begin_all_gather(message, message.new_empty((1, self.num_ranks, message.numel())))
 
-    def gather(self, message: Tensor) -> Tensor:
-        with self.ledger.waiting(message.device):
-            return self.begin_gather(message).wait()
-
     def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
         return vector
 

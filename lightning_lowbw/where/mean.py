@@ -34,7 +34,8 @@ class MeanWork:
     """A mean over ranks that has been begun.
 
     Wire:
-        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the control message rides in the first one.
+        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the control message rides in the first one,
+        where it is not exact in one of its own.
 
     Collective: all ranks, with tensors of the same shapes and dtypes in the same order; the constructor returns at
     once, `wait` blocks.
@@ -44,14 +45,18 @@ class MeanWork:
         control: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
         weight: of this rank; the weights of all ranks add up to 1 (or, see `wait`, to what the control message says).
         peers: the ranks, all of them or those of a node.
+        exact: whether the peers' `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], control: Tensor, weight: float, peers: AllReducing) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], control: Tensor, weight: float, peers: AllReducing, *, exact: bool = True
+    ) -> None:
         self._peers = peers
         self._shapes = [as_real(tensor).shape for tensor in tensors]
         self._num_extra = control.numel()
         self._buckets: list[_Bucket] = []
-        for members in _fill_buckets(tensors):
+        alone: list[list[int]] = [] if exact or not tensors else [[]]  # half types would round the control message
+        for members in alone + _fill_buckets(tensors):
             parts = [as_real(tensors[index].detach()).reshape(-1) for index in members]
             dtype = wide_dtype(tensors[members[0]]) if members else torch.float32
             extra = 0 if self._buckets else control.numel()
@@ -60,7 +65,8 @@ class MeanWork:
             _fill(room, parts, weight)
             if extra:
                 rest.copy_(control)
-            self._buckets.append(_Bucket(members, message, peers.begin_all_reduce_(message)))
+            work = peers.begin_all_reduce_(message, exact=exact or not members)
+            self._buckets.append(_Bucket(members, message, work))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
         """Wait for it (on CUDA the stream does).

@@ -66,7 +66,8 @@ def make_node_mesh(
     """Make the meshes of all nodes, and the process groups between them.
 
     Collective: all ranks, blocking. Each mesh is one of its own, and not a part of one with a dimension for nodes:
-    modules take ``mesh["data_parallel"]`` of it, and not every torch can slice what is a slice already.
+    modules take ``mesh["data_parallel"]`` of it, and not every torch can slice what is a slice already. It is made of
+    groups that are there: those that `DeviceMesh` makes itself have torch's own timeout, whatever the user has said.
 
     Raises:
         ConfigurationError: on all ranks; the nodes are of different sizes, or not divisible.
@@ -82,15 +83,19 @@ def make_node_mesh(
             f"tensor_parallel_size={tensor_parallel_size} does not divide the {topology.ranks_per_node} ranks of a "
             "node: tensor parallelism is inside nodes. Give a divisor."
         )
-    own: DeviceMesh | None = None
+    own: list[dist.ProcessGroup] = []
     for ranks in topology.nodes:
-        mesh = DeviceMesh(
-            device_type, torch.tensor(ranks, dtype=torch.int).view(-1, tensor_parallel_size), mesh_dim_names=NAMES
-        )
-        if rank in ranks:
-            own = mesh
-    assert own is not None
+        table = torch.tensor(ranks, dtype=torch.int).view(-1, tensor_parallel_size)
+        for name, lines in zip(NAMES, (table.t().tolist(), table.tolist()), strict=True):
+            groups = {tuple(line): group_of(tuple(line), name, timeout) for line in lines}
+            own += [group for line, group in groups.items() if rank in line and group is not None]
+    mesh = DeviceMesh.from_group(
+        own,
+        device_type,
+        torch.tensor(topology.nodes[topology.node_of(rank)], dtype=torch.int).view(-1, tensor_parallel_size),
+        mesh_dim_names=NAMES,
+    )
     coordinate = topology.local_rank_of(rank)
     nodes = [group_of(ranks, "shards of a node", timeout) for ranks in topology.nodes]
     between = [group_of(topology.peers(each), "equal shards", timeout) for each in range(topology.ranks_per_node)]
-    return NodeMesh(topology, own, coordinate, Held(nodes[topology.node_of(rank)]), Held(between[coordinate]))
+    return NodeMesh(topology, mesh, coordinate, Held(nodes[topology.node_of(rank)]), Held(between[coordinate]))

@@ -157,10 +157,6 @@ class NodePeers:
         out = message.new_empty((self.num_local_ranks, self.num_participants, message.numel()))
         return self._begin(lambda: self._gather_into(out, message), out, message)
 
-    def gather(self, message: Tensor) -> Tensor:
-        with self.ledger.waiting(message.device):
-            return self.begin_gather(message).wait()
-
     def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
         with self.ledger.waiting(vector.device):
             return self._parts.reduce_scatter(vector)

@@ -161,16 +161,11 @@ class Peers(Protocol):
         ...
 
     def begin_gather(self, message: Tensor) -> TensorWork:
-        """Begin `gather`. Who waits accounts for the time.
+        """Begin to gather the messages of all ranks of all nodes, each of which is about its rank's part.
 
-        Collective: all ranks, in the same order of calls as `begin_all_reduce_`.
-        """
-        ...
+        Who waits accounts for the time.
 
-    def gather(self, message: Tensor) -> Tensor:
-        """Return the messages of all ranks of all nodes, each of which is about its rank's part.
-
-        Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
+        Collective: all ranks with messages of one size, in the same order of calls as `begin_all_reduce_`.
 
         Wire:
             An all-gather between nodes; on two levels, an all-gather in the node of what was received.
@@ -179,8 +174,9 @@ class Peers(Protocol):
             message: uint8, 1-d, not to be written before it has been waited for.
 
         Returns:
-            uint8, shape (local ranks, participants, bytes of a message): first whose part it is about, then the node,
-            in the order of the topology; when flat (1, ranks, bytes), in rank order. The same on all ranks.
+            Work on a tensor: uint8, shape (local ranks, participants, bytes of a message): first whose part it is
+            about, then the node, in the order of the topology; when flat (1, ranks, bytes), in rank order. The same on
+            all ranks.
 
         Raises:
             ConfigurationError: as `check_parts`.

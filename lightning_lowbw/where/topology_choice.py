@@ -43,6 +43,17 @@ def check_choice(choice: object) -> Topology | None:
     )
 
 
+def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
+    """Return whether a choice is of nodes of several ranks; None for "auto", where only the world tells."""
+    if isinstance(choice, int):
+        return choice > 1
+    if isinstance(choice, str):
+        return None if choice == "auto" else False
+    topology = check_choice(choice)
+    assert topology is not None
+    return topology.num_nodes < topology.world_size
+
+
 def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
     """Return the topology of the world; None where it is to be flat.
 

@@ -52,7 +52,6 @@ BELOW: dict[str, set[str]] = {
     "strategies": {"errors", "arguments", "namespaces", "ops", "when", "what", "where", "engine"},
     "callbacks": {"errors", "arguments", "namespaces", "when", "what", "where", "engine", "strategies"},
     "zoo": set(),
-    "planner": {"errors", "when", "what", "where"},
     "lab": {"errors", "where"},
     "demo": {"callbacks", "lab", "strategies", "zoo"},
 }
@@ -66,7 +65,6 @@ FOREIGN: dict[str, set[str]] = {
     "what": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
     "where": {"lightning"},
     "engine": {"lightning"},
-    "planner": {"lightning", "torch.distributed"},
 }
 
 
@@ -104,7 +102,8 @@ def is_under(name: str, package: str) -> bool:
 
 
 def test_every_folder_has_its_place() -> None:
-    assert {layer_of(module) for module in MODULES} - {"__init__", "cli"} <= set(BELOW)
+    assert {layer_of(module) for module in MODULES} - {"__init__", "cli"} == set(BELOW)
+    assert set(FOREIGN) <= set(BELOW)
     assert set(BELOW) >= {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
     assert len(MODULES) > 15  # the tests below do look at something
 
@@ -130,6 +129,14 @@ def test_callbacks_do_not_import_each_other() -> None:
         if layer_of(module) == "callbacks":
             siblings = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.callbacks")]
             assert [name for name in siblings if not is_under(name, f"{PACKAGE}.callbacks.epochs")] == [], module
+
+
+def test_callbacks_do_not_import_the_insides_of_strategies() -> None:
+    inside = {module.stem for module in MODULES if layer_of(module) == "strategies"}
+    for module in MODULES:
+        if layer_of(module) == "callbacks":
+            names = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.strategies")]
+            assert not inside & {name.split(".")[2] for name in names}, module
 
 
 def test_only_the_command_line_imports_hydra() -> None:
@@ -304,11 +311,11 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "exclude": ("*.bias",),
         "selection": "exact",
         "value_dtype": "float16",
-        "exchange": "dense",
+        "exchange": "all_gather",
         "dense_dtype": "bfloat16",
         "overlap": True,
         "correction": "error_feedback",
-        "topology": 2,
+        "topology": 1,
     }
     for_auto = {"sparsity": "auto", "budget": 0.5, "pretrained": True}
     assert {*given, *for_auto} == set(knobs_of(DGCStrategy))

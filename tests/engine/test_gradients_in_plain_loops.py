@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, Narrow, NonFiniteGradientError
+from lightning_lowbw import (
+    DGC,
+    ConfigurationError,
+    EveryStep,
+    Hierarchical,
+    LocalSGD,
+    Method,
+    Narrow,
+    NonFiniteGradientError,
+    TopK,
+    Where,
+)
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
@@ -40,6 +51,45 @@ SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar")
 METHOD = DENSE_THEN_SPARSE.replace(min_numel=18)  # the vector and the scalar are sent dense
 INT8 = Method(what=Narrow(value_dtype="int8"))
 CLIP = 0.5
+
+
+# Half types between nodes ---------------------------------------------------------------------------------------------
+
+
+def train_in_bfloat16(nodes: Nodes) -> dict[str, Any]:
+    """Weights at the end, those by hand, and the bytes between nodes of each step."""
+    rank, num_ranks, found = dist.get_rank(), dist.get_world_size(), {}
+    for name, method in {
+        "hierarchical": Hierarchical(inter_dtype="bfloat16", topology=nodes),
+        "warm-up": Method(
+            when=EveryStep(2), what=TopK(min_numel=1), where=Where(topology=nodes, inter_dtype="bfloat16")
+        ),
+        "float32": Hierarchical(topology=nodes),
+    }.items():
+        parameters = make_parameters({"matrix": AWKWARD["matrix"]})
+        weight, expected = parameters["matrix"], make_weight("matrix", AWKWARD["matrix"])
+        worker, sent = method.attach(SGD([weight], lr=0.5), parameters.items()), [0]
+        for step in range(2):
+            step_alone(worker, parameters, step)  # type: ignore[arg-type]
+            weight.grad = None
+            sent.append(worker.peers.ledger.inter_bytes)
+            own = [(coefficients("matrix", expected, each, step) + expected) * (1.0 / num_ranks) for each in range(4)]
+            parts = [sum(own[each] for each in node) for node in nodes]
+            if name != "float32":
+                parts = [part.bfloat16() for part in parts]  # type: ignore[union-attr]
+            expected = expected - 0.5 * (parts[0] + parts[1]).float()  # type: ignore[union-attr, operator]
+        found[name] = (weight.equal(expected) or float((weight - expected).abs().max()), sent[2] - sent[1], rank)
+    return found
+
+
+def test_half_types_between_nodes_are_sent_in_plain_loops_too() -> None:
+    """The control message beside them is exact, and has a message of its own."""
+    numel = 600 // 2  # of a rank's part, sent to one other node
+    for found in run_ranks(train_in_bfloat16, 4, NODES["blocks"]):
+        assert found["float32"][0] is True
+        assert found["hierarchical"][:2] == found["warm-up"][:2]
+        assert found["hierarchical"][0] is True
+        assert found["float32"][1] - found["hierarchical"][1] == 2 * numel
 
 
 # One step in each of its forms ----------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_lowbw import (
     ConfigurationError,
     EveryK,
     EveryStep,
+    Hierarchical,
     LocalSGD,
     Method,
     Narrow,
@@ -29,6 +32,7 @@ from lightning_lowbw.engine.presets import PRESETS, preset
 from tests.ranks import run_ranks
 
 NODES = ((0, 1), (2, 3))
+BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
 VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, Narrow, TopK, Topology, Where, Whole)}
 METHODS = {
     "ddp": Method(),
@@ -107,6 +111,23 @@ def test_replacing_knobs() -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        {"where": BFLOAT16},
+        {"where": Where(topology="auto", algorithm="leader")},
+        {"when": EveryK(), "where": Where(topology=NODES, algorithm="leader")},
+        {"what": TopK(), "when": EveryStep(rampup_begin_step=1), "where": BFLOAT16},
+        {"what": TopK(), "when": EveryStep(sparsity="auto"), "where": BFLOAT16},  # begins dense, and may stay so
+        {"what": TopK(exchange="dense"), "where": 1},
+        {"what": TopK(exchange="dense"), "where": "auto"},  # only the world tells
+        {"what": TopK(), "where": Where(algorithm="sharded")},
+    ],
+)
+def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
+    assert Method(**Method(**arguments).describe()) == Method(**arguments)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"what": Narrow(), "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Narrow\(.*what=TopK\(\)"),
@@ -124,6 +145,37 @@ def test_replacing_knobs() -> None:
         ({"what": TopK(dense_dtype="int8"), "when": EveryK()}, r"dense_dtype='int8' every k steps"),
         ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
         ({"what": TopK(keep_momentum=True), "when": EveryK()}, r"keep_momentum=True every k steps"),
+        ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
+        ({"where": Where(topology=1, inter_dtype="float16")}, r"inter_dtype='float16' with topology=1"),
+        ({"where": Where(algorithm="leader")}, r"algorithm='leader' with topology='flat'"),
+        ({"where": Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
+        (
+            {"when": EveryK(), "where": BFLOAT16},
+            r"inter_dtype='bfloat16' every k steps.*Narrow\(value_dtype='bfloat16'\)",
+        ),
+        (
+            {"what": Narrow(), "where": BFLOAT16},
+            r"inter_dtype='bfloat16' with Narrow\(.*from step 0: .*rampup_begin_step > 0",
+        ),
+        ({"what": TopK(), "where": BFLOAT16}, r"inter_dtype='bfloat16' with TopK\(.*from step 0"),
+        *(
+            (
+                {"what": what, "when": when, "where": Where(topology="auto", algorithm="leader")},
+                "'leader' with .*'sharded'",
+            )
+            for what in (Narrow(), TopK())
+            for when in (EveryStep(), EveryK())
+        ),
+        (
+            {"what": TopK(exchange="dense"), "where": 2},
+            r"exchange='dense' on two levels: allowed there is 'auto' or 'all",
+        ),
+        ({"what": TopK(exchange="reduce_scatter"), "where": NODES}, r"exchange='reduce_scatter' on two levels"),
+        ({"what": TopK(), "when": EveryStep(overlap=True), "where": 2}, r"overlap=True on two levels: .* False"),
+        (
+            {"what": {"payload": "top_k", "exchange": "dense", "value_dtype": "int4"}},
+            r"value_dtype='int4' with exchange='dense'",
+        ),
         ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
         ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, narrow, top_k"),
         ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),
@@ -175,6 +227,21 @@ def test_a_process_group_and_a_topology_exclude_each_other() -> None:
             topology=NODES,
             process_group=object(),  # type: ignore[arg-type]
         )
+
+
+def attach_on_nodes_of_one_rank() -> list[str]:
+    os.environ["GROUP_RANK"] = str(dist.get_rank())  # as torchrun says it
+    weight = torch.nn.Parameter(torch.ones(8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Hierarchical(inter_dtype="bfloat16").attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
+    return [str(each.message) for each in caught]
+
+
+def test_half_types_between_nodes_that_are_ranks_are_not_ignored_silently() -> None:
+    (warning,), others = run_ranks(attach_on_nodes_of_one_rank, 2)
+    assert "inter_dtype='bfloat16' has no effect" in warning
+    assert others == []
 
 
 def attach_what_differs() -> list[str]:

@@ -13,6 +13,7 @@ from torch.optim import SGD
 from lightning_lowbw import DGC, ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.peers import make_peers
 from tests.engine.problem import AWKWARD, NODES, backward, each, make_parameters, message_of
 from tests.ranks import run_ranks
 
@@ -128,8 +129,8 @@ def test_what_needs_the_gradients_after_they_are_sent_is_refused() -> None:
 
 def attach_on_two_levels(choices: dict[str, Any]) -> str | None:
     parameters = make_parameters({"large": (60, 50)})
-    method, sgd = DGC(topology=NODES["blocks"], **choices), SGD(parameters.values(), lr=0.05)
-    return message_of(lambda: method.attach(sgd, parameters.items()), ConfigurationError)
+    sgd, peers = SGD(parameters.values(), lr=0.05), make_peers(NODES["blocks"])  # as "auto" may find them
+    return message_of(lambda: DGC(**choices).make_worker(sgd, parameters.items(), peers), ConfigurationError)
 
 
 def test_what_two_levels_do_not_have_is_refused() -> None:

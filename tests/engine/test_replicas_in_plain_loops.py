@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
+import logging
+import sys
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw import DGC, ConfigurationError, LocalSGD
 from lightning_lowbw.engine.method import Method
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import AWKWARD, NODES, Nodes, backward
+from tests.engine.problem import AWKWARD, NODES, Nodes, backward, each, message_of
 from tests.engine.replica_problem import attach, loss_of, run_each
 from tests.ranks import run_ranks
 
@@ -190,3 +195,76 @@ def test_parameters_without_names_are_refused(method: Method) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match=r"model.named_parameters\(\)"):
         method.attach(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters())  # type: ignore[arg-type]
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def end_with(num_steps: int, end: str) -> list[str]:
+    """Train, end the loop in a way, and let the worker be forgotten; return what is said then."""
+    said, logger = Said(), logging.getLogger(LOGGER)
+    worker, parameters = attach(LocalSGD(k_steps=2, begin_step=0), shapes={"a": (5,)})
+    for step in range(num_steps):
+        take_step(worker, parameters, step, "plain")
+    if end == "consensus":
+        with worker.consensus():
+            pass
+    elif end == "raise":
+        sys.last_type = RuntimeError  # as Python does for an exception that ends it
+    elif end:
+        getattr(worker, end)()
+    logger.addHandler(said)
+    del worker, parameters
+    gc.collect()
+    logger.removeHandler(said)
+    vars(sys).pop("last_type", None)
+    return said.messages
+
+
+def test_a_loop_that_leaves_replicas_apart_says_so() -> None:
+    apart, quiet = [(3, ""), (3, "consensus")], [(3, "finish"), (3, "state_dict"), (3, "raise"), (4, "")]
+    first, second = run_ranks(each, 2, end_with, [*apart, *quiet])
+    assert [len(said) for said in first] == [1, 1, 0, 0, 0, 0]
+    assert "ended after step 3, between two averages" in first[0][0]
+    assert "worker.finish()" in first[0][0]
+    assert not any(second)  # said once
+
+
+class Wrapped(DistributedDataParallel):
+    """As Horovod's and other libraries' are."""
+
+
+def attach_to_a_wrapped_model(kind: str) -> list[str | None]:
+    """What is said at once, after a wrapper that comes later, of one that is gone, of one of other ranks."""
+    methods = [DGC(), LocalSGD(k_steps=2, begin_step=0)]
+    said: list[str | None] = []
+    for method in methods:
+        model = torch.nn.Linear(3, 2)
+        wrapped: Any = {"ddp": DistributedDataParallel, "subclass": Wrapped}[kind](model)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        attaching = partial(method.attach, sgd, model.named_parameters())
+        said.append(message_of(attaching, ConfigurationError))
+        wrapped.itself = wrapped
+        del wrapped
+        attaching()
+        wrapped = DistributedDataParallel(model)
+        wrapped(torch.ones(1, 3)).sum().backward()
+        said.append(message_of(sgd.step, ConfigurationError))
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=own)
+    DGC().attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped.named_parameters())
+    return said
+
+
+@pytest.mark.parametrize("kind", ["ddp", "subclass"])
+def test_a_model_in_ddp_is_refused(kind: str) -> None:
+    for said in run_ranks(attach_to_a_wrapped_model, 2, kind):
+        assert all("this would train as DDP" in (message or "") for message in said)

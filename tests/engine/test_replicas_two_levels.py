@@ -150,18 +150,15 @@ def attach_to(nodes: Nodes, method: Method) -> str:
 
 def test_what_needs_parts_says_so_and_a_period_inside_nodes_needs_nodes() -> None:
     narrow, sparse = LocalSGD(value_dtype="bfloat16"), LocalSGD(compression={})
-    leader = [Method(when=each.when, what=each.what, where={"algorithm": "leader"}) for each in (narrow, sparse)]  # type: ignore[arg-type]
     unequal: Nodes = ((0, 1, 2), (3,))
     calls = {
-        "narrow, leader": partial(attach_to, NODES["blocks"], leader[0]),
-        "sparse, leader": partial(attach_to, NODES["blocks"], leader[1]),
         "narrow, unequal": partial(attach_to, unequal, narrow),
         "sparse, unequal": partial(attach_to, unequal, sparse),
         "whole, unequal": partial(attach_to, unequal, LocalSGD()),
         "no nodes": partial(attach_to, (), LocalSGD(node_k_steps=2)),
     }
     results = run_each(4, calls)
-    words = ["Take algorithm='sharded'"] * 2 + ["node 1 has 1 (3)"] * 2 + ["", "node_k_steps=2"]
+    words = ["node 1 has 1 (3)"] * 2 + ["", "node_k_steps=2"]
     for (case, messages), word in zip(results.items(), words, strict=True):
         assert all(word in message and bool(message) == bool(word) for message in messages), case
 

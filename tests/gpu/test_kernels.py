@@ -12,7 +12,7 @@ from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.table import Workspace
 from tests.ops import kernel_cases
 from tests.ops.bits import equal_bits
-from tests.ops.kernel_cases import FLOAT32, LARGE, WIRE_DTYPES, check, make, redraw, state
+from tests.ops.kernel_cases import FLOAT32, LARGE, WIRE_DTYPES, check, make, missed, redraw, state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ def test_many_blocks_at_once(value_dtype: torch.dtype) -> None:
         check(segments, workspace, value_dtype)
         gpu.compress_many_(twins, value_dtype=value_dtype, masking=True, workspace=other)
         assert all(equal_bits(a, b) for a, b in zip(state(segments), state(twins), strict=True))
-    assert workspace.missed() == []
+    assert missed(workspace) == []
 
 
 def test_no_wait_for_the_device() -> None:
@@ -54,5 +54,5 @@ def test_no_wait_for_the_device() -> None:
             gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert workspace.missed() == []
+    assert missed(workspace) == []
     assert not [warning for warning in caught if "synchroniz" in str(warning.message)]

@@ -41,13 +41,19 @@ from lightning_lowbw import (
                 rampup_step=1500,
                 sparsity=[0.75, 0.999],
                 value_dtype="int8",
-                exchange="dense",
+                exchange="reduce_scatter",
                 overlap=True,
                 correction="error_feedback",
                 bucket_cap_mb=5,
             ),
             "DGCStrategy(every step, the 25 %, later 0.1 % largest elements of each tensor as int8, from step 500 over "
-            "1500 steps, by dense, sent during backward, with error_feedback; topology='flat', bucket_cap_mb=5)",
+            "1500 steps, by reduce_scatter, sent during backward, with error_feedback; topology='flat', "
+            "bucket_cap_mb=5)",
+        ),
+        (
+            DGCStrategy(sparsity=[0.9], exchange="dense"),
+            "DGCStrategy(every step, the 10 % largest elements of each tensor as float32, from step 0, by dense; "
+            "topology='flat')",
         ),
         (
             LocalSGDStrategy(),

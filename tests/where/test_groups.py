@@ -10,7 +10,10 @@ import torch.distributed as dist
 
 from lightning_lowbw.where import roll_call
 from lightning_lowbw.where.groups import group_of
+from lightning_lowbw.where.node_mesh import NAMES, make_node_mesh
 from lightning_lowbw.where.roll_call import RollCall, _server
+from lightning_lowbw.where.topology import Topology
+from tests.ranks import run_ranks
 
 
 def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
@@ -42,6 +45,24 @@ def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
     finally:
         dist.destroy_process_group()
     assert timeouts == [7, 3]
+
+
+def timeouts_of_a_mesh(tensor_parallel_size: int) -> tuple[list[float], list[list[int]]]:
+    """Return the timeouts of the groups inside this rank's node, and their ranks."""
+    nodes = Topology(((0, 1), (2, 3)))
+    mesh = make_node_mesh(nodes, dist.get_rank(), "cpu", tensor_parallel_size, timedelta(seconds=7)).mesh
+    groups = [mesh.get_group(name) for name in NAMES]
+    of_slice = mesh["data_parallel"].get_group()  # what FSDP takes
+    timeouts = [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in (*groups, of_slice)]
+    return timeouts, [dist.get_process_group_ranks(each) for each in groups]
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_so_have_those_inside_a_node_of_shards(tensor_parallel_size: int) -> None:
+    for rank, (timeouts, ranks) in enumerate(run_ranks(timeouts_of_a_mesh, 4, tensor_parallel_size)):
+        assert timeouts == [7, 7, 7]
+        node = [0, 1] if rank < 2 else [2, 3]
+        assert ranks == ([node, [rank]] if tensor_parallel_size == 1 else [[rank], node])
 
 
 def test_a_store_that_does_not_take_them_in_time_does_not_end_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,10 @@ def message_of(rank: int, nbytes: int, call: int = 0) -> Tensor:
     return (torch.arange(nbytes) * 7 + 31 * rank + 101 * call).to(torch.uint8)
 
 
+def gather(peers: Peers, message: Tensor) -> Tensor:
+    return peers.begin_gather(message).wait()
+
+
 def is_flat(nodes: Any) -> bool:
     return all(len(node) == 1 for node in nodes)
 
@@ -109,7 +113,7 @@ def sums_in_the_node(peers: Peers, nodes: Any) -> None:
 
 def gathers_messages(peers: Peers, nodes: Any) -> None:
     for nbytes in (0, 1, 5, 260):
-        gathered = peers.gather(message_of(peers.rank, nbytes))
+        gathered = gather(peers, message_of(peers.rank, nbytes))
         assert gathered.dtype == torch.uint8
         assert gathered.equal(expected_messages(nodes, nbytes))
 
@@ -189,7 +193,7 @@ def counts_bytes_by_the_formulas(peers: Peers, nodes: Any) -> None:
         expect(in_node, inexact, lambda: peers.begin_all_reduce_(tensor, exact=False).wait())
     expect(all_reduce_bytes(4004, local), 0, lambda: peers.begin_all_reduce_in_node_(tensor).wait())
     between = all_gather_bytes(77, senders)
-    expect(all_gather_bytes(senders * 77, local), between, lambda: peers.gather(message))
+    expect(all_gather_bytes(senders * 77, local), between, lambda: gather(peers, message))
     expect(reduce_scatter_bytes(part * local, local), 0, lambda: peers.reduce_scatter_in_node(tensor))
     expect(all_gather_bytes(part, local), 0, lambda: peers.gather_parts_in_node(tensor[: part // 4], 1001))
 
@@ -200,7 +204,7 @@ def is_known_to_the_audit(peers: Peers, nodes: Any) -> None:
     audit.install(ignoring=peers.groups)
     try:
         audit.begin()
-        peers.gather(message_of(peers.rank, 8))
+        gather(peers, message_of(peers.rank, 8))
         peers.begin_all_reduce_(torch.ones(4)).wait()
         peers.reduce_scatter_in_node(torch.ones(4))
         if is_flat(nodes):
@@ -288,7 +292,7 @@ def test_one_rank_alone() -> None:
         peers.all_reduce_(vector)
         peers.broadcast_(vector)
         assert vector.equal(torch.arange(5.0))
-        assert peers.gather(message).tolist() == [[[0, 1, 2, 3, 4]]]
+        assert gather(peers, message).tolist() == [[[0, 1, 2, 3, 4]]]
         assert peers.reduce_scatter_in_node(vector).equal(vector)
         assert peers.gather_parts_in_node(vector, 5).equal(vector)
         assert peers.part(5) == slice(0, 5)
@@ -326,7 +330,7 @@ def be_refused() -> dict[str, str]:
         for needs_parts in (
             peers.check_parts,
             lambda peers=peers: peers.between,
-            lambda peers=peers: peers.gather(message_of(0, 4)),
+            lambda peers=peers: gather(peers, message_of(0, 4)),
         ):
             with pytest.raises(ConfigurationError) as caught_parts:
                 needs_parts()
@@ -335,7 +339,7 @@ def be_refused() -> dict[str, str]:
         peers = make_peers("flat", pair)
         assert isinstance(peers, FlatPeers)
         assert (peers.num_ranks, peers.rank, peers.group) == (2, rank, pair)
-        assert peers.gather(message_of(rank, 3)).equal(torch.stack([message_of(r, 3) for r in range(2)])[None])
+        assert gather(peers, message_of(rank, 3)).equal(torch.stack([message_of(r, 3) for r in range(2)])[None])
     assert isinstance(make_peers(1), FlatPeers)  # a node for each rank
     assert isinstance(make_peers(2, dist.group.WORLD), NodePeers)
     (found,) = {make_peers("auto").topology}

@@ -1,0 +1,66 @@
+"""Kernels are used by all ranks or by none: where one rank's fail, all are told, and rank 0 says so once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.ops import compiler, cpu, dispatch
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+REASON = "The kernels of numba do not work on cpu: OSError: no compiler."
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, list[str], bool]:
+    """Return what is returned, what is logged, and whether plain torch is used from then on."""
+    rank, said, logger = dist.get_rank(), Said(), logging.getLogger(LOGGER)
+    faults, of_rank = compiler._faults, dispatch.prepare
+    groups = [dist.new_group(list(range(first, 4, num_groups))) for first in range(num_groups)]
+    compiler._faults = []
+    dispatch.prepare = lambda device: REASON if rank in failing else None
+    logger.addHandler(said)
+    try:
+        sentence = prepare_kernels(CPU, None if num_groups == 1 else groups[rank % num_groups])
+        return sentence, said.messages, dispatch.kernels_for(torch.zeros(8)) is cpu
+    finally:
+        logger.removeHandler(said)
+        compiler._faults, dispatch.prepare = faults, of_rank
+
+
+def test_kernels_that_fail_on_one_rank_are_used_by_none() -> None:
+    results = run_ranks(prepare, 4, (2, 3))
+    sentence = f"All ranks compress in plain torch, which is slower. rank 2: {REASON}"
+    assert [said for _, said, _ in results] == [[sentence], [], [], []]
+    assert all(returned == sentence and is_plain for returned, _, is_plain in results)
+
+
+def test_kernels_that_work_on_all_ranks_are_used_by_all() -> None:
+    for returned, said, is_plain in run_ranks(prepare, 4, ()):
+        assert (returned, said) == (None, [])
+        assert is_plain != compiler.is_installed()
+
+
+def test_ranks_of_another_group_are_not_asked() -> None:
+    """The groups are 0, 2 and 1, 3; the numbers are those in the group."""
+    results = run_ranks(prepare, 4, (3,), 2)
+    assert [bool(said) for _, said, _ in results] == [False, True, False, False]
+    assert ["" if returned is None else returned[-len(REASON) - 8 :] for returned, _, _ in results] == [
+        "",
+        f"rank 1: {REASON}",
+    ] * 2
