@@ -28,7 +28,7 @@ CELLS: list[Cell] = [
     ("regression", "SGD", 1e-1, None),
     ("regression", "Adam", 1e-2, CLIP),
     ("regression", "Adam", 1e-1, None),
-    ("digits", "Adam", 1e-2, CLIP),
+    ("digits by heart", "Adam", 1e-2, CLIP),
 ]
 
 
