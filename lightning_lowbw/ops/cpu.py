@@ -15,7 +15,7 @@ from lightning_lowbw.ops.reference import Segment, sample_accumulated, take_out_
 
 __all__ = ["MIN_PER_CANDIDATE", "accumulate_", "narrow", "reach", "sample_accumulated", "take_out_", "top_k"]
 
-CHUNK = 1 << 18  # elements; what belongs to a chunk stays in the cache, and is large beside the cost of a call
+CHUNK = 1 << 18  # elements; a chunk stays in the cache, and takes much longer than a call
 ROW = 64  # elements; at two candidates in a thousand one row in eight has any
 
 
@@ -45,8 +45,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 def _reach_after(prepare: Callable[[slice], None], values: Tensor, threshold: float, most: int) -> Tensor | None:
     """Prepare the values chunk by chunk, and return where they reach a threshold.
 
-    Rows are compared by their largest magnitude, and looked at again only where it reaches. At or below 0 nothing is
-    compared.
+    Rows are compared by their largest magnitude, and searched only if it reaches the threshold. At or below 0 nothing
+    is compared.
     """
     end = values.numel() // ROW * ROW
     magnitudes = torch.empty((CHUNK // ROW, ROW), dtype=values.dtype)
