@@ -60,7 +60,7 @@ def disable(reason: str) -> None:
     _faults.append(reason)
 
 
-@cache  # each step asks
+@cache  # called in each step
 def _is_supported(device: torch.device) -> bool:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False

@@ -62,7 +62,7 @@ class Checkpoints:
         return self._strategy.method.kind
 
     def begin_fit(self) -> None:
-        """Give the fit an identity, by which the shards of a save are told from others.
+        """Give the fit an identity, which distinguishes the shards of its saves from others.
 
         Collective: all ranks.
         """

@@ -126,8 +126,8 @@ class Ends:
             )
         does = "finish" if self._can_finish else "stop when they average next"
         rank_zero_info(
-            f"{type(self._strategy).__name__}: the numbers of batches are unknown, so ranks tell each other who is at "
-            f"the end before they average; those with more {does}."
+            f"{type(self._strategy).__name__}: the numbers of batches are unknown, so before each average "
+            f"ranks exchange which of them have ended; those with more {does}."
         )
 
     @property

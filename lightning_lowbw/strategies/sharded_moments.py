@@ -67,7 +67,7 @@ class ShardedMoments:
         if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
-    # What shards tell each other --------------------------------------------------------------------------------
+    # Messages between shards ------------------------------------------------------------------------------------
 
     def agree_in_node(self, worker: Worker) -> None:
         """Exchange requests, and faults of the gradients, with the other shards of the node.

@@ -106,7 +106,7 @@ def _check_count(found: int, expected: int) -> None:
 
 
 def _check_range(outside: int) -> None:
-    if outside:  # what uses them need not look: compiled passes write where they are told
+    if outside:  # checked here, because compiled passes write without a check
         raise ValueError(f"A damaged message: {outside} of its positions lie outside their tensors.")
 
 

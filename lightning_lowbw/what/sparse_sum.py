@@ -357,7 +357,7 @@ def _smallest(values: Tensor, count: int) -> Tensor:
 
 
 def _check(damaged: Tensor) -> None:
-    if damaged:  # what uses the positions need not look: compiled passes write where they are told
+    if damaged:  # checked here, because compiled passes write without a check
         raise ValueError("A damaged message: positions that are outside of their owner's part, or not ascending.")
 
 

@@ -142,7 +142,7 @@ class Collectives:
         return Reduction(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce a flat tensor over the ranks, in place; the sum unless told otherwise.
+        """Reduce a flat tensor over the ranks, in place; by default the sum.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
         """

@@ -137,7 +137,7 @@ class Peers(Protocol):
         ...
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce a flat tensor over all ranks, in place; the sum unless told otherwise.
+        """Reduce a flat tensor over all ranks, in place; by default the sum.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
 
