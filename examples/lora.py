@@ -1,4 +1,4 @@
-"""Fine-tune adapters (LoRA) of a frozen language model over a slow link: only what trains is exchanged and saved.
+"""Fine-tune adapters (LoRA) of a frozen language model over a slow link: only they are exchanged and saved.
 
 The model has random weights, so nothing is downloaded. Besides this package: pip install transformers peft
 

@@ -1,4 +1,4 @@
-"""Train a transformer that is sharded inside each node, and compare what goes between nodes, and how long a step takes.
+"""Train a transformer that is sharded inside each node, and compare the traffic between nodes and the step times.
 
 Run it on two throttled nodes of two ranks each; afterwards a table:
 

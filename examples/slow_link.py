@@ -1,4 +1,4 @@
-"""See what a slow link costs: an ordinary Lightning script, to be run on the throttled nodes of the lab.
+"""Measure the step time on a slow link: an ordinary Lightning script, for the throttled nodes of the lab.
 
 .venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy ddp
 .venv/bin/lowbw-lab --nodes 2 --inter 100mbit -- .venv/bin/python examples/slow_link.py --strategy dgc

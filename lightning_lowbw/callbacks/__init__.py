@@ -1,1 +1,1 @@
-"""Lightning callbacks: what a strategy given by name cannot be told, and what it has to tell."""
+"""Lightning callbacks: schedules for strategies given by name, and a monitor of the traffic."""

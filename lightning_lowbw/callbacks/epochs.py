@@ -16,7 +16,7 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
     Args:
         trainer: in a fit.
         pl_module: the one that is fitted.
-        alternative: what to write to say it in steps, for the message.
+        alternative: how to give the same in steps, for the message.
 
     Raises:
         ConfigurationError: the number cannot be known.

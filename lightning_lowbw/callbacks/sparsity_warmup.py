@@ -19,7 +19,7 @@ from lightning_lowbw.when.every_step import AUTO, EveryStep
 
 @names_arguments
 class SparsityWarmup(Callback):
-    """Set when deep gradient compression begins, and over how long it becomes as sparse as wanted.
+    """Set when deep gradient compression begins, and over how many steps or epochs its sparsity increases.
 
     Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit, and override the
     strategy's own `rampup_begin_step`, `rampup_step` and `sparsity`. Give epochs or steps, not both.

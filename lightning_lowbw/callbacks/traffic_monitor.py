@@ -1,4 +1,4 @@
-"""What the exchange of gradients costs, to the logger and the progress bar."""
+"""Logs the traffic of the exchange, to the logger and the progress bar."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class TrafficMonitor(Callback):
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
     - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
-    - ``compression_ratio``: bytes that DDP would have sent since something was sent last / bytes sent; above 1 is
-      better; where something was sent. On two levels both are those between nodes, the slow network, and what they
-      are compared with is a dense exchange on two levels ("hierarchical")
+    - ``compression_ratio``: bytes that DDP would have sent since the last exchange / bytes sent; above 1 is better;
+      only if something was sent. On two levels both are bytes between nodes, compared with a dense exchange on two
+      levels ("hierarchical")
     - ``exposed_s``: seconds in which the step waited for an exchange
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 

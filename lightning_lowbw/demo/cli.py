@@ -3,7 +3,8 @@
     python -m lightning_lowbw.demo
 
 The nodes are those of the lab, at 1 Gb/s and at 100 Mb/s. Where the lab cannot be made, two processes train over the
-loopback interface, which shows accuracy and bytes, but not what a slow link costs. Takes less than three minutes on two
+loopback interface, which shows accuracy and bytes, but not the time on a slow link. Takes less than three minutes on
+two
 cores.
 """
 
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         "lowbw-demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("demo_results"), help="folder for the results")
-    parser.add_argument("--max-steps", type=int, default=-1, help="end each training after so many steps")
+    parser.add_argument("--max-steps", type=int, default=-1, help="end each training after this number of steps")
     parser.add_argument("--loopback", action="store_true", help="do not use the lab")
     parser.add_argument("--readme", type=Path, help="file whose marked block is replaced by the table")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The table and the plot of the demo: what was measured, and nothing typed by hand."""
+"""The table and the plot of the demo, made from the measurements only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of the demo: an ordinary Lightning script that trains on handwritten digits and writes what it saw.
+"""One rank of the demo: an ordinary Lightning script that trains on handwritten digits and writes its measurements.
 
 Its only lines for a slow network are in `TRAINER_ARGUMENTS`. It is started as torchrun starts a script.
 """
@@ -96,7 +96,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", required=True, choices=sorted(TRAINER_ARGUMENTS))
-    parser.add_argument("--max-steps", type=int, default=-1, help="end after so many steps")
+    parser.add_argument("--max-steps", type=int, default=-1, help="end after this number of steps")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the record")
     options = parser.parse_args()
     for name in ("lightning.pytorch", "lightning.fabric"):

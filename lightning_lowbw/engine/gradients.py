@@ -117,7 +117,7 @@ class GradientWorker(Worker):
         if isinstance(what, TopK):
             check_top_k(what, method.when, list(self._names.values()), peers)
 
-    # What the strategies ask ----------------------------------------------------------------------------------------
+    # Read by the strategies -----------------------------------------------------------------------------------------
 
     @property
     def when(self) -> EveryStep:

@@ -59,8 +59,8 @@ class ReplicaWorker(Worker):
         num_averages: averages done, each of a fragment.
         num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
-        num_finished: ranks that are out of data, as told by the last average.
-        is_over: whether a rank has come to the end of the training, as told by the last average.
+        num_finished: ranks that are out of data, by the last average.
+        is_over: whether a rank has come to the end of the training, by the last average.
         meet: called before ranks average, or apply a delayed average, if they must first agree on who does so; a rank
             that is out of data takes part by `idle` and `average_due`. None if all ranks always take part.
     """
@@ -99,7 +99,7 @@ class ReplicaWorker(Worker):
         self.fragments = make_fragments(self.parameters(), num_fragments, self.averaging.sent_bytes)
         self.consensus_view = Consensus(self)
 
-    # What the strategies ask ----------------------------------------------------------------------------------------
+    # Read by the strategies -----------------------------------------------------------------------------------------
 
     @property
     def when(self) -> EveryK:

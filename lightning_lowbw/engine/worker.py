@@ -284,7 +284,7 @@ class Worker:
         """Whether hooks of the optimizer's step may read its gradients."""
         return has_step_hooks(self.optimizer)
 
-    # What the ranks ask of each other -------------------------------------------------------------------------------
+    # Requests between ranks -----------------------------------------------------------------------------------------
 
     @property
     def requests(self) -> int:
@@ -297,7 +297,7 @@ class Worker:
         if self.save_agreed:
             self.save_requested = False
 
-    # What the strategies ask beside it ------------------------------------------------------------------------------
+    # Also called by the strategies ----------------------------------------------------------------------------------
 
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""

@@ -1,6 +1,6 @@
-"""Throttled nodes on one Linux machine: feel a slow link without a cluster.
+"""Throttled nodes on one Linux machine: test a slow link without a cluster.
 
-`network` makes them out of network namespaces, which `keeper` holds; `permission` says why they cannot be made;
+`network` makes them out of network namespaces, which `keeper` holds; `permission` explains why they cannot be made;
 `launcher` runs a script on them as torchrun would, `counters` reads the bytes in there, `cli` is `lowbw-lab`.
 """
 

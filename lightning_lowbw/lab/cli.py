@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="SECONDS:RATE",
         help="change all links during the run; may be given again",
     )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the run after so long")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the run after this time")
     parser.add_argument("--no-pin", action="store_true", help="do not divide the cores among the ranks")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as JSON too")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- command", help="the script, with arguments")

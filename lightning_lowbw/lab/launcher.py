@@ -27,13 +27,13 @@ TIMED_OUT = 124  # as the command `timeout` has it
 
 @dataclass(frozen=True)
 class Report:
-    """What a run cost.
+    """The result of a run.
 
     Attributes:
         seconds: from the start of the first rank to the end of the last.
         exit_status: of each rank; negative is a signal.
         traffic: of each node's interface, by the kernel.
-        failed: the ranks that failed of themselves; the others were ended because of it.
+        failed: the ranks that failed first; the others were ended because of it.
         timed_out: whether all were ended because the time was over.
     """
 
@@ -84,11 +84,11 @@ def launch(
     Args:
         network: entered already.
         command: the user's own, unchanged: it finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest.
-        ranks_per_node: ranks that share a node's link; among themselves they talk unthrottled.
+        ranks_per_node: ranks that share a node's link; traffic between them is not throttled.
         pin: divide the cores among the ranks; OMP_NUM_THREADS, unless it is set, becomes a rank's share.
         environment: added to that of this process.
         changes: (seconds after the start, rate in bit/s of all links).
-        timeout_s: all ranks are ended after so many seconds; the report says so.
+        timeout_s: all ranks are ended after this number of seconds; see `timed_out` in the report.
         output: where rank 0's output goes; by default to this process's own.
 
     Raises:

@@ -34,7 +34,7 @@ UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MIN_BURST_BYTES = 64 * 1024
 BURST_S = 0.4e-3
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-QUEUE_S = 0.1  # what waits longer is dropped, which TCP takes as the sign to slow down
+QUEUE_S = 0.1  # packets that wait longer are dropped, so that TCP slows down
 
 
 @dataclass(frozen=True)

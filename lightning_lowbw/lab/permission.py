@@ -1,4 +1,4 @@
-"""Whether the lab can be made here, and if not, what forbids it and what to type."""
+"""Whether the lab can be made here, and if not, the reason and the command that helps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_requirements() -> None:
 
 
 def explain_refusal(number: int, proc: Path = Path("/proc")) -> str:
-    """Return what forbids namespaces, and what to type.
+    """Return why namespaces are not allowed, and the command that helps.
 
     Args:
         number: the error that the kernel has given.

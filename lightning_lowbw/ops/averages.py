@@ -34,14 +34,15 @@ def add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A tensor, or a part of one, for which messages have come.
+    """A tensor, or a part of one, for which messages have been received.
 
     Args:
         out: where the mean goes: float32, flat, contiguous.
         group: row of the messages that are about it.
         first: its first element in each of these.
         count: its elements there.
-        weight: what is to be stepped by the mean, of as many elements: float32, flat, contiguous; None: nothing is.
+        weight: the weight to step by the mean, with the same number of elements: float32, flat, contiguous; None: no
+            step.
         rate: of the step.
     """
 
@@ -54,11 +55,12 @@ class Arrival:
 
 
 def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
-    """Average what all participants have sent for several tensors; see `scatter_mean_`. Or step weights by it.
+    """Average the elements that all participants have sent for several tensors; see `scatter_mean_`. Or step weights by
+    the mean.
 
     In place:
         `out` of all, which is overwritten. With a weight: the weight where anything has been sent,
-        ``w = w - rate mean``; `out` is room to add in, and left with anything in it.
+        ``w = w - rate mean``; `out` is a workspace, whose content is undefined afterwards.
 
     Args:
         arrivals: with weights or without, all alike.

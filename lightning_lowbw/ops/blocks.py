@@ -1,7 +1,7 @@
 """Vectors as integers with a scale per block of values, in plain torch: the specification of every faster twin.
 
 Source: a scale per small block as in Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep
-Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, for the error is fed back.
+Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, because the error is fed back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def largest_scale_bits(bits: int) -> int:
 
 
 def encode_(values: Tensor, bits: int, packed: Tensor) -> Tensor:
-    """Write vectors in few bits, and leave in their place what the rounding takes away.
+    """Write vectors in few bits, and replace them by their rounding errors.
 
     Of each block a scale is returned, its largest magnitude in units of the largest integer, rounded upwards to
     bfloat16; of each value the nearest integer in units of that scale is written. A value that is not finite in float32

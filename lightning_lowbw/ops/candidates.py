@@ -1,4 +1,4 @@
-"""The largest elements of a tensor: the specification of `compiled_selection`, and what runs where that cannot."""
+"""The largest elements of a tensor: the specification of `compiled_selection`, and the fallback."""
 
 from __future__ import annotations
 

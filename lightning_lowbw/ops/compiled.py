@@ -83,7 +83,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 def _kernel(
     has_buffer: bool, has_weight: bool, has_square: bool, has_largest: bool, nesterov: bool, has_fault: bool
 ) -> Callable[..., int]:
-    """Compile `_accumulate` for float32; what is not there has the type of None, and its branches are left out."""
+    """Compile `_accumulate` for float32; missing tensors have the type of None, and their branches are not compiled."""
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register(_multiply_add, fastmath={"contract"})
     register(_finite, _decay, _decay_ahead, _take_square, _correct, _largest, _collect)
@@ -119,7 +119,7 @@ def _multiply_add(a: float, b: float, c: float) -> float:
 
 
 def _finite(gradient, clean, fault):  # type: ignore[no-untyped-def]
-    """Copy a gradient, with zeros for what is not finite."""
+    """Copy a gradient, with zeros for inf and NaN."""
     for i in range(gradient.size):
         is_finite = abs(gradient[i]) < np.inf
         clean[i] = gradient[i] if is_finite else np.float32(0)
@@ -138,7 +138,7 @@ def _decay_ahead(decayed, v, less, size):  # type: ignore[no-untyped-def]
 
 
 def _take_square(g, square, largest, adam, s, size):  # type: ignore[no-untyped-def]
-    """Bring Adam's second moment up to date; write what the velocity is divided by."""
+    """Update Adam's second moment; write the divisor of the velocity."""
     beta2, share, slope, least = adam
     for i in range(size):
         square[i] = _multiply_add(share * g[i], g[i], beta2 * square[i])

@@ -17,7 +17,7 @@ __all__ = ["average_many_"]
 
 
 def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
-    """Average what all participants have sent for several tensors; see `averages.average_many_`. For the CPU."""
+    """Average the elements of all participants for several tensors; see `averages.average_many_`. For the CPU."""
     positions, values = positions.contiguous(), values.contiguous()
     for arrival in arrivals:
         where = positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.count

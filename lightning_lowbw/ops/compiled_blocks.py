@@ -16,7 +16,7 @@ __all__ = ["decode", "encode_"]
 
 
 def encode_(values: Tensor, bits: int, packed: Tensor) -> Tensor:
-    """Write vectors in few bits, and leave in their place what the rounding takes away; see `blocks.encode_`.
+    """Write vectors in few bits, and replace them by their rounding errors; see `blocks.encode_`.
 
     For contiguous float32 and contiguous bytes.
     """

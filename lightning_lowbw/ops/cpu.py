@@ -24,7 +24,7 @@ __all__ = [
     "top_k_of_chunks",
 ]
 
-CHUNK = 1 << 18  # elements; what belongs to a chunk stays in the cache, and is large beside the cost of a call
+CHUNK = 1 << 18  # elements; a chunk stays in the cache, and takes much longer than a call
 ROW = 64  # elements; at two candidates in a thousand one row in eight has any
 
 
@@ -54,8 +54,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 def _reach_after(prepare: Callable[[slice], None], values: Tensor, threshold: float, most: int) -> Tensor | None:
     """Prepare the values chunk by chunk, and return where they reach a threshold.
 
-    Rows are compared by their largest magnitude, and looked at again only where it reaches. At or below 0 nothing is
-    compared.
+    Rows are compared by their largest magnitude, and searched only if it reaches the threshold. At or below 0 nothing
+    is compared.
     """
     end = values.numel() // ROW * ROW
     magnitudes = torch.empty((CHUNK // ROW, ROW), dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""Which twin of `reference` runs: the fastest that there is for a device and dtype, and works there."""
+"""Chooses the twin of `reference` that runs: the fastest that works for a device and dtype."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def blocks_for(packed: Tensor, values: Tensor | None = None) -> ModuleType:
 def prepare(device: torch.device) -> str | None:
     """Compile and run on a tiny problem each kernel that a device would use, before the training needs it.
 
-    Triton takes a C compiler on every node, even to start a kernel. A node that has none finds out at its first sparse
-    step, hours after the start, and the other nodes wait for it. So call this on all ranks at the start; if any has a
-    reason, all call `disable`, or they round differently.
+    Triton needs a C compiler on every node, even to start a kernel. Without this check a node that has none would fail
+    at its first sparse step, hours after the start, and the other nodes would wait for it. So call this on all ranks at
+    the start; if any rank returns a reason, all must call `disable`, because the kernels round differently.
 
     Takes seconds for the first time; what has been compiled is kept.
 
     Returns:
-        None where the kernels work, or where there are none to use; else one sentence with the reason.
+        None if the kernels work, or there are none; else one sentence with the reason.
     """
     if gpu.is_available(device):
         name, run = "Triton", _run_triton
@@ -92,7 +92,7 @@ def disable(device: torch.device, reason: str) -> None:
 
 
 def _run_numba(device: torch.device) -> None:
-    """Raise if the compiled pass does not do what its specification does."""
+    """Raise if the compiled pass differs from its specification."""
     (segment, _), (twin, _) = _tiny_segments(device, torch.float32), _tiny_segments(device, torch.float32)
     found, expected = compiled.accumulate_(segment, 1.0), reference.accumulate_(twin, 1.0)
     assert found is not None
@@ -149,7 +149,7 @@ def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:
 
 
 def _run_triton(device: torch.device) -> None:
-    """Raise if the Triton kernels do not do what their specification does; waits for the device."""
+    """Raise if the Triton kernels differ from their specification; waits for the device."""
     for dtype in (torch.float32, torch.bfloat16):
         segments, twins = _tiny_segments(device, dtype), _tiny_segments(device, dtype)
         workspace = gpu.Workspace()

@@ -3,8 +3,8 @@
 `compress_many_`, whatever the number of tensors: correct and collect candidates (one launch per `Kind`), order them,
 find the k-th magnitudes digit by digit, take. Thresholds and counts stay on the device; the host never waits. All
 tensors are passed over once: gradient read, velocity and residual read and written, 20 bytes per element of float32,
-24 with weight decay, 28 with Adam's second moment. Where a threshold does not fit, the same kernels look through all
-of the tensor instead of its candidates, five times 4 bytes per element more.
+24 with weight decay, 28 with Adam's second moment. If a threshold does not fit, the same kernels search the whole
+tensor instead of its candidates, which reads five times 4 bytes per element more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "unpack",
 ]
 
-SELECT_BLOCK = BLOCK  # elements that a program of the selection looks at at a time; `table` has room for no more
+SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
 PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
@@ -60,7 +60,7 @@ def disable(reason: str) -> None:
     _faults.append(reason)
 
 
-@cache  # each step asks
+@cache  # called in each step
 def _is_supported(device: torch.device) -> bool:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
@@ -77,9 +77,9 @@ def compress_many_(
     """Correct, select and take all tensors at once; see `reference.compress_many_`.
 
     The same elements as the reference selects. A threshold, `workspace.thresholds`, finds the candidates in the pass
-    that corrects; it aims at twice k of them and is steered by their exact number and the k-th magnitude. Where they
-    are too few or too many, all of the tensor is looked through. Tensors of which more than about a fiftieth is sent
-    always are, for the room for candidates is bounded (`table.MOST_ROOM`).
+    that corrects; it aims at twice k of them and is steered by their exact number and the k-th magnitude. If they are
+    too few or too many, the whole tensor is searched. Tensors with a density above about a fiftieth are always
+    searched, because the room for candidates is bounded (`table.MOST_ROOM`).
 
     In place:
         the residuals, momentum buffers, second moments and faults; `workspace`.
@@ -181,7 +181,7 @@ def pack(
     """Write positions and values into a message: one launch. Twin of `what.positions.pack`.
 
     In place:
-        the front of `message`; `sent`, unless it is written; the residuals, to which is added what is rounded away.
+        the front of `message`; `sent`, unless it is written; the residuals, to which rounding errors are added.
 
     Args:
         positions: int64, shape (elements,); see `what.positions.pack`.
@@ -216,7 +216,7 @@ def unpack(
 ) -> tuple[Tensor, Tensor]:
     """Read positions, and values of a float format, of several messages: one launch. Twin of `what.positions.unpack`.
 
-    Where its twin raises, all positions are inside of their tensors all the same, for what comes next writes there.
+    If its twin raises an error, positions are still clamped into their tensors, because the next kernel writes there.
 
     In place:
         `damaged`: becomes True where a message holds another number of positions, or one outside its tensor.
@@ -249,10 +249,11 @@ def unpack(
 
 
 def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
-    """Average what all participants have sent for several tensors, or step weights by it: one launch.
+    """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
+    launch.
 
-    See `averages.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well, for its atomic
-    adds never meet; but it takes launches per participant and tensor.
+    See `averages.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well here, because its
+    atomic adds never collide; but it needs launches per participant and tensor.
 
     Raises:
         ValueError: a tensor is not float32, flat and contiguous.

@@ -1,4 +1,4 @@
-"""The order in which the elements of a parameter are numbered: that in which they lie in memory.
+"""The order of a parameter's elements: their order in memory.
 
 So a pass over a channels_last or transposed parameter, its gradient and its optimizer state needs no copy of them. All
 ranks must have it laid out alike; DDP compares the strides when it starts.

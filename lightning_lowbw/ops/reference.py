@@ -133,14 +133,14 @@ class Segment:
         chunk: the largest are sought among so many consecutive elements; None: in the whole tensor.
         k_last: with a chunk, the elements to send of the rest behind the last whole one.
         momentum: m, in [0, 1).
-        nesterov: whether the optimizer takes the look-ahead form; nothing without a buffer.
+        nesterov: whether the optimizer uses Nesterov's form; no effect without a buffer.
         weight_decay: c.
         ahead: see `correct_`.
-        sign: -1.0 where the optimizer climbs, else 1.0.
+        sign: -1.0 with `maximize=True`, else 1.0.
         dampening: d; see `correct_`.
         second_moment: gives the s of `correct_`; None for 1.
-        fault: set where G has elements that are not finite, which then count as zeros, or v has some afterwards, for
-            finite numbers may have a sum that is not: bool, a scalar; None: nobody looks, and they enter v.
+        fault: set if G has inf or NaN, which then count as zeros, or v has some afterwards, because the sum of finite
+            numbers may overflow: bool, a scalar; None: no check, and they enter v.
         elsewhere: the other parts of the tensor, where second moments of these are kept: not for `accumulate_`, but for
             `compress_many_`.
     """
@@ -213,7 +213,7 @@ def correct_(
     Plain: ``u = m u + g; v = v + u`` (eq. 7). Nesterov: ``u = m u + g; v = v + g + m u``.
     Without a buffer: ``v = v + g``, which is error feedback. With a divisor, for Adam: ``u = m u + (1 - d) g;
     v = v + u / s``. With `ahead`, a: ``g - a v`` takes the place of g. Where g contains the decay c w, and a is c lr,
-    this is the decay of ``w - lr v``, the weight that the residual leads to.
+    this is the decay of ``w - lr v``, the weight after the residual has been applied.
 
     Deviation: the paper's Nesterov form is ``u = m (u + g); v = v + u + g``. Its velocity is m times torch's
     `momentum_buffer`; keeping torch's leaves the buffer valid for the dense phase, for checkpoints and for plain DDP.
@@ -274,7 +274,7 @@ def are_not_finite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
-    """Return ``g = sign G + c w`` (eq. 12): float32 or wider, for c w is lost in a narrow G."""
+    """Return ``g = sign G + c w`` (eq. 12): float32 or wider, because c w would be lost in a narrow G."""
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     if sign < 0:
         gradient = -gradient
@@ -284,8 +284,8 @@ def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sig
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Accumulate a gradient locally, and return where the residual reaches a threshold.
 
-    ``g = sign G + c w`` (eq. 12), then `correct_`, then `reach`. Whoever knows the threshold beforehand needs a single
-    pass over memory.
+    ``g = sign G + c w`` (eq. 12), then `correct_`, then `reach`. If the threshold is known beforehand, a single pass
+    over memory is enough.
 
     In place:
         the residual, the momentum buffer, the second moment, and the fault.
@@ -340,7 +340,7 @@ def remove_sent_(
 ) -> None:
     """Subtract what was sent from the residual, and clear the velocity there: momentum factor masking.
 
-    ``v = v * not Mask; u = u * not Mask`` (eq. 9). What the wire rounds away stays in v: sent + residual is the
+    ``v = v * not Mask; u = u * not Mask`` (eq. 9). Rounding errors of the wire format stay in v: sent + residual is the
     corrected gradient, to the bit where a value was rounded by less than a factor of two (so float32 subtracts it
     exactly), as all formats of `what/values.py` do in their range.
 

@@ -22,7 +22,7 @@ ROOM = 4  # for candidates, in units of those aimed at: in its first steps a res
 # Without a bound it is 8 bytes at a sparsity of 0.9375, as much as a model and its gradient, in the middle of the run.
 MOST_ROOM = 1 / 16
 FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
-LEAST_ROOM = 1.5  # in units of the candidates aimed at; where there is less, all of the tensor is looked through
+LEAST_ROOM = 1.5  # in units of the candidates aimed at; if there is less, the whole tensor is searched
 DIGITS = ((20, 11), (10, 10), (0, 10))  # of a magnitude, from the highest: the first bit, and how many
 BINS = 1 << 11  # of the widest digit
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Row(NamedTuple):
-    """What the kernels know of a tensor. Addresses in bytes, 0 for a tensor that is not there; the rest in elements."""
+    """The description of a tensor for the kernels: addresses in bytes, 0 for a missing tensor; the rest in elements."""
 
     residual: int
     momentum_buffer: int
@@ -77,7 +77,7 @@ class Field(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What the kernels know of a tensor, or a part of one, for which messages have come."""
+    """The description of a tensor, or a part of one, for which messages have been received."""
 
     out: int  # address, as that of the weight; 0 without
     weight: int
@@ -100,7 +100,7 @@ class Kind(NamedTuple):
 
 
 class Workspace:
-    """What `compress_many_` keeps between steps: thresholds, the device's table of the tensors, and room.
+    """The state of `compress_many_` between steps: thresholds, the device's table of the tensors, and workspace.
 
     On the device it takes 8 KiB per tensor, and about a byte per parameter at most, mostly far less.
 

@@ -1,4 +1,4 @@
-"""Thin Lightning adapters: one `DDPStrategy` subclass with three seams, one concern per file; named constructors."""
+"""Thin Lightning adapters: one `DDPStrategy` subclass, one concern per file, and the named constructors."""
 
 from lightning_lowbw.strategies.advice import steps_per_epoch_of
 from lightning_lowbw.strategies.auto import AutoStrategy

@@ -1,4 +1,4 @@
-"""What the user is told at the start of a fit: settings that have no effect, or another one than expected."""
+"""Warnings at the start of a fit: settings that have no effect, or another effect than expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import MOST_FRAGMENTS, EveryK
 from lightning_lowbw.when.every_step import EveryStep
 
-MUCH = 0.5  # of the trained elements; where less can be compressed the user is told
+MUCH = 0.5  # of the trained elements; below it a line is logged
 
 
 def num_steps_of(trainer: pl.Trainer) -> float:
@@ -26,7 +26,7 @@ def num_steps_of(trainer: pl.Trainer) -> float:
         num_steps = float(trainer.estimated_stepping_batches)
     except MisconfigurationException:
         return math.nan
-    return math.nan if num_steps < 0 else num_steps  # -1 is Lightning's word for no limit
+    return math.nan if num_steps < 0 else num_steps  # -1: Lightning has no limit
 
 
 def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
@@ -36,7 +36,7 @@ def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
 
 
 def warn_if_alone(strategy: str, num_ranks: int) -> None:
-    """Warn where there is one rank."""
+    """Warn if there is only one rank."""
     if num_ranks == 1:
         rank_zero_warn(
             f"{strategy} with one rank: there is no other rank to communicate with, so this trains as without it. Set "
@@ -56,7 +56,7 @@ def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer) -> None:
 
 
 def tell_notes(workers: Iterable[Worker]) -> None:
-    """Say where the arithmetic of an optimizer is another one in sparse steps; warn where it is not complete."""
+    """Log a change of an optimizer's arithmetic in sparse steps; warn if it is not complete."""
     for worker in workers:
         if isinstance(worker, GradientWorker):
             warn_if_incomplete(worker)
@@ -65,7 +65,7 @@ def tell_notes(workers: Iterable[Worker]) -> None:
 
 
 def tell_what_stays_whole(workers: Iterable[Worker]) -> None:
-    """Say so where less than half of what is trained can be sent sparse: not much is compressed then."""
+    """Log it if less than half of the trained elements can be sent sparse, because then little is compressed."""
     sparse, others, least = list[int](), list[int](), 0
     for worker in workers:
         if isinstance(what := worker.method.what, TopK):

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="lowbw")`: the method is chosen after a few steps, by the time that each would take."""
+"""`Trainer(strategy="lowbw")`: the method is chosen after a few steps, by predicted times."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 
 
 class AutoStrategy(Strategy):
-    """Take a few dense steps, measure them and the link, and go on with one that ends the run soonest, or nearly.
+    """Take a few dense steps, measure them and the link, and continue with the fastest method, or one nearly as fast.
 
-    The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for what its accuracy is
-    measured; see `lightning_lowbw.engine.auto_method`. One line says what, why, and how to write it down. All ranks
-    choose alike, once; a resume keeps it.
+    The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for optimizers with which its
+    accuracy has been measured; see `lightning_lowbw.engine.auto_method`. One line logs the choice, the reason, and the
+    code that selects it. All ranks make the same choice, once; a resume keeps it.
 
     Args:
         allow_local: whether local SGD may be chosen, which costs accuracy (docs/methods/local_sgd.md), and hides the
             latency of the link.
-        budget: of the methods whose time is within this share of the least, the one that changes the gradients least is
-            chosen; and what the exchange of deep gradient compression may take of a step.
+        budget: of the methods whose time exceeds the shortest by at most this fraction, the one that changes the
+            gradients least is chosen. Also the fraction of a step that the exchange of deep gradient compression may
+            take.
         pretrained: whether the weights are trained already, as in `DGCStrategy`.
         topology: "flat", or two levels, as in `DGCStrategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.

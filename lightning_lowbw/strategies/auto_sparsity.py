@@ -1,6 +1,6 @@
 """`sparsity="auto"` and `strategy="lowbw"` in a fit: time some dense steps, measure the link, then choose.
 
-The first puts numbers in the place of "auto", the second may take another method.
+The first replaces "auto" by numbers, the second may choose another method.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
-NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is seen
+NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
 
 
 class AutoSparsity:
     """Chooses the schedule, or the method, once in a run.
 
     Args:
-        strategy: whose method has `EveryStep(sparsity="auto")`, or not: then nothing is done.
+        strategy: does nothing unless its method has `EveryStep(sparsity="auto")`.
         picks: whether another method than that may be chosen, see `engine.auto_method`.
         allow_local: with `picks`, whether local SGD may be.
 
     Attributes:
-        is_timing: whether steps are timed now, for which a CUDA device is waited for after backward.
+        is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
     """
 
     def __init__(self, strategy: Strategy, *, picks: bool = False, allow_local: bool = False) -> None:
         self._strategy, self._picks, self._allow_local = strategy, picks, allow_local
         self._given: Method | None = None  # with "auto" in it
-        self._chosen: dict[str, Any] | None = None  # what has taken its place; see `described`
+        self._chosen: dict[str, Any] | None = None  # what replaces it; see `described`
         self._adopted: Method | None = None  # that, as a method
         self._callbacks: list[Callback] = []  # the Trainer's, in this fit
         self._link_watch: LinkWatch | None = None
@@ -97,7 +97,7 @@ class AutoSparsity:
         return self._chosen is not None and self._chosen.get("when", self._chosen.get("method")) is None
 
     def load_state_dict(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        """Take over what a checkpoint says: a run that goes on does not choose anew.
+        """Load the choice from a checkpoint: a resumed run does not choose again.
 
         Collective: all ranks.
 
@@ -144,7 +144,7 @@ class AutoSparsity:
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
 
     def restart_clock(self) -> None:
-        """Leave out what has gone by since the last step: validation, or a checkpoint that was written."""
+        """Do not count the time since the last step, such as validation or a checkpoint."""
         self._last = (time.perf_counter(), self._strategy.ledger.exposed_s)
 
     def end_step(self, worker: Worker, trainer: pl.Trainer) -> None:
@@ -212,7 +212,7 @@ class AutoSparsity:
         )
 
     def _watch(self, worker: Worker, trainer: pl.Trainer) -> None:
-        """Where the exchange takes much longer or less than predicted, measure it again, and choose anew.
+        """If the exchange takes much longer or shorter than predicted, measure and choose again.
 
         Changes at most once per epoch, and not while there are stairs.
 
@@ -223,7 +223,7 @@ class AutoSparsity:
         strategy, when = self._strategy, self._strategy.method.when
         assert isinstance(worker, GradientWorker)
         assert isinstance(when, EveryStep)
-        if strategy.method not in (self._adopted, self._given):  # somebody else has set another one
+        if strategy.method not in (self._adopted, self._given):  # another one has been set meanwhile
             self._link_watch = None
             return
         density = when.density(2**62)
@@ -256,7 +256,7 @@ class AutoSparsity:
                 each.sparse.link = measured.link
 
     def _left_out(self, trainer: pl.Trainer) -> list[str]:
-        """Return the methods that are not measured for what is trained, or cannot train it; with the reasons.
+        """Return the methods that have not been measured for this training, or cannot be used; with the reasons.
 
         Collective: all ranks, where local SGD is allowed.
         """
@@ -338,7 +338,7 @@ class AutoSparsity:
         return max(step_s, 1e-6), dense_s
 
     def _measure(self, step_s: float, dense_s: float) -> Measured:
-        """Return what has been timed, and what is measured now, on this rank.
+        """Return the measured times, of steps and of the link, on this rank.
 
         Collective: all ranks.
         """
@@ -361,7 +361,7 @@ class AutoSparsity:
         return self._strategy.workers[0].peers
 
     def _choose(self, chosen: dict[str, Any]) -> None:
-        """Put into the place of "auto" what has been chosen; where that is nothing, all steps stay dense.
+        """Replace "auto" by the choice; without one all steps stay dense.
 
         Collective: all ranks.
         """
@@ -370,7 +370,7 @@ class AutoSparsity:
         if "method" in chosen:
             self._replace(dataclasses.replace(Method(**chosen["method"]), where=self._given.where))
             return
-        if chosen["when"] is not None or not self._picks:  # where it has picked DDP others may be left out
+        if chosen["when"] is not None or not self._picks:  # if it has chosen DDP, others may be excluded
             self._link_watch = LinkWatch(chosen["predicted_s"], self._schedule.budget * chosen["step_s"])
         if chosen["when"] is not None:
             when = EveryStep(**chosen["when"], overlap=self._schedule.overlap)
@@ -389,7 +389,7 @@ class AutoSparsity:
 
 
 def described(when: EveryStep | None, measured: Measured) -> dict[str, Any]:
-    """Return a schedule, None for dense steps, with what its exchange was predicted to take: in plain values."""
+    """Return a schedule, None for dense steps, with the predicted time of its exchange: in plain values."""
     if when is None:
         return {"when": None, "step_s": measured.step_s, "predicted_s": measured.dense_s - measured.step_s}
     numbers = {name: getattr(when, name) for name in ("rampup_begin_step", "rampup_step", "sparsity")}

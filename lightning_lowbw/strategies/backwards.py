@@ -1,4 +1,4 @@
-"""The backward passes of a fit: ranks that differ in their number are found out, and none is exchanged twice."""
+"""Counts the backward passes of a fit, to detect ranks that differ, and gradients that would be exchanged twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Backwards:
         self._num_exchanged.clear()
 
     def has_new(self, worker: Worker) -> bool:
-        """Return whether there has been a backward pass since the last step of an optimizer that asked this.
+        """Return whether there has been a backward pass since the last call for this optimizer.
 
         There has been none in the batch norm epoch of StochasticWeightAveraging: the gradients are those of the last
         exchange then, and sent again they would count twice.

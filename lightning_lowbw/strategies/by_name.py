@@ -1,4 +1,4 @@
-"""What a strategy's name decides in Lightning and in other libraries, and what is said where it decides wrongly."""
+"""Errors and warnings for libraries, including Lightning, that behave differently for other names than "ddp"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def name_of(trainer: pl.Trainer) -> str | None:
 
 
 def explain_(exception: BaseException, strategy: Strategy) -> None:
-    """Say what to do about an error that comes of the strategy's name, or in which Lightning would name stock DDP.
+    """Add advice to an error that is caused by the strategy's name, or in which Lightning would name stock DDP.
 
     In place:
         The exception's message.
@@ -72,7 +72,7 @@ def explain_(exception: BaseException, strategy: Strategy) -> None:
 
 
 def warn_if_not_distributed(trainer: pl.Trainer, strategy: Strategy) -> None:
-    """Warn where all ranks train on all of the data, as libraries let them that do not know the strategy's name."""
+    """Warn if all ranks train on all of the data, because a library does not know the strategy's name."""
     name = name_of(trainer)
     if name is None or strategy.world_size == 1:
         return
@@ -88,10 +88,10 @@ def warn_if_not_distributed(trainer: pl.Trainer, strategy: Strategy) -> None:
 
 
 def what_to_pass(cls: str, name: str) -> str:
-    """Return what to do where another library has not made the data distributed."""
+    """Return the advice for a library that has not made the data distributed."""
     keywords = "find_unused_parameters=True" if name.endswith(f"{SEARCH}_true") else "..."
     return (
-        "A library that distributes its data where it finds 'ddp' in the name of the strategy, as scvi-tools does, "
+        "A library that distributes its data only if the strategy's name contains 'ddp', as scvi-tools does, "
         f"does not do so with {name!r}: pass the class, strategy=lightning_lowbw.{cls}({keywords}), which is a "
         "DDPStrategy."
     )

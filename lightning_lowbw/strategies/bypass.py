@@ -1,4 +1,4 @@
-"""Steps that the user takes past Lightning: their gradients have not been exchanged, so they are refused."""
+"""Refuses steps that bypass Lightning, because their gradients have not been exchanged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_lowbw.errors import ConfigurationError
 
 
 class BypassGuard:
-    """Knows which optimizer Lightning is stepping, and refuses the steps of others."""
+    """Tracks which optimizer Lightning is stepping, and refuses steps of the others."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._stepping: Optimizer | None = None
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Look at each step of some optimizers, until `release`."""
+        """Check each step of some optimizers, until `release`."""
         self._handles += [optimizer.register_step_pre_hook(self.check) for optimizer in optimizers]
 
     def release(self) -> None:
-        """Look at them no longer."""
+        """Stop checking."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -41,6 +41,6 @@ class BypassGuard:
         """The hook: refuse the step of an optimizer that Lightning does not step."""
         if self._stepping is not optimizer:
             raise ConfigurationError(
-                f"{type(optimizer).__name__}.step() was called past Lightning, so the gradients of the ranks were not "
-                "exchanged. Call step() of what self.optimizers() returns."
+                f"{type(optimizer).__name__}.step() was called directly, not by Lightning, so the gradients were not "
+                "exchanged. Call step() on the optimizers that self.optimizers() returns."
             )

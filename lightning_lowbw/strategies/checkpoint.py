@@ -28,7 +28,7 @@ FORMAT = 3  # of the shards; 1 was that of version 0.1.0
 PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
 Needs = Literal["exact", "weights and optimizer"]
 ALONE: Needs = "weights and optimizer"
-# Each worker's state, this rank's shard if the world is that of the checkpoint, and what an exception had cut off.
+# Each worker's state, this rank's shard if the world is that of the checkpoint, and what an exception had interrupted.
 _Found = tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]
 
 
@@ -37,7 +37,7 @@ class Checkpoints:
 
     Args:
         strategy: whose they are.
-        needs: what a resume needs: "exact" all shards; "weights and optimizer" the ``.ckpt`` alone.
+        needs: what a resume requires: "exact" all shards; "weights and optimizer" the ``.ckpt`` alone.
 
     Raises:
         ConfigurationError: `needs` is none of these.
@@ -58,11 +58,11 @@ class Checkpoints:
 
     @property
     def kind(self) -> str:
-        """Of the state beside a checkpoint; another kind cannot be taken over."""
+        """The kind of the state beside a checkpoint; another kind cannot be loaded."""
         return self._strategy.method.kind
 
     def begin_fit(self) -> None:
-        """Give the fit an identity, by which the shards of a save are told from others.
+        """Give the fit an identity, which distinguishes the shards of its saves from others.
 
         Collective: all ranks.
         """
@@ -73,16 +73,17 @@ class Checkpoints:
     # Saving -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]) -> None:
-        """Write the shards, then the checkpoint that names them; then delete those of the checkpoint before.
+        """Write the shards, then the checkpoint that names them; then delete those of the previous checkpoint.
 
-        A rank that dies or fails on the way leaves the checkpoint before as it was.
+        If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
 
-        Collective: all ranks. While an exception unwinds nothing is: each rank that comes here writes its own, and
-        nothing is deleted. Nor is it without the optimizers' states: rank 0 writes the weights alone, as under DDP.
+        Collective: all ranks. Not during the handling of an exception: then each rank that calls this writes its own
+        shard, and nothing is deleted. Not without the optimizers' states either: then rank 0 writes the weights alone,
+        as under DDP.
 
         Args:
             checkpoint: Lightning's.
-            filepath: this rank's own idea of where to.
+            filepath: of this rank; that of rank 0 is used.
             write: writes the checkpoint, on rank 0.
 
         Raises:
@@ -109,8 +110,8 @@ class Checkpoints:
         with together():
             stays_whole = strategy.is_global_zero and type(strategy.checkpoint_io) is TorchCheckpointIO
             if stays_whole and os.path.isfile(filepath):
-                # Lightning's file comes from the folder for temporary files. From another disk it would be copied, into
-                # the checkpoint that is there.
+                # Lightning writes to the folder for temporary files first. From another disk the file would be copied,
+                # over the existing checkpoint.
                 write(checkpoint, f"{folder}/{PART}")
                 os.replace(f"{folder}/{PART}", filepath)
             else:
@@ -121,7 +122,7 @@ class Checkpoints:
             self._sweep(folder, path)
 
     def _wait_for_the_save_before(self) -> None:
-        """Wait until what AsyncCheckpointIO has queued is written: of two saves the shards stay, not of three."""
+        """Wait until AsyncCheckpointIO has written its queue: shards are kept of two saves, not of three."""
         if self._last_queued is not None:
             self._last_queued.result()
             self._last_queued = None
@@ -155,9 +156,9 @@ class Checkpoints:
         }
 
     def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
-        """Return where rank 0 saves: names with metrics in them differ between ranks, and only rank 0 writes the file.
+        """Return the path of rank 0: names with metrics in them differ between ranks, and only rank 0 writes the file.
 
-        Collective: all ranks; not while an exception unwinds, where they need not all be here.
+        Collective: all ranks; not during the handling of an exception, when some ranks may be elsewhere.
         """
         strategy = self._strategy
         if strategy.world_size == 1 or strategy.is_interrupted:
@@ -167,7 +168,7 @@ class Checkpoints:
         return path
 
     def _sweep(self, folder: str, path: str) -> None:
-        """Delete what this rank has written beside a checkpoint before, and what ranks left that are no more."""
+        """Delete earlier shards of this rank beside a checkpoint, and those of ranks that no longer exist."""
         strategy, kept = self._strategy, {path}
         before, self._latest[folder] = self._latest.get(folder), path
         rank, num_ranks, is_first = strategy.global_rank, strategy.world_size, strategy.local_rank == 0
@@ -198,7 +199,7 @@ class Checkpoints:
     # Loading ----------------------------------------------------------------------------------------------------
 
     def load_shards(self, checkpoint: Mapping[str, Any], path: _PATH | None) -> None:
-        """Give the workers the state that belongs to a checkpoint; in another world the mean of what ranks had.
+        """Load the workers' state of a checkpoint; with another number of ranks the mean of the ranks' states.
 
         Collective: all ranks, blocking.
 
@@ -226,7 +227,7 @@ class Checkpoints:
             self._take_over(*found, metadata, path)
 
     def _takes_over(self, metadata: Mapping[str, Any] | None, path: _PATH | None) -> bool:
-        """Return whether this method reads what this version of the package has saved; hand on what "auto" has chosen.
+        """Return whether the checkpoint was saved by this kind of method; load the choice of "auto".
 
         Raises:
             ConfigurationError: another version has saved it, and a resume needs it.
@@ -254,11 +255,11 @@ class Checkpoints:
         )
 
     def _go_on_alone(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]], reason: str) -> None:
-        """Go on from a checkpoint whose shards are not all there, and need not be."""
+        """Resume from a checkpoint with missing shards that are not required."""
         self._set_workers(checkpoint, states)
         cause = "It was saved while an exception ended the run" if self._needs_shards else f"resume={ALONE!r}"
         rank_zero_warn(
-            f"{reason}. {cause}: {type(self._strategy).__name__} goes on from the checkpoint alone, with the weights, "
+            f"{reason}. {cause}: {type(self._strategy).__name__} resumes from the checkpoint alone, with the weights, "
             "the optimizer, the schedulers, the epoch and the step in it. What had not been sent is lost, and an outer "
             "optimizer's momentum begins at zero."
         )
@@ -272,7 +273,7 @@ class Checkpoints:
                 load_equal_state(worker, states[number])
 
     def _look_for(self, metadata: Mapping[str, Any], path: _PATH) -> tuple[_Found | None, str]:
-        """Return what `_find` finds; None, and what is missing on which rank, where a rank finds less and may do so.
+        """Return the result of `_find`; or None and the missing shards by rank, if shards are missing and not required.
 
         Collective: all ranks, blocking.
 
@@ -298,7 +299,7 @@ class Checkpoints:
         metadata: Mapping[str, Any],
         path: _PATH,
     ) -> None:
-        """Give the workers their state, and where the world is that of the checkpoint this rank what else was its own.
+        """Load the workers' state and, with the same number of ranks, the other state of this rank.
 
         Collective: all ranks, blocking.
         """
@@ -328,7 +329,8 @@ class Checkpoints:
             )
 
     def _find(self, metadata: Mapping[str, Any], path: _PATH) -> _Found:
-        """Return each worker's state, this rank's shard if the world is that of the checkpoint, and what was cut off.
+        """Return each worker's state, this rank's shard if the world is that of the checkpoint, and what was
+        interrupted.
 
         Raises:
             ConfigurationError: on this rank; a shard is missing, damaged or another one.
@@ -351,7 +353,7 @@ class Checkpoints:
         return merged, None, _by_rank([torn[rank] for rank in ranks])
 
     def _gather(self, value: str) -> list[str]:
-        """Return what each rank says.
+        """Return the text of each rank.
 
         Collective: all ranks, blocking.
         """
@@ -369,7 +371,7 @@ class Checkpoints:
                 buffer.copy_(shard["buffers"][name])
 
     def begin_batch(self) -> None:
-        """Set the random numbers of a resume; only now: what Lightning does before the first batch draws some too."""
+        """Set the state of the random numbers; only now, because Lightning draws some before the first batch."""
         if self._rng_state is None:
             return
         shards.set_rng_state(self._rng_state, self._strategy.root_device)
@@ -383,7 +385,7 @@ def _torn(shard: Mapping[str, Any]) -> str:
 
 
 def _by_rank(texts: Sequence[str]) -> str:
-    """Return what ranks have to say, those together that say the same."""
+    """Return the texts of the ranks; ranks with the same text are put together."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)

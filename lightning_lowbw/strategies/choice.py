@@ -1,4 +1,4 @@
-"""The one place where it follows from the method what a strategy does beside the exchange."""
+"""Chooses, by the method, what a strategy does apart from the exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
-    """Return what a strategy does beside the exchange.
+    """Return what a strategy does apart from the exchange.
 
     Raises:
         ConfigurationError: `uneven` or `audit` are out of range, or have no meaning for the method.
@@ -37,7 +37,7 @@ def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
 
 
 def take(strategy: Strategy, method: Method) -> None:
-    """Replace a strategy's method, with what belongs to its kind beside the exchange; the workers are the old ones."""
+    """Replace a strategy's method, and what its kind does apart from the exchange; the workers stay the same."""
     is_other = method.averages_weights != strategy.method.averages_weights
     strategy.method = method
     if is_other:
@@ -46,7 +46,7 @@ def take(strategy: Strategy, method: Method) -> None:
 
 
 def adopt(strategy: Strategy, method: Method) -> None:
-    """Go on with another method, from a step after which all ranks have the same weights and nothing is kept back.
+    """Continue with another method, after a step at which all ranks have the same weights and no residuals.
 
     Collective: all ranks.
 
@@ -55,7 +55,7 @@ def adopt(strategy: Strategy, method: Method) -> None:
     """
     agree_on_configuration(type(strategy).__name__, method.facts())
     before, regime = strategy.workers, strategy.regime
-    strategy.signals.settle()  # a rank that asks goes on asking
+    strategy.signals.settle()  # a rank repeats its request
     take(strategy, method)
     if strategy.regime is not regime:
         with failing_together():

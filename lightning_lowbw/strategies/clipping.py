@@ -1,6 +1,6 @@
 """Gradient clipping: before the exchange, on this rank's own gradient, where the exchange is sparse.
 
-Clipping the result instead would crush elements that carry the gradients of hundreds of steps.
+Clipping the mean instead would shrink elements that contain the gradients of hundreds of steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Clipping:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the user has asked for clipping, by the Trainer's arguments or by an overridden hook."""
+        """Whether the user has configured clipping, by the Trainer's arguments or by an overridden hook."""
         module = self._strategy.lightning_module
         assert module is not None
         return bool(module.trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)

@@ -1,6 +1,6 @@
-"""The consensus view: validation, checkpoints and the end of the fit see the mean of the replicas.
+"""The consensus view: validation, checkpoints and the end of the fit use the mean of the replicas.
 
-Looking changes nothing: afterwards each rank goes on with its own weights.
+It does not change the training: afterwards each rank continues with its own weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
 
 
 class ConsensusView:
-    """Shows the replicas' mean in place of this rank's weights, and hides it again.
+    """Replaces this rank's weights by the replicas' mean, and restores them.
 
     Attributes:
-        own_buffers: this rank's own, while those of the consensus are shown.
+        own_buffers: this rank's own, while the model has those of the consensus.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class ConsensusView:
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> None:
         """Put the consensus into the model, until `hide`.
 
-        Collective: all ranks, unless the replicas are equal; not while an exception unwinds, where the ranks need not
-        all be here: then each has its own weights.
+        Collective: all ranks, unless the replicas are equal; not during the handling of an exception, when some ranks
+        may be elsewhere: then each keeps its own weights.
         """
         if self.is_shown:
             return
@@ -74,7 +74,7 @@ class ConsensusView:
 
     @contextmanager
     def loading(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> Iterator[None]:
-        """Let the consensus of a checkpoint, which is in the model, be shown until `hide` instead of what is loaded."""
+        """Keep the consensus of a checkpoint in the model until `hide`, while other weights are loaded."""
         tensors = {name: tensor for worker in workers for name, tensor in worker.consensus_view.tensors().items()}
         tensors |= dict(module.named_buffers())
         shown = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -90,11 +90,11 @@ class ConsensusView:
                 tensor.copy_(shown[name])
 
     def keep(self) -> None:
-        """Leave in the model what is shown."""
+        """Keep the consensus in the model."""
         self.own_buffers, self._shown = {}, []
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state that stays as it is when the view is hidden: it may be written to disk only later."""
+        """Return a state that does not change when the view ends: it may be written to disk later."""
         if not self.is_shown:
             return state
         return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
@@ -135,7 +135,7 @@ def _differ(lists: Sequence[Sequence[Tensor]], device: torch.device) -> list[boo
 def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch.device) -> None:
     """Average over ranks what callbacks have averaged over steps: it is validated and saved as that of all ranks.
 
-    An average over steps is linear in the weights, so that it goes on as that of the replicas' mean.
+    An average over steps is linear in the weights, so it equals that of the replicas' mean.
 
     In place:
         The averages of `AVERAGING` callbacks.

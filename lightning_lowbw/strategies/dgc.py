@@ -17,44 +17,45 @@ class DGCStrategy(Strategy):
     """Send the largest elements of the gradient, and keep the rest for later steps.
 
     `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping), and weight decay without
-    delay; `Adam` and `AdamW` get a correction of their own; other optimizers train by error feedback, with a warning.
+    delay; `Adam` and `AdamW` get a correction of their own; other optimizers use error feedback, with a warning.
     `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
     exchange. See `lightning_lowbw.engine.gradients` for the equations.
 
     Args:
-        rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, to the bit.
+        rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, bit for bit.
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
-            steps, measures them and the link, and chooses: as many elements as cost at most `budget` of a step, and
-            enough for the length of the run, after a warm-up; dense where that costs as little, and in a run of less
-            than 125 steps (with Adam 242). One line says what and why. A resume keeps it. None is "auto"; beside a
-            `rampup_begin_step` or `rampup_step` of your own it is 99.9 %.
-        budget: with "auto", the share of a step that its exchange may take.
+            steps, measures them and the link, and chooses the density: as high as possible with an exchange of at most
+            `budget` of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
+            steps are within the budget, and in a run of less
+            than 125 steps (with Adam 242). One line logs the choice and the reason. A resume keeps it. None is "auto";
+            if `rampup_begin_step` or `rampup_step` is given, it is 99.9 %.
+        budget: with "auto", the fraction of a step that its exchange may take.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
         momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
-        keep_momentum: whether velocities are not cleared in steps that send more than (1 - momentum) / 2, 5 % with 0.9;
-            None: with numbers that "auto" has chosen.
+        keep_momentum: whether velocities are not cleared in steps with a density above (1 - momentum) / 2, 5 % with
+            0.9; None: only with the numbers of "auto".
         min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
             all below 1,024, and none from 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
-        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
-            rounded away is sent later.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
+            errors are sent later.
         exchange: "auto", "all_gather", "reduce_scatter" or "dense": how the selected elements are summed, see
             `lightning_lowbw.DGC`.
-        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what the small tensors are sent in while the
-            large ones are sparse; what is rounded away is sent later.
+        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": the type in which small tensors are sent in
+            sparse steps; rounding errors are sent later.
         overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
             optimization, `find_unused_parameters`, `static_graph` or two levels. A change of `.grad` after it is sent,
             as by a module's `on_after_backward`, has no effect on these tensors.
         correction: "auto" corrects the momentum of SGD, Adam and AdamW (for the last two with a beta1 of at most 0.7 in
-            sparse steps); "error_feedback" leaves all arithmetic to the optimizer, whichever it is.
-        topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
+            sparse steps); "error_feedback" uses error feedback with any optimizer.
+        topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`, which treats each node as one worker: N counts nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
             Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase each rank keeps its own running
-            statistics of batch norm, and validation and the end of the fit see those of rank 0. True: all buffers are
+            statistics of batch norm, and validation and the end of the fit use those of rank 0. True: all buffers are
             broadcast in every forward pass. False: never.
 
     Raises:

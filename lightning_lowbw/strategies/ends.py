@@ -1,15 +1,15 @@
-"""Data of unknown length: ranks tell each other who is at the end before they do anything together.
+"""Data of unknown length: before ranks communicate, they exchange which of them have ended.
 
-Where `len()` of the training data is not known (an `IterableDataset`), a rank learns only with its last batch that this
-is the last one. Until then ranks train as on data of equal, known lengths, with the same bits. Before each average,
-each synchronous step, and each batch after which validation or a checkpoint by steps comes, the ranks meet: one small
-message tells who has ended, who has its last batch, and after how many steps. A rank that has ended goes on meeting,
-and takes part in the averages of the others, until all have ended.
+Where `len()` of the training data is not known (an `IterableDataset`), the last batch of a rank is known to be the last
+only when it begins. Until then ranks train as on data of equal, known lengths, with the same bits. Before each average,
+each synchronous step, and each batch that is followed by validation or a checkpoint, the ranks meet: they exchange one
+small message with who has ended, who has its last batch, and the number of steps. A rank that has ended continues to
+meet the others, and takes part in their averages, until all have ended.
 
-If ranks end at different batches, those with more finish them, weighted by samples, or stop. They stop together with
-the batch at which they meet, also with "finish", where nobody can go on alone: in a synchronous step; where validation
-or a checkpoint comes after the batch; and where ranks must have equal weights (a delay, fragments, a payload of
-changes). Then the counters, schedulers and learning rates of the rank with the most batches become those of all.
+If ranks end at different batches, those with more finish them, weighted by samples, or stop. They stop with the batch
+before which they meet, also with "finish", if no rank can continue alone: in a synchronous step; if validation or a
+checkpoint follows the batch; and if ranks must have equal weights (a delay, fragments, a payload of changes). Then the
+counters, schedulers and learning rates of the rank with the most batches become those of all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ IN_WORDS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is when the ranks meet.
+    """The state of a rank when the ranks meet.
 
     Attributes:
         what: it is about to do.
@@ -67,7 +67,7 @@ class Place:
     steps: tuple[int, ...]
 
     def in_words(self) -> str:
-        """Return where it is, for messages."""
+        """Return the state in words, for messages."""
         return f"{IN_WORDS[min(self.what, AVERAGE)]} after {' and '.join(str(steps) for steps in self.steps)} steps"
 
 
@@ -82,7 +82,7 @@ class Ends:
 
     Attributes:
         is_unknown: whether the ranks meet; equal on all of them.
-        all_are_here: whether no rank has ended before the others, as far as was told in this batch.
+        all_are_here: whether no rank has ended before the others, by the last message of this batch.
         has_ended: whether this rank's epoch is over, and those of the others too.
     """
 
@@ -111,7 +111,7 @@ class Ends:
         """Let the workers meet before they average, where the lengths of the data are not known.
 
         Raises:
-            ConfigurationError: on all ranks; nobody would know which batch is the last one.
+            ConfigurationError: on all ranks; it would not be known which batch is the last one.
         """
         self.is_unknown = is_unknown
         for worker in self._workers:
@@ -120,14 +120,14 @@ class Ends:
             return
         if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
-                "training_step(dataloader_iter) does not tell which batch is the last one, and the length of the data "
+                "training_step(dataloader_iter) does not show which batch is the last one, and the length of the data "
                 "is unknown, so that ranks cannot agree on it. Take the batch as argument, or give "
                 "Trainer(limit_train_batches=...)."
             )
         does = "finish" if self._can_finish else "stop when they average next"
         rank_zero_info(
-            f"{type(self._strategy).__name__}: the numbers of batches are unknown, so ranks tell each other who is at "
-            f"the end before they average; those with more {does}."
+            f"{type(self._strategy).__name__}: the numbers of batches are unknown, so before each average "
+            f"ranks exchange which of them have ended; those with more {does}."
         )
 
     @property
@@ -148,12 +148,12 @@ class Ends:
     # Meeting ----------------------------------------------------------------------------------------------------
 
     def _meet(self, what: int, is_over: bool = False) -> list[Place]:
-        """Tell the other ranks where this one is.
+        """Exchange the states of the ranks.
 
         Collective: all ranks, blocking; 4 + workers integers of each rank.
 
         Raises:
-            DisagreementError: on all ranks; those that train are not at the same place.
+            DisagreementError: on all ranks; those that train are not at the same point.
             ConfigurationError: on all ranks; one of them has no batch at all, or ended where all are needed.
         """
         strategy, progress = self._strategy, _progress(self._strategy.trainer)
@@ -205,7 +205,7 @@ class Ends:
             )
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
-        """Make this batch the last one of all ranks if it is that of one, and all are needed in it or after it.
+        """Make this batch the last one of all ranks if it is the last of one, and all are needed in it or after it.
 
         Collective: all ranks, in a synchronous step, or before validation or a checkpoint; else those of a node.
         """
@@ -241,7 +241,7 @@ class Ends:
     def _meet_for_average(self, worker: ReplicaWorker) -> None:
         what = AVERAGE + self._workers.index(worker)
         places = self._meet(what)
-        while any(place.what == BATCH for place in places):  # the last one of the others, too, as they know now
+        while any(place.what == BATCH for place in places):  # the last one of the others, too, after this message
             places = self._meet(what)
         self._weigh(worker, places)
         if not self._can_finish and any(place.is_last for place in places):
@@ -306,7 +306,8 @@ class Ends:
             self._become_equal(trainer, places, is_over)
 
     def _become_equal(self, trainer: pl.Trainer, places: list[Place], is_over: bool) -> None:
-        """Average what was trained since some have ended, and go on with the counters of the rank with most batches.
+        """Average the weights trained since some have ended, and continue with the counters of the rank with most
+        batches.
 
         Collective: all ranks.
         """

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before the first step, and models that cannot be trained."""
+"""Checks before the first step: settings that must be equal on all ranks, and models that cannot be trained."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str,
 
 
 def _duration_of(timer: Timer) -> int | None:
-    """Return the seconds that a timer allows; None where it only looks, after some other time on each rank."""
+    """Return the seconds that a timer allows; None if it only measures, as the time differs between ranks."""
     remaining = timer.time_remaining()
     return None if remaining is None else round(remaining + timer.time_elapsed())
 
@@ -69,7 +69,7 @@ def _duration_of(timer: Timer) -> int | None:
 def agree_on_configuration(
     strategy: str, method: Mapping[str, object], others: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Check that all ranks were given the same strategy and method, and the same of something else.
+    """Check that all ranks were given the same strategy and method, and the same other facts.
 
     Collective: all ranks, blocking.
 
@@ -100,7 +100,7 @@ def agree_on_model(module: torch.nn.Module, compares_weights: bool = False) -> N
 
     Args:
         module: the one that is fitted.
-        compares_weights: whether the weights must be equal already, for nobody will make them so.
+        compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
 
     Collective: all ranks, blocking.
 

@@ -1,4 +1,4 @@
-"""A strategy that is given to a Trainer of the other package, `lightning` or `pytorch_lightning`, becomes its twin."""
+"""A strategy given to a Trainer of the other package (`lightning`, `pytorch_lightning`) gets the class of that one."""
 
 from __future__ import annotations
 

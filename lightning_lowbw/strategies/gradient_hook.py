@@ -1,4 +1,4 @@
-"""The first seam: what DDP's communication hook does with a bucket, on gloo as well as on NCCL.
+"""DDP's communication hook: how a bucket is reduced, on gloo as well as on NCCL.
 
 In a dense step the bucket is all-reduced during backward; in a sparse or local one inside the node, or not at all.
 """
@@ -25,7 +25,7 @@ Reduction = Callable[[Tensor], Future[Tensor]]
 
 
 class GradientHook:
-    """Reduces DDP's buckets as the workers ask, each parameter as the worker of its optimizer does."""
+    """Reduces DDP's buckets, each parameter as the worker of its optimizer requires."""
 
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
@@ -64,7 +64,7 @@ class GradientHook:
         self._last_launch_s = time.perf_counter()
 
     def _waits_for_device(self) -> bool:
-        """Wait for what is queued, while steps are timed; return whether the host's clock is the device's now."""
+        """Wait for queued work, while steps are timed; return whether the host's clock is valid for the device now."""
         device = self._strategy.root_device
         if device.type == "cuda" and self._strategy.auto.is_timing:
             torch.cuda.current_stream(device).synchronize()
@@ -111,7 +111,7 @@ class GradientHook:
 
 
 def completed(buffer: Tensor) -> Future[Tensor]:
-    """Return a future of a bucket that is as it should be, once what has been queued on the current stream is done."""
+    """Return a future of a bucket that needs no more reduction, done after the work queued on the current stream."""
     # A future without devices records no event, and DDP does not wait for the stream.
     future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
     future.set_result(buffer)

@@ -1,4 +1,4 @@
-"""Who the ranks of a fit talk to: made from the method's `where` and the user's timeout, anew for each fit."""
+"""The peers of the ranks of a fit, made from the method's `where` and the user's timeout, for each fit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Groups:
     """The peers of a fit.
 
     Attributes:
-        gradients: for what is reduced during backward.
-        workers: for what the workers exchange. Averages that are hidden behind local steps have process groups of
+        gradients: for reductions during backward.
+        workers: for exchanges of the workers. Averages that are hidden behind local steps have process groups of
             their own, so that gradients do not wait for them.
     """
 
@@ -87,6 +87,6 @@ class Groups:
         return [group for peers in both.values() for group in peers.groups]
 
     def close(self) -> None:
-        """End what runs beside the training; what has been begun is finished."""
+        """End the threads, after the work that has been begun."""
         self.gradients.close()
         self.workers.close()

@@ -23,7 +23,7 @@ class HierarchicalStrategy(Strategy):
             among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
             "leader" on nodes of different sizes.
         inter_dtype: "float32", or "bfloat16" or "float16" for what is sent between nodes.
-        topology: "auto" (asks the launcher and the host names), a number of ranks per node, the ranks of each node, or
+        topology: "auto" (by the launcher and the host names), a number of ranks per node, the ranks of each node, or
             a `Topology`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 

@@ -1,4 +1,4 @@
-"""No collective while an exception unwinds: the other ranks need not be here, or are in another collective."""
+"""No collective during the handling of an exception: other ranks may be elsewhere, or in another collective."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RUN_STAGE = "run-stage"  # Lightning's barrier after its handlers of signals are
 
 
 class Interruptible(ParallelStrategy):
-    """A strategy whose ranks ask each other nothing once the training is interrupted.
+    """A strategy whose ranks do not communicate once the training is interrupted.
 
-    Lightning does ask: `trainer.save_checkpoint` ends with a barrier, and `ModelCheckpoint` lets the ranks agree on
-    names. A callback that saves on an exception would wait there for ranks that never come, or meet them in the middle
+    Lightning does communicate: `trainer.save_checkpoint` ends with a barrier, and `ModelCheckpoint` broadcasts names. A
+    callback that saves on an exception would wait there for ranks that never come, or meet them in the middle
     of an exchange, which aborts the process.
 
     Attributes:

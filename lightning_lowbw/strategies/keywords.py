@@ -21,7 +21,7 @@ from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checkpoint import Needs
 
-# The communication hook is this package's; and what DDP would do beside the hook, without its knowledge.
+# The communication hook is this package's; the others would communicate outside of the hook.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
@@ -30,7 +30,7 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 class DDPKeywords(TypedDict, total=False):
-    """What all strategies hand on to DDP, as type checkers, editors and LightningCLI read it.
+    """Keywords that all strategies pass to DDP, for type checkers, editors and LightningCLI.
 
     Which of these there are depends on the installed torch: see `DDP_KEYWORDS`.
 
@@ -47,8 +47,8 @@ class DDPKeywords(TypedDict, total=False):
         init_sync: whether rank 0 sends parameters and buffers at the start.
         process_group: the ranks, where they are not the world.
         bucket_cap_mb: the size of the buckets in which dense steps reduce gradients.
-        find_unused_parameters: whether dense steps look for parameters that the loss does not depend on; sparse and
-            local steps need not.
+        find_unused_parameters: whether dense steps search for parameters that the loss does not depend on; sparse and
+            local steps do not need to.
         check_reduction: without effect.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves memory.
         static_graph: whether all steps use the same parameters.
@@ -81,7 +81,7 @@ class DDPKeywords(TypedDict, total=False):
 
 
 class StrategyKeywords(DDPKeywords, total=False):
-    """What a strategy with a class of its own hands on to `Strategy`.
+    """Keywords that a strategy with a class of its own passes to `Strategy`.
 
     Args:
         resume: see `Strategy`.
@@ -120,7 +120,7 @@ def shows(
 ) -> Callable[[Constructor], Constructor]:
     """Decorate a constructor: its signature has, in place of `**kwargs`, the keywords that these stand for.
 
-    That is what `help`, LightningCLI (for types, defaults and what it accepts at all) and hints on misspelt names read.
+    `help`, LightningCLI (for types, defaults and accepted names) and hints on misspelt names read this signature.
 
     Args:
         handed_on: the parameters of what gets the `**kwargs`.
@@ -139,9 +139,9 @@ def shows(
 
 
 def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
-    """Return what a strategy is to hand on to DDP: keywords whose values are not the defaults.
+    """Return the keywords to pass to DDP: those whose values are not the defaults.
 
-    LightningCLI gives a constructor all its defaults.
+    LightningCLI passes all defaults explicitly.
 
     Raises:
         ConfigurationError: a keyword is unknown, its value cannot be combined with a communication hook, or is none.

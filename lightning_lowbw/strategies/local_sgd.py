@@ -1,4 +1,4 @@
-"""`Trainer(strategy="local_sgd")` and the like: ranks train alone, and average their weights now and then."""
+"""`Trainer(strategy="local_sgd")` and similar names: ranks train alone, and average their weights periodically."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OTHER_KNOBS |= {"value_dtype", "compression", "topology"}
 class LocalSGDStrategy(Strategy):
     """Step on this rank's own gradient; average parameters and buffers after every k-th step.
 
-    Validation, checkpoints and the end of the fit see the consensus, the mean of the replicas, which does not change
-    the training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
+    Validation, checkpoints and the end of the fit use the consensus, the mean of the replicas; this does not change the
+    training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
     `ModelCheckpoint`, an `EarlyStopping` or a scheduler monitors are averaged over ranks. Gradient clipping and AMP
     act on each rank alone. SIGTERM on any rank ends all of them at the next average.
 
@@ -36,26 +36,28 @@ class LocalSGDStrategy(Strategy):
         k_steps: local steps between two averages. 1 is DDP.
         begin_step: synchronous steps (as DDP) before the first local one: a number of steps, a fraction of the run
             (float between 0 and 1), or "first_lr_decay".
-        outer: "none", "slowmo" or "nesterov" (DiLoCo): what is done with the mean.
+        outer: "none", "slowmo" or "nesterov" (DiLoCo): the optimizer that is applied to the mean.
         outer_lr: by default 1 for "slowmo", 0.7 for "nesterov".
         outer_momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
         inner_momentum: an average leaves the optimizer's momentum "local", takes the "average", or does a "reset".
-        delay_steps: local steps that hide an average: it is applied that many steps after it was begun, with the
-            progress made in between kept. "auto" measures how many steps an average takes.
-        num_fragments: the parameters are averaged in so many parts, at different steps (streaming): the peak of the
+        delay_steps: local steps that hide an average: it is applied that many steps after it was begun, and the steps
+            in between are kept. "auto" measures how many steps an average takes.
+        num_fragments: the number of parts in which parameters are averaged, at different steps (streaming): the peak of
+            the
             traffic is divided by it. "auto": 4, or as many as there are tensors.
-        mixing: the share of its own weights that a rank keeps when a delayed average is applied; None keeps the
-            progress.
+        mixing: the fraction of its own weights that a rank keeps when a delayed average is applied; None adds the
+            average's change instead.
         value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4", with error feedback.
-        compression: None, or a `Compression` (or a mapping of its arguments): only the largest elements of what the
-            local steps have done are sent, in few bits, with error feedback (SparseLoCo).
-        uneven: what ranks do that have more batches than others in an epoch: "finish" them, or "stop" at the next
+        compression: None, or a `Compression` (or a mapping of its arguments): only the largest elements of the change
+            by local steps are sent, in few bits, with error feedback (SparseLoCo).
+        uneven: for ranks with more batches than others in an epoch: "finish" them, or "stop" at the next
             average. Replicas are then weighted by samples, and averaged at the end of each epoch.
-        audit: fail where a collective is issued between two averages, and name it. Costs a few comparisons per step.
-        topology: "flat", or two levels: "auto" (asks the launcher and the host names), a number of ranks per node, the
+        audit: raise an error that names any collective between two averages. Costs a few comparisons per step.
+        topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. The ranks of a node then step together, on the mean of their gradients,
             and nodes are averaged after every k-th step.
-        node_k_steps: above 1: on two levels the ranks of a node also step alone, and average after so many steps.
+        node_k_steps: above 1: on two levels the ranks of a node also step alone, and average after this number of
+            steps.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Names the ranks that have gone where a collective has failed on this one."""
+"""Names the lost ranks after a collective has failed on this one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_lowbw.where.topology_choice import NODE_VARIABLES
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
-# What torch says where a peer has gone, or does not come; in the words of others only where torch raises it.
+# Messages of torch about a lost or late peer; general words count only if torch raises the error.
 OF_BACKEND = re.compile(r"\bgloo\b|NCCL")
 IS_LOST = re.compile(rf"{OF_BACKEND.pattern}|Connection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out")
 IS_OTHER = re.compile("DataLoader|CUDA error")
@@ -50,7 +50,7 @@ PHASES = {
 
 
 class LostPeers:
-    """Knows who is there, during a fit.
+    """Finds lost ranks, during a fit.
 
     Args:
         strategy: whose peers they are.
@@ -61,16 +61,17 @@ class LostPeers:
         self._roll_call = RollCall(self._phase)
 
     def begin_fit(self) -> None:
-        """Begin to answer when other ranks call. Another exchange between all ranks must follow."""
+        """Begin to answer roll calls. Another exchange between all ranks must follow."""
         number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), None)
         node = "" if number is None else f"node {number}, "
         self._roll_call.begin(f"{node}host {socket.gethostname()}, pid {os.getpid()}")
 
     def explain_(self, exception: BaseException) -> None:
-        """Say which ranks have gone, if that is what an exception comes of; tell the other ranks of any other.
+        """Add the lost ranks to an exception, if they are its cause; leave a note about any other exception for the
+        other ranks.
 
         In place:
-            The exception's message; torch's own becomes its cause. Takes seconds, and never waits for longer.
+            The exception's message; torch's own becomes its cause. Takes a few seconds at most.
         """
         if not self._roll_call.has_begun:
             return
@@ -88,7 +89,7 @@ class LostPeers:
         exception.__cause__ = cause
 
     def close(self) -> None:
-        """End what answers."""
+        """Stop answering."""
         self._roll_call.close()
 
     def _told(self, answers: Answers) -> str:
@@ -116,12 +117,12 @@ class LostPeers:
 
     def _without_store(self) -> str:
         return (
-            f"who has gone cannot be told: the store at {self._roll_call.address}, where the ranks have met, does not "
+            f"the lost rank is not known: the store at {self._roll_call.address}, where the ranks have met, does not "
             "answer either. It is in the process of rank 0, or of the launcher on its node: look at the output there."
         )
 
     def _phase(self, frames: Iterable[FrameType] | None = None) -> str:
-        """Return what the main thread does, by the functions that it is in; or by some frames, the innermost last."""
+        """Return what the main thread is doing, by the functions on its stack, or by the given frames."""
         if frames is None:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             frames = reversed([each for each, _ in traceback.walk_stack(frame)])
@@ -135,7 +136,7 @@ class LostPeers:
 
 
 def _is_of_lost_peer(exception: BaseException) -> bool:
-    """Return whether an exception is torch's about a peer, and no other one: of a user's data, say."""
+    """Return whether an exception is torch's about a peer, not another one, for example of the user's data."""
     message = str(exception)
     if not isinstance(exception, RuntimeError) or not IS_LOST.search(message) or IS_OTHER.search(message):
         return False

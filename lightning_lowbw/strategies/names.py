@@ -1,6 +1,6 @@
 """The names for `Trainer(strategy="...")`: a table, and their registration with Lightning.
 
-A name is all that can be said there; so each has its arguments, and a form for two levels, for each way of starting
+A Trainer accepts only a name there; so each has its arguments, and a form for two levels, for each way of starting
 processes, and for models with parameters that no loss depends on, with the endings of Lightning's own names for DDP.
 """
 
@@ -54,9 +54,9 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
-    """Make the strategies known to Lightning by name. May be called any number of times.
+    """Register the strategies with Lightning by name. May be called any number of times.
 
-    Fabric is told of the names, too, only to refuse them with a reason.
+    Fabric gets the names, too, only to refuse them with a reason.
     """
     entries = dict(NAMES)
     entries |= {

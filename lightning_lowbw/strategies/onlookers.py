@@ -1,4 +1,4 @@
-"""Who looks at gradients between the exchange and the next backward pass: for them alone sparse means become dense."""
+"""Finds hooks that may read gradients after the exchange: only for them sparse means become dense gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HOOKS = ("on_before_optimizer_step", "on_before_zero_grad")  # of this step, and
 
 
 def is_gradient_seen(trainer: pl.Trainer, optimizer: Optimizer, guard: BypassGuard) -> bool:
-    """Return whether a hook of Lightning or of the optimizer sees the gradients that an optimizer steps with.
+    """Return whether a hook of Lightning or of the optimizer may read the gradients that an optimizer steps with.
 
-    In manual optimization the user's own code follows the step, and may look at them as well.
+    In manual optimization the user's own code follows the step, and may read them as well.
     """
     module = trainer.lightning_module
     if not module.automatic_optimization or has_step_hooks(optimizer, but=[guard.check]):

@@ -1,4 +1,4 @@
-"""What a strategy does beside the exchange, which follows from when the ranks communicate: the moments of a fit."""
+"""What a strategy does apart from the exchange, by when the ranks communicate: hooks of a fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Regime:
-    """The moments of a fit, in their order; here nothing is done in them. See `Synchronous` and `Replicas`."""
+    """The hooks of a fit, in their order; here they do nothing. See `Synchronous` and `Replicas`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -28,11 +28,11 @@ class Regime:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers of this rank by name, while others are shown."""
+        """Buffers of this rank by name, while the model has others."""
         return {}
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Raise ConfigurationError where the Trainer asks for what cannot be done."""
+        """Raise ConfigurationError if a setting of the Trainer is not supported."""
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
@@ -49,7 +49,7 @@ class Regime:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Enclose the loading of a rank's own state: what the checkpoint shows to all stays until the first batch."""
+        """Enclose the loading of a rank's own state: until the first batch the model keeps the checkpoint's weights."""
         yield
 
     def begin_training(self, trainer: pl.Trainer) -> None:
@@ -81,15 +81,15 @@ class Regime:
     def ddp_reduces(self, worker: Worker) -> bool:
         """Return whether DDP reduces gradients in the coming step: over all ranks, or inside the node.
 
-        Not inside the node where it would search for unused parameters, and ask the world for them; the worker takes
-        the mean of the node then.
+        Not inside the node if it would search for unused parameters, which communicates with all ranks; then the worker
+        takes the mean of the node.
         """
         model = self.strategy.model
         assert isinstance(model, DistributedDataParallel)
         return worker.reduces_in_backward or (worker.reduces_in_node and not model.find_unused_parameters)
 
     def end_batch(self, trainer: pl.Trainer) -> None:
-        """Save if SLURM's signal asked for it; called after each batch, before the callbacks."""
+        """Save after SLURM's signal; called after each batch, before the callbacks."""
         if self.strategy.signals.save_is_due:
             self.strategy.signals.save(trainer)
 
@@ -97,7 +97,7 @@ class Regime:
         """Called before validation."""
 
     def end_validation(self) -> None:
-        """Called after validation, when all others have seen what is shown."""
+        """Called after validation, after all other callbacks."""
 
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the weights for a checkpoint."""
@@ -110,7 +110,7 @@ class Regime:
         """Called after all callbacks at the end of the training."""
 
     def tear_down(self) -> None:
-        """Give Lightning's objects back as they were."""
+        """Restore Lightning's objects."""
         module = self.strategy.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class Regime:
 
 
 class EndOfBatch(Callback):
-    """Tells a regime that a batch is over, before all other callbacks."""
+    """Calls a regime at the end of a batch, before all other callbacks."""
 
     def __init__(self, regime: Regime) -> None:
         self._regime = regime
@@ -128,7 +128,7 @@ class EndOfBatch(Callback):
 
 
 def choose_buffers(model: DistributedDataParallel, choose: Callable[[list[Tensor]], list[Tensor]]) -> None:
-    """Let DDP broadcast in each forward pass what is chosen, instead of all buffers."""
+    """Let DDP broadcast only the chosen buffers in each forward pass."""
     everything = list(model.modules_buffers)
     will_sync_buffers = model.will_sync_module_buffers
 

@@ -1,4 +1,4 @@
-"""Methods that average weights now and then: between two averages each rank trains alone, and sends nothing."""
+"""Methods that average weights periodically: between two averages each rank trains alone, and sends nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class Replicas(Regime):
-    """Connects the consensus view, the quiet between averages and uneven data to the moments of a fit.
+    """Connects the consensus view, the absence of communication between averages, and uneven data to the hooks of a
+    fit.
 
     Args:
         strategy: the strategy.
@@ -89,7 +90,7 @@ class Replicas(Regime):
     def check(self, trainer: pl.Trainer) -> None:
         if self.strategy._layer_sync is not None:
             raise ConfigurationError(
-                "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD is to send nothing "
+                "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing "
                 "between averages, which include batch norm's statistics. Leave it out."
             )
 
@@ -143,7 +144,7 @@ class Replicas(Regime):
 
     @override
     def begin_batch(self, batch: Any) -> None:
-        self.view.hide()  # whoever asked for the consensus last has not ended it
+        self.view.hide()  # the last consensus view may not have ended
         if self.strategy.world_size > 1:
             self.uneven.count(batch, self.workers)
             self.ends.begin_batch(self.strategy.trainer)
@@ -183,7 +184,7 @@ class Replicas(Regime):
 
     @override
     def end_batch(self, trainer: pl.Trainer) -> None:
-        """Wait for ranks with more batches, and save if that was asked for; on uneven data at the end of the epoch."""
+        """Wait for ranks with more batches, and save if it was requested; on uneven data at the end of the epoch."""
         self.uneven.end_batch(trainer)
         self.ends.end_batch(trainer)
         if not self.ends.all_are_here:
@@ -227,7 +228,7 @@ class Replicas(Regime):
             self.view.hide()
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
-        """Begin to train on data that may be other ones."""
+        """Begin an epoch, whose data may have changed."""
         self.uneven.begin_epoch(trainer, self.workers)
         self.ends.begin_epoch(trainer, self.uneven.is_unknown)
 
@@ -245,7 +246,7 @@ class Replicas(Regime):
         self._keep_consensus()
 
     def _keep_consensus(self) -> None:
-        """Leave in the model the consensus, which is shown or of equal replicas."""
+        """Leave the consensus in the model."""
         self.view.keep()
         for worker in self.workers:
             worker.finish()
@@ -259,7 +260,7 @@ class Replicas(Regime):
 
 
 class FirstCallback(EndOfBatch):
-    """Is the first in the list of callbacks, so that all others see the consensus, and metrics that agree."""
+    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
 
     def __init__(self, replicas: Replicas) -> None:
         super().__init__(replicas)

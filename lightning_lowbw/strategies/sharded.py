@@ -54,14 +54,15 @@ class ShardedStrategy(InterruptibleModelParallel):
 
     Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
     Lightning's `ModelParallelStrategy` (``fully_shard(layer, mesh=self.device_mesh["data_parallel"])``), or by a
-    default where it has none. FSDP's reduce-scatter leaves each rank its shard of the node's mean gradient; the method
-    exchanges that, or the shard of the weights, with the ranks that have the same shard in other nodes. N, the number
+    default where it has none. After FSDP's reduce-scatter each rank has its shard of the node's mean gradient; the
+    method exchanges this, or the shard of the weights, with the ranks that have the same shard in other nodes. N, the
+    number
     of participants, is that of the nodes.
 
     Args:
         method: when the nodes communicate, and what they send; a `Method`, such as `DGC(...)` or `LocalSGD(...)`
             return, or a mapping. k is that of each shard.
-        topology: which ranks share a node: "auto" (asks the launcher and the host names), a number of ranks per node,
+        topology: which ranks share a node: "auto" (by the launcher and the host names), a number of ranks per node,
             the ranks of each node, or a `Topology`. None: the method's own, or "auto". Nodes are of one size.
         tensor_parallel_size: ranks of a node that share a tensor-parallel part; the node's
             ``device_mesh["tensor_parallel"]``. The others are data-parallel.
@@ -69,10 +70,10 @@ class ShardedStrategy(InterruptibleModelParallel):
             given: the layers in each `nn.ModuleList` and `nn.Sequential`.
         save_distributed_checkpoint: as of `ModelParallelStrategy`: a folder in which each rank writes its shards, or
             one file, for which rank 0 gathers all weights in its memory.
-        offload_state: whether what a method that averages weights keeps between averages (the last consensus, the outer
-            momentum, residuals) lies in pinned memory of the host. It is on the device in an average alone.
+        offload_state: whether the state of a method that averages weights (the last consensus, the outer momentum,
+            residuals) is in pinned memory of the host between averages, and on the device only during an average.
         resume: as of `Strategy`.
-        process_group_backend: of torch.distributed; None asks the device.
+        process_group_backend: of torch.distributed; None: by the device.
         timeout: seconds that a collective may take, or a timedelta.
 
     Attributes:
@@ -190,7 +191,7 @@ class ShardedStrategy(InterruptibleModelParallel):
         return self._workers[id(optimizer)]
 
     def reconfigure(self, method: Method) -> None:
-        """Replace the method's configuration, for the steps to come.
+        """Replace the method's configuration, for the next steps.
 
         Collective: all ranks.
 
@@ -285,7 +286,7 @@ class ShardedStrategy(InterruptibleModelParallel):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._checkpoints.begin_batch()
-        self.regime.view.hide()  # whoever asked for the consensus last has not ended it
+        self.regime.view.hide()  # the last consensus view may not have ended
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What `ShardedStrategy` does not take: keywords of DDP, and methods that need whole tensors."""
+"""Arguments that `ShardedStrategy` refuses: keywords of DDP, and methods that need whole tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def between_nodes(method: Method) -> Method:
     """Return a method for flat peers, of which each is a node.
 
     Raises:
-        ConfigurationError: it asks for what shards cannot do, with the reason.
+        ConfigurationError: it cannot be used with shards, with the reason.
     """
     when, where = method.when, method.where
     if isinstance(when, EveryStep):

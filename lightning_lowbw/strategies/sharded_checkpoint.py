@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: Lightning's two formats, and beside them what each rank has of its own shard."""
+"""Checkpoints of sharded models: Lightning's two formats, and beside them the state of each rank's own shard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = "sizes"  # of the mesh of a node, in the metadata
 
 
 class ShardedCheckpoints(Checkpoints):
-    """Saves and loads what a rank has of its own shard; other nodes may take it over, and cut it anew."""
+    """Saves and loads the state of a rank's own shard; nodes of another number or size may load it, too."""
 
     _strategy: ShardedStrategy  # type: ignore[assignment]
 

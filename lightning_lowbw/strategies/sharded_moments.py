@@ -1,4 +1,4 @@
-"""What `ShardedStrategy` does beside the exchange, at the moments of a fit; see `regime.Regime` for that of DDP."""
+"""What `ShardedStrategy` does apart from the exchange: the hooks of a fit; see `regime.Regime` for that of DDP."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class ShardedMoments:
-    """The consensus view, and what the shards of a node must know of each other before they talk to their peers.
+    """The consensus view, and the messages between the shards of a node before they communicate with their peers.
 
-    A rank's peers have the same shard in other nodes. What another shard of the node has found - a gradient that is
-    not finite, a signal - they do not hear; so the ranks of a node tell each other first.
+    A rank's peers have the same shard in other nodes. They do not receive what another shard of the node has found (a
+    gradient with an inf or NaN, a signal); so the ranks of a node exchange it first.
 
     Attributes:
         view: of the consensus.
@@ -45,7 +45,7 @@ class ShardedMoments:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers of this rank by name, while others are shown."""
+        """Buffers of this rank by name, while the model has others."""
         return self.view.own_buffers
 
     @property
@@ -61,16 +61,16 @@ class ShardedMoments:
             worker.meet = self.agree_in_world
 
     def tear_down(self) -> None:
-        """Give Lightning's objects back as they were."""
+        """Restore Lightning's objects."""
         module = self._strategy.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
-    # What shards tell each other --------------------------------------------------------------------------------
+    # Messages between shards ------------------------------------------------------------------------------------
 
     def agree_in_node(self, worker: Worker) -> None:
-        """Tell the other shards of the node what this rank asks for, and of a fault in its gradients.
+        """Exchange requests, and faults of the gradients, with the other shards of the node.
 
         Collective: the ranks of the node, blocking; three numbers.
         """
@@ -87,7 +87,7 @@ class ShardedMoments:
             worker.agree_on(worker.requests)
 
     def agree_in_world(self, worker: ReplicaWorker) -> None:
-        """Tell all ranks, before an average, what this rank asks for, and of a fault in its weights.
+        """Exchange requests, and faults of the weights, between all ranks before an average.
 
         Collective: all ranks, blocking; three numbers.
 
@@ -113,7 +113,7 @@ class ShardedMoments:
         worker.stop_requested, worker.save_requested = bool(stop), bool(save)
 
     def check_kept(self) -> None:
-        """Tell all ranks now what the last step has found after its control message; see `engine.kept`.
+        """Report the faults that the last step has found after its control message; see `engine.kept`.
 
         Collective: all ranks, blocking; one number for each optimizer.
 
@@ -138,7 +138,7 @@ class ShardedMoments:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Enclose the loading of a rank's own state: what the checkpoint shows to all stays until the first batch."""
+        """Enclose the loading of a rank's own state: until the first batch the model keeps the checkpoint's weights."""
         module = self._strategy.lightning_module
         assert module is not None
         if not self._replicas:
@@ -169,7 +169,7 @@ class ShardedMoments:
         return self.view.copied(take())
 
     def end_validation(self) -> None:
-        """Called after validation, when all others have seen what is shown."""
+        """Called after validation, after all other callbacks."""
         if not self._strategy.trainer.sanity_checking:  # after which there may be nothing to train
             self.view.hide()
 
@@ -179,12 +179,12 @@ class ShardedMoments:
             self.view.hide()
 
     def end_batch(self, trainer: pl.Trainer) -> None:
-        """Save if SLURM's signal asked for it; called after each batch, before the callbacks."""
+        """Save after SLURM's signal; called after each batch, before the callbacks."""
         if self._strategy.signals.save_is_due:
             self._strategy.signals.save(trainer)
 
     def end_validating(self, trainer: pl.Trainer) -> None:
-        """Agree on what is monitored, where each node has seen data of its own."""
+        """Average monitored metrics, because each node has its own data."""
         if self._replicas and not trainer.sanity_checking:
             agree_on_monitored(trainer, self._strategy.root_device)
 

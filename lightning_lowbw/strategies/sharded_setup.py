@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def tell_nodes(strategy: ShardedStrategy, topology: Topology) -> None:
-    """Say which ranks make a node, and warn where there is nothing between nodes, or nothing inside them."""
+    """Log which ranks share a node, and warn if there is only one node, or one rank on each."""
     name, shown = type(strategy).__name__, ", ".join(str(list(node)) for node in topology.nodes)
     rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.")
     if topology.num_nodes == 1:
@@ -71,7 +71,7 @@ def make_workers(
 
 
 def begin_schedules(strategy: ShardedStrategy) -> None:
-    """Let the workers begin, when the length of the run is known; warn of a phase that it never reaches."""
+    """Start the workers, when the length of the run is known; warn if the run ends before a phase begins."""
     trainer = strategy.trainer
     if isinstance(strategy.method.when, EveryK):
         resolve_begin(strategy, trainer)  # type: ignore[arg-type]  # it may reconfigure the method

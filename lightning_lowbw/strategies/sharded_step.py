@@ -1,4 +1,4 @@
-"""The end of a closure of `ShardedStrategy`: look for faults, clip, exchange; as in `strategy`, on shards."""
+"""The end of a closure of `ShardedStrategy`: check for faults, clip, exchange; as in `strategy`, on shards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ShardedStep:
-    """Turns the gradients of an optimizer that steps into those it is to step with.
+    """Replaces the gradients of an optimizer that steps by those it steps with.
 
     Attributes:
         backwards: of the fit.
-        guard: refuses the steps that the user takes past Lightning.
+        guard: refuses steps that bypass Lightning.
     """
 
     def __init__(self, strategy: ShardedStrategy) -> None:
@@ -58,7 +58,7 @@ class ShardedStep:
             let_scaler_skip_(view.optimizer)
 
     def _exchange(self, worker: Worker, view: LocalView, skip_nonfinite: bool = False) -> bool:
-        """Look for faults, clip, exchange; return whether the step is to be taken."""
+        """Check for faults, clip, exchange; return whether the step is to be taken."""
         strategy = self._strategy
         view.refresh()
         view.take_gradients()

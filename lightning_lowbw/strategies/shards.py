@@ -121,7 +121,7 @@ def _progress(state: Mapping[str, Any]) -> str:
 
 
 def sweep(io: CheckpointIO, folder: str, kept: Collection[str], is_mine: Callable[[int], bool]) -> None:
-    """Delete shards that no checkpoint names any more: of the save before, and of saves that were cut off.
+    """Delete shards that no checkpoint names any more: of the previous save, and of interrupted saves.
 
     Args:
         io: what deletes them.

@@ -1,11 +1,11 @@
-"""`DDPStrategy` with three seams into a Lightning step, and a method that communicates in them.
+"""`DDPStrategy` with a method that is called at three points of a Lightning step.
 
 1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through;
-2. the end of the wrapped closure: look for faults, clip, exchange;
+2. the end of the wrapped closure: check for faults, clip, exchange;
 3. after the step: the method's counters and averages, and the user's values back in the param groups.
 
-Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. What
-else there is to do is one concern per file; `choice.regime_of` decides which of them a method needs.
+Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these.
+Everything else is in one file per concern; `choice.regime_of` chooses the files that a method needs.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ SETTLE_S = 0.02
 
 
 class Strategy(InterruptibleDDP):
-    """DDP whose communication is a method's.
+    """DDP in which a method does the communication.
 
     Args:
         method: when the ranks communicate, what they send, and to whom; a `Method`, such as `DGC(...)` or
             `LocalSGD(...)` return, or a mapping, as `Method.describe` does.
-        topology: instead of the method's own: "flat" or, for two levels, "auto" (asks the launcher and the host
-            names), a number of ranks per node, the ranks of each node, or a `Topology`.
-        uneven: for averages of weights: what ranks do that have more batches than others in an epoch: "finish" them, or
+        topology: instead of the method's own: "flat" or, for two levels, "auto" (by the launcher and the host names), a
+            number of ranks per node, the ranks of each node, or a `Topology`.
+        uneven: for averages of weights, and ranks with more batches than others in an epoch: "finish" them, or
             "stop" at the next average. Replicas are then weighted by samples, and averaged at the end of each epoch.
-        audit: for averages of weights: fail where a collective is issued between two of them, and name it.
-        resume: what ``fit(ckpt_path=...)`` needs: "exact" also the folder beside the ``.ckpt``, which has each rank's
+        audit: for averages of weights: raise an error that names any collective between two of them.
+        resume: what ``fit(ckpt_path=...)`` requires: "exact" also the folder beside the ``.ckpt``, which has each
+            rank's
             own state; "weights and optimizer" the ``.ckpt`` alone: where a shard is missing, all ranks begin without.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`, checked
             against their signatures.
@@ -160,7 +161,7 @@ class Strategy(InterruptibleDDP):
         return self._workers[id(optimizer)]
 
     def reconfigure(self, method: Method) -> None:
-        """Replace the method's configuration, for the steps to come.
+        """Replace the method's configuration, for the next steps.
 
         Collective: all ranks.
 
@@ -308,7 +309,7 @@ class Strategy(InterruptibleDDP):
 
     @torch.no_grad()
     def _end_closure(self, worker: Worker) -> None:
-        """Turn the gradients of the optimizer that steps into those it is to step with."""
+        """Replace the gradients of the optimizer that steps by those it steps with."""
         self.regime.end_backward(worker)
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
@@ -330,7 +331,7 @@ class Strategy(InterruptibleDDP):
             let_scaler_skip_(worker.optimizer)
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
-        """Look for faults, clip, exchange; return whether the step is to be taken."""
+        """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
         clips = worker.clips_before_exchange and self.clipping.is_asked_for
         worker.prepare(reduced=reduced, num_backwards=self._backwards.num, checks_now=clips or skip_nonfinite)

@@ -1,4 +1,4 @@
-"""Methods that exchange gradients in every step: replicas' weights are equal, running statistics and velocities not."""
+"""Methods that exchange gradients in every step: weights are equal on all ranks; running statistics need not be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Synchronous(Regime):
-    """Shows the running statistics of rank 0, and leaves whole velocities at the end."""
+    """Copies the running statistics of rank 0 for validation, and makes velocities whole at the end."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
@@ -69,7 +69,7 @@ class Synchronous(Regime):
             tell_what_stays_whole(self.strategy.workers)
 
     def _check_overlap(self, trainer: pl.Trainer) -> None:
-        """Refuse what needs whole gradients, or does not say during backward which step they are for."""
+        """Refuse settings that need whole gradients, or with which the step is not known during backward."""
         ddp = self.strategy._ddp_kwargs
         obstacles = {
             "gradient clipping": self.strategy.clipping.is_asked_for,
@@ -132,7 +132,7 @@ class Synchronous(Regime):
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self._check_kept()  # a message with an infinity is in the weights
+        self._check_kept()  # an infinite message may be in the weights
         return take()
 
     def _check_kept(self) -> None:

@@ -30,7 +30,7 @@ class Uneven:
 
     Args:
         strategy: the strategy.
-        policy: what ranks do that have more batches than others: "finish" them, or "stop" at the next average.
+        policy: for ranks with more batches than others: "finish" them, or "stop" at the next average.
         on_average: called with the worker after each average.
 
     Attributes:
@@ -62,7 +62,7 @@ class Uneven:
         Collective: all ranks, blocking.
 
         Raises:
-            ConfigurationError: on all ranks; they have not, and something does not allow it.
+            ConfigurationError: on all ranks; the numbers differ, and a setting does not allow it.
         """
         lengths = lengths_of_data(trainer)
         self.is_unknown = math.inf in lengths
@@ -84,7 +84,7 @@ class Uneven:
         )
 
     def _obstacle(self, trainer: pl.Trainer, lengths: list[float]) -> str | None:
-        """Return what does not allow uneven data."""
+        """Return the setting that does not allow uneven data."""
         method = self._strategy.method
         when, topology = method.when, self._strategy.groups.gradients.topology
         assert isinstance(when, EveryK)
@@ -175,7 +175,7 @@ class Uneven:
             )
         worker.num_finished = 0
         while worker.num_finished < self._strategy.world_size:
-            if worker.stop_agreed:  # all ranks leave after the average that told it, wherever they are in their epochs
+            if worker.stop_agreed:  # all ranks end after the average with the request, at any point of their epochs
                 raise SIGTERMException
             worker.average(finished=True, over=is_over)
             self._on_average(worker)

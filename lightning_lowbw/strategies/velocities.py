@@ -1,4 +1,4 @@
-"""The velocities of deep gradient compression, of which each rank of a node keeps a part: put together for others."""
+"""Gathers the velocities of deep gradient compression, of which each rank of a node keeps a part."""
 
 from __future__ import annotations
 

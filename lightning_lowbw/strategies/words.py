@@ -1,4 +1,4 @@
-"""A method in words: what a strategy's `repr` says will happen."""
+"""A method in words, for the `repr` of a strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_words(method: Method) -> str:
 
 
 def where_in_words(method: Method) -> dict[str, object]:
-    """Return who talks to whom, by the names of the arguments; algorithm and dtype where they are not the default."""
+    """Return who communicates with whom, by the names of the arguments; algorithm and dtype if not the default."""
     where = method.where
     shown: dict[str, object] = {"topology": where.topology}
     if where.topology != "flat" and where.algorithm is not None:

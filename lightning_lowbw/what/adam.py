@@ -23,18 +23,18 @@ class AdamCorrection(ErrorFeedback):
         r = r + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled. Adam's own is that of the
-    weight which this rank's residual leads to: ``G + c (w - lr r)`` in m, ``G + c w`` in v. With ``c w`` in m the decay
+    weight after this rank's residual has been applied: ``G + c (w - lr r)`` in m, ``G + c w`` in v. With ``c w`` in m
+    the decay
     would not abate until it is sent, some 1 / density steps later, and might diverge: `benchmarks/weight_decay.py`.
 
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
-    b1 is at most `LARGEST_BETA1` here, however much is sent: what is sent late is a mean over steps already, as
-    momentum is.
+    b1 is at most `LARGEST_BETA1` here, at any density: a delayed element is already a mean over steps, as momentum is.
 
-    G^2 / N: Adam on all ranks together sees the square of the mean of N gradients. Where noise outweighs the mean,
-    which is so for all but a few elements and steps, that is the mean square of one divided by N.
+    G^2 / N: without compression Adam squares the mean of N gradients. If the noise is larger than the mean, as for all
+    but a few elements and steps, that is the mean square of one divided by N.
 
-    Source: momentum correction of arXiv 1712.01887, on what Adam preconditions; chosen by `benchmarks/adam.py`.
+    Source: momentum correction of arXiv 1712.01887, of Adam's preconditioned gradient; chosen by `benchmarks/adam.py`.
     """
 
     kind = "own_variance"

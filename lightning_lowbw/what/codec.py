@@ -2,7 +2,7 @@
 
 One message holds all sparse tensors of a step: the positions of all of them, then their values. How many elements
 each tensor has is known to all ranks (`num_selected`), so it is not sent. `what/positions.py` and `what/values.py`
-tell how each part is coded.
+define how each part is coded.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SparseCodec:
         """Pack (positions int64, ascending; values float32) of each tensor into one message: uint8, shape (nbytes,).
 
         In place:
-            `residuals`, to which is added what a value format rounds away: of each tensor, float32 or float64, flat;
-            None: it is lost. What goes out is `decode_values`.
+            `residuals`, to which the rounding errors of the value format are added: of each tensor, float32 or float64,
+            flat; None: they are lost. The sent values are `decode_values`.
         """
         counts = [values.numel() for _, values in parts]
         positions, values = (joined(column) for column in zip(*parts, strict=True))
@@ -87,8 +87,8 @@ class SparseCodec:
 
         Args:
             messages: uint8, shape (messages, nbytes), whose rows are contiguous and begin at multiples of four bytes.
-            damaged: bool, a scalar on the device: where a GPU notes what a CPU raises, to be looked at later; the
-                positions are inside of their tensors then. None: it is waited for.
+            damaged: bool, a scalar on the device: set on a GPU where a CPU would raise an error, to be checked later;
+                the positions are clamped into their tensors then. None: the host waits, and raises.
 
         Raises:
             ValueError: they are not `nbytes(counts, numels)` long, or one holds another number of positions, or one

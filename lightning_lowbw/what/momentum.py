@@ -2,7 +2,7 @@
 
 A correction says how a gradient enters the residual (the constants of `ops.reference.Segment`), which state of the
 optimizer is the velocity, and what is left to the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
-1712.01887. Adam and AdamW: `what.adam`. All others: error feedback, and the optimizer does the rest with what arrives.
+1712.01887. Adam and AdamW: `what.adam`. All others: error feedback; the optimizer steps with the mean.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Constants:
 
 
 class ErrorFeedback:
-    """``v = v + G``. The optimizer applies its own momentum and decay to what arrives.
+    """``v = v + G``. The optimizer applies its own momentum and decay to the mean.
 
     Attributes:
-        kind: by which a checkpoint tells what its residuals and velocities mean.
+        kind: saved in a checkpoint, because residuals and velocities depend on it.
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
@@ -70,11 +70,11 @@ class ErrorFeedback:
         return ()
 
     def note(self) -> str:
-        """Return what the user is to be told when steps become sparse; empty for nothing."""
+        """Return the message to log when steps become sparse; empty for none."""
         return ""
 
     def check(self) -> None:
-        """Raise ConfigurationError where a param group asks for what cannot be corrected."""
+        """Raise ConfigurationError if a param group has an option that cannot be corrected."""
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
         """Return the constants of a parameter of a group, as the user has them."""
@@ -120,23 +120,24 @@ class ErrorFeedback:
         )
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Take from sparse tensors the weight decay of this step, where that is not part of the means."""
+        """Apply the weight decay of this step to sparse tensors, if it is not part of the means."""
 
     def take_over(self, sparse: Sequence[Parameter]) -> None:
-        """Leave to the optimizer's coming step only what the exchange has not done; until `give_back`."""
+        """Remove from the optimizer's next step the parts that the exchange has done; until `give_back`."""
 
     def give_back(self) -> None:
-        """Let the optimizer step as it did."""
+        """Restore the optimizer."""
 
     def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Make of averaged gradients, in place, what the optimizer is to step with after `take_over`."""
+        """Correct averaged gradients, in place, for the optimizer's step after `take_over`."""
 
 
 class MomentumCorrection(ErrorFeedback):
     """``g = G + c (w - lr v); u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); ``w = w - lr mean``.
 
-    The decay is that of the weight which this rank's residual leads to, see `ops.reference.correct_`: that of w alone
-    would act on the weight when it is sent, too late, and may diverge. Small tensors have ``g = G + c w`` and torch's
+    The decay is that of the weight after this rank's residual has been applied, see `ops.reference.correct_`: that of w
+    alone would be applied only when it is sent, too late, and may diverge. Small tensors have ``g = G + c w`` and
+    torch's
     own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
     """
 

@@ -2,7 +2,7 @@
 
 A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale and of each
 value the nearest integer in units of it, see `ops.blocks`. For dense values, mostly near zero, that is closer than the
-logarithmic levels of `what.values`, which are made for what top-k leaves.
+logarithmic levels of `what.values`, which are made for the elements that top-k selects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NarrowFormat(Protocol):
     A message is written and read in ranges, so that on a CPU what belongs to a range stays in the cache. A range begins
     at a multiple of BLOCK, and ends at one or with the vector; the message is the same however it is divided.
 
-    Zero stays zero. What is too large for the format is written as its largest value.
+    Zero stays zero. Values that are too large for the format are written as its largest value.
     """
 
     def nbytes(self, numel: int) -> int:
@@ -41,7 +41,7 @@ class NarrowFormat(Protocol):
         """Write a range of vectors into their messages.
 
         In place:
-            The messages; the values: what the rounding takes away of them.
+            The messages; the values, which become their rounding errors.
 
         Args:
             messages: uint8, shape (vectors, nbytes(numel)).

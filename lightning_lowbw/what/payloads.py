@@ -1,4 +1,4 @@
-"""What is sent of a tensor, as values: all of it, all of it in few bits per value, or its largest elements.
+"""Payloads: a whole tensor, a whole tensor in few bits per value, or its largest elements.
 
 `Whole` and `Narrow` are here, `TopK` has a module of its own.
 """
@@ -21,7 +21,7 @@ class Whole:
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Narrow:
-    """Every element in few bits, with error feedback: what is rounded away is added to the next message.
+    """Every element in few bits, with error feedback: rounding errors are added to the next message.
 
     Args:
         value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values.

@@ -7,7 +7,7 @@ per step and a zero per riser holds it. That makes k (l + 1) + floor((n - 1) / 2
 
 Source: Elias, "Efficient storage and retrieval by content and address of static files", 1974; Fano, "On the number of
 bits required to implement an associative memory", 1971. A Golomb-Rice code is as short, but its length depends on the
-data, so ranks would have to tell each other sizes first.
+data, so ranks would have to exchange sizes first.
 
 All tensors of a step go into one stream of bits, [unary of every tensor | low bits of every tensor], in words of 32,
 the first bit lowest. The arithmetic runs over all elements at once: a handful of passes, however many the tensors.
@@ -106,7 +106,7 @@ def _check_count(found: int, expected: int) -> None:
 
 
 def _check_range(outside: int) -> None:
-    if outside:  # what uses them need not look: compiled passes write where they are told
+    if outside:  # checked here, because compiled passes write without a check
         raise ValueError(f"A damaged message: {outside} of its positions lie outside their tensors.")
 
 

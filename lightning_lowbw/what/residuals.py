@@ -1,4 +1,4 @@
-"""What has not been sent yet, of every tensor: the one store of error feedback."""
+"""The residuals of all tensors: elements and rounding errors that have not been sent yet."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Selection:
 
 
 class SampledSelector:
-    """Find the k largest of one tensor among the candidates above a threshold, and steer that by what is found.
+    """Find the k largest of one tensor among the candidates above a threshold, and adapt the threshold to their number.
 
     The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
     what is dropped is the smallest, wherever it lies (the published implementations cut by position, or take what an

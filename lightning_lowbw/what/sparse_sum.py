@@ -1,13 +1,14 @@
 """The sum of sparse vectors over ranks at a volume that does not grow with the ranks: reduce-scatter, then all-gather.
 
 Every rank owns a part of the index space, which is that of all sparse tensors of a step behind one another. A rank
-sends to each owner what it has selected in the owner's part; the owner adds up, and hands the largest sums to all.
+sends to each owner what it has selected in the owner's part; the owner adds up, and sends the largest sums to all.
 
 Source: after Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk),
-arXiv 2201.07598. Deviations: all messages have a fixed size, for agreeing on sizes costs a round trip; the parts
-follow from the last step's result, without a message of their own; sums that are not handed out wait at their owner.
+arXiv 2201.07598. Deviations: all messages have a fixed size, because agreeing on sizes costs a round trip; the parts
+follow from the last step's result, without a separate message; sums that are not sent out stay at their owner.
 
-Nothing is lost: what is handed out plus what the ranks get back is what they gave, to the rounding of a float32 sum.
+Nothing is lost: the sums sent out plus the elements that ranks get back equal the selected elements, up to the rounding
+of a float32 sum.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def gather_capacity(num_selected: int, num_ranks: int, gathered: int = GATHERED)
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a rank makes of its selection.
+    """A rank's selection, sorted by owner.
 
     Attributes:
         message: one row per owner; uint8, shape (ranks, nbytes). The row of the rank itself is empty.
         own: what it has selected in its own part: all of it, no message bounds it.
-        unsent: what did not fit, or was rounded away.
+        unsent: elements that did not fit, and rounding errors.
     """
 
     message: Tensor
@@ -62,11 +63,11 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Owned:
-    """What an owner makes of all that arrived for its part.
+    """The sums of an owner's part.
 
     Attributes:
         message: the sums it hands out; uint8, shape (nbytes,).
-        unsent: those it does not, and what was rounded away.
+        unsent: those it does not, and rounding errors.
     """
 
     message: Tensor
@@ -75,7 +76,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What all ranks read in the owners' messages; the same bits everywhere.
+    """The result that all ranks read from the owners' messages; the same bits everywhere.
 
     Attributes:
         mean: 1/N of the sums.
@@ -356,7 +357,7 @@ def _smallest(values: Tensor, count: int) -> Tensor:
 
 
 def _check(damaged: Tensor) -> None:
-    if damaged:  # what uses the positions need not look: compiled passes write where they are told
+    if damaged:  # checked here, because compiled passes write without a check
         raise ValueError("A damaged message: positions that are outside of their owner's part, or not ascending.")
 
 

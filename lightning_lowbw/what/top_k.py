@@ -77,32 +77,32 @@ class TopK:
         chunk: the largest are sought among so many neighbouring elements of a tensor; None: in the whole tensor. Of the
             rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger one:
             all where there are not so many.
-        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; what is
-            rounded away is sent later.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
+            errors are sent later.
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
             `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
-        decay: of what has been kept, from one round to the next, in [0, 1]; 1 forgets nothing.
+        decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
         mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
-            ("senders"). One that a single participant sent moves as far as that one wants, or an N-th of it.
-        clip_to_median: whether a participant's part of a chunk is scaled down where its norm is above the median of
-            all. What that takes away is lost: it is meant for participants that cannot be trusted.
+            ("senders"). An element that a single participant has sent changes by the whole value with "senders", by 1/N
+            of it with "ranks".
+        clip_to_median: whether a participant's part of a chunk is scaled down if its norm is above the median of all.
+            The clipped part is lost: this is meant for participants that cannot be trusted.
         exchange: how the selected elements of gradients are summed. "all_gather": every rank gets those of all,
             (N-1) k elements. "reduce_scatter": below 6 k elements whatever N is; where the selections differ much, some
             of the sums wait at the rank that owns them. "dense": an all-reduce of whole tensors in float32, whatever
             `value_dtype` is, for low sparsities.
-            "auto" takes the cheapest by the volume formulas and, where these do not tell, by a short measurement of the
-            link; rank 0 says which. On two levels, and every k steps, it is the all-gather.
-        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what the small tensors of gradients are sent
-            in, while the large ones are sparse; what is rounded away is sent later.
-        correction: of gradients: "auto" takes what there is for the optimizer: momentum correction for SGD, the same on
-            what Adam makes of a rank's gradient for Adam and AdamW, and error feedback for others. "error_feedback" is
-            for any optimizer.
+            "auto" takes the fastest by the volume formulas and, if these do not decide, by a short measurement of the
+            link; rank 0 logs the choice. On two levels, and every k steps, it is the all-gather.
+        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": the type in which small tensors of gradients
+            are sent in sparse steps; rounding errors are sent later.
+        correction: of gradients: "auto" uses momentum correction for SGD, a correction of each rank's Adam step for
+            Adam and AdamW, and error feedback for others. "error_feedback" works with any optimizer.
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
             in the paper, not for Adam.
-        keep_momentum: whether momentum is left whole in steps that send much. Velocities are not cleared at densities
-            above (1 - momentum) / 2, 5 % with 0.9, where an element is sent again before its momentum has faded, and
+        keep_momentum: whether velocities are not cleared at high densities. These are densities above (1 - momentum) /
+            2, 5 % with 0.9, where an element is sent again before its momentum has faded, and
             would lose most of it. None: where "auto" has chosen the density.
 
     Raises:
@@ -191,7 +191,7 @@ class TopK:
 
     @property
     def needs_senders(self) -> bool:
-        """Whether the average must know who has sent what, as only an all-gather tells."""
+        """Whether the average needs the sender of each element, which only an all-gather provides."""
         return self.mean_over == "senders" or self.clip_to_median
 
     @property
@@ -246,7 +246,8 @@ class TopK:
     def decode(
         self, messages: Tensor, numels: Sequence[int], density: float | None, damaged: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what participants have sent: positions int64, values float32, shape (groups, participants, elements).
+        """Return the elements that participants have sent: positions int64, values float32, shape (groups,
+        participants, elements).
 
         Args:
             messages: of all participants, about as many groups of parts of these sizes: uint8, shape (groups,
@@ -312,8 +313,9 @@ class TopK:
 def small_numel(numels: Iterable[int]) -> int:
     """Return the elements below which a tensor is small for a model: the smallest are 3 % of it, together.
 
-    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a share, for all matrices
-    of a small model are small; but not below 1,024 elements, where sending all costs less than the work for one more
+    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a fraction, because all
+    matrices of a small model are small; but not below 1,024 elements, where sending all costs less than the work for
+    one more
     tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
 
     Args:

@@ -1,1 +1,1 @@
-"""When the ranks talk: schedules as values."""
+"""When the ranks communicate: schedules as values."""

@@ -1,4 +1,4 @@
-"""Every k local steps: ranks step on their own gradients, and their weights are averaged now and then.
+"""Every k local steps: ranks step with their own gradients, and their weights are averaged periodically.
 
 Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
 mini-batches, use local SGD", arXiv 1808.07217 (post-local); Douillard et al., "Streaming DiLoCo with overlapping
@@ -38,17 +38,19 @@ class EveryK:
         inner_momentum: what an average does with the inner optimizer's momentum: leaves it "local", takes the
             "average" (of Adam's second moment, too; SGD, Adam and AdamW), or does a "reset" of the first moment to 0.
         delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
-            with the progress made meanwhile kept. 0 waits for it. Less than k_steps. "auto" waits for the first two,
-            and takes what the second took, in local steps; the same on all ranks, but not from run to run.
-        num_fragments: the parameters are averaged in so many parts of nearly one size, each every k steps, one after
-            another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
-        mixing: alpha, the share of its own weights that a rank keeps when a delayed average is applied:
-            ``x = alpha x + (1 - alpha) average``. None keeps the progress made meanwhile: ``x = x + average - x then``.
+            and the steps in between are kept. 0 waits for it. Less than k_steps. "auto" waits for the first two
+            averages, and delays by the time of the second, in local steps; the same on all ranks, but not from run to
+            run.
+        num_fragments: the number of parts, of nearly equal size, in which parameters are averaged, each every k steps,
+            one after another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
+        mixing: alpha, the fraction of its own weights that a rank keeps when a delayed average is applied:
+            ``x = alpha x + (1 - alpha) average``. None keeps the steps in between: ``x = x + (average - x at the
+            begin)``.
         node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
             on the mean of their gradients.
 
     Raises:
-        ConfigurationError: a value is out of range, or two do not go together.
+        ConfigurationError: a value is out of range, or two cannot be combined.
     """
 
     k_steps: int = 8

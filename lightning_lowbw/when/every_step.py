@@ -1,4 +1,4 @@
-"""Every optimizer step: dense first, then as sparse as the stairs of the warm-up say.
+"""Every optimizer step: dense first, then with the sparsity of the stairs of the warm-up.
 
 Source: arXiv 1712.01887, section 3.3 ("warm-up training"), with the knobs of PaddlePaddle Fleet's `dgc_configs`.
 """
@@ -18,7 +18,7 @@ AUTO = "auto"
 @names_arguments
 @dataclass(frozen=True)
 class EveryStep:
-    """Exchange gradients in every optimizer step; as a function of the step, how much of them.
+    """Exchange gradients in every optimizer step; the density is a function of the step.
 
     ``i = min(int((t - rampup_begin_step) * len(sparsity) / rampup_step), len(sparsity) - 1)``
 
@@ -30,7 +30,7 @@ class EveryStep:
             takes some dense steps, measures, and replaces this schedule by one of numbers; see `engine.auto`.
         overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
             of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
-        budget: with "auto", the share of a step that its exchange may take, in (0, 1].
+        budget: with "auto", the fraction of a step that its exchange may take, in (0, 1].
         pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 
     Raises:

@@ -3,8 +3,8 @@
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, section 2.2 and algorithm
 2: fragment p of P is begun when t - t_p is a multiple of its period.
 
-Deviation: the authors' fragments are whole layers, of which they know the order; here tensors are put together so that
-fragments are of nearly one size, whatever the model is.
+Deviation: the authors' fragments are whole layers in a known order; here tensors are combined so that fragments have
+nearly equal sizes, for any model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def balance(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
 
 
 def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
-    """Return how many steps of its first period a fragment is spared, so that the last one is begun after k steps.
+    """Return by how many steps the first period of a fragment is shortened, so that the last one is begun after k
+    steps.
 
     Example:
         >>> [100 - steps_before(fragment, 4, 100) for fragment in range(4)]
@@ -45,7 +46,7 @@ def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
 
 
 def hiding_steps(average_s: float, step_s: float, k_steps: int) -> int:
-    """Return tau, the steps behind which an average is hidden: at least one, as many as it takes, fewer than k.
+    """Return tau, the number of steps that hide an average: as many as it takes, at least one, fewer than k.
 
     Args:
         average_s: seconds that an average takes, waited for.

@@ -1,4 +1,4 @@
-"""Outer optimizers: what is done with the mean of the replicas, beside taking it over."""
+"""Outer optimizers, which are applied to the mean of the replicas."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who talks to whom: topology, collectives and what they cost."""
+"""Who communicates with whom: topology, collectives and their volume."""

@@ -1,4 +1,4 @@
-"""Finding out, before it does harm, that ranks were given different things; and failing together."""
+"""Detects ranks with different settings before the training, and lets all ranks fail together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as raised:  # noqa: BLE001 - it is raised again below, after the others have been told
+    except Exception as raised:  # noqa: BLE001 - it is raised again below, after it has been sent to the others
         error = raised
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         messages = _gather(None if error is None else f"{type(error).__name__}: {error}", group)

@@ -1,4 +1,4 @@
-"""Making sure that nothing is communicated: what was issued on the process group since a moment, and by which line."""
+"""Checks that nothing is communicated: finds collectives on the process group, and the lines that called them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
-# Libraries that communicate for others: the line that called them is what a reader wants.
+# Libraries that communicate for others: the line that called them is reported.
 LIBRARIES = ("torch/", "torchmetrics/", "lightning/", "pytorch_lightning/", "lightning_fabric/")
 
 

@@ -59,7 +59,7 @@ class Reduction:
         return self.tensor
 
     def get_future(self) -> Future[Tensor]:
-        """Return the future of the reduced tensor: what a communication hook of DDP returns.
+        """Return the future of the reduced tensor, as a communication hook of DDP must.
 
         It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA. That DDP does wait
         for this one on a GPU is not tested here.
@@ -75,11 +75,11 @@ class Reduction:
 
 
 class AllReducing(Protocol):
-    """What a fused mean needs: `Collectives` and all `Peers` have it."""
+    """The interface that a fused mean needs: `Collectives` and all `Peers` have it."""
 
     @property
     def ledger(self) -> TrafficLedger:
-        """Where the traffic is written down."""
+        """The ledger of the traffic."""
         ...
 
     @property
@@ -149,7 +149,7 @@ class Collectives:
         return Reduction(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce a flat tensor over the ranks, in place; the sum unless told otherwise.
+        """Reduce a flat tensor over the ranks, in place; by default the sum.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
         """

@@ -1,4 +1,4 @@
-"""All ranks alike, as peers: what is done inside a node is nothing."""
+"""Flat peers: every rank is a node of its own."""
 
 from __future__ import annotations
 

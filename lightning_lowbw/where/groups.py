@@ -1,4 +1,4 @@
-"""Process groups of some ranks of the world, made once, with the user's timeout; and what their backend can do.
+"""Process groups of some ranks of the world, made once, with the user's timeout; and the properties of their backend.
 
 This package does not keep a group alive; torch does, until `destroy_process_group`. At interpreter shutdown a gloo
 thread may still release a tensor. It then needs the GIL, Python ends the thread, and C++ aborts the process.
@@ -43,7 +43,7 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
 
     Args:
         ranks: of the world; a group has them in ascending order.
-        purpose: what runs at the same time needs groups of its own, for the ranks may not begin it in one order.
+        purpose: concurrent work needs its own groups, because the ranks may begin it in different orders.
         timeout: after which a collective of the group fails; None is that of the world.
     """
     world = dist.group.WORLD
@@ -57,7 +57,7 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
 
 
 def _timeout_of_world() -> timedelta | None:
-    """Return what the user gave `init_process_group`; None, the backend's default, where torch does not tell."""
+    """Return the timeout given to `init_process_group`; None, the backend's default, if it is not known."""
     for device in ("cpu", "cuda"):
         try:
             backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]

@@ -25,10 +25,10 @@ class TrafficLedger:
         steps: optimizer steps accounted for.
         sent_bytes: bytes sent, by the formulas of `where.volume`.
         received_bytes: bytes received; the same in the ring algorithms used here.
-        intra_bytes: of the bytes sent, those inside a node, where a topology tells.
-        inter_bytes: of the bytes sent, those between nodes, where a topology tells.
+        intra_bytes: of the bytes sent, those inside a node, with a topology.
+        inter_bytes: of the bytes sent, those between nodes, with a topology.
         dense_bytes: bytes plain DDP would have sent for the gradients of the same steps.
-        dense_inter_bytes: bytes that "hierarchical" would have sent between nodes for them, where a topology tells.
+        dense_inter_bytes: bytes that "hierarchical" would have sent between nodes for them, with a topology.
         exposed_s: seconds in which the training waited for an exchange. On CUDA measured with events, a few steps
             late and without the dense phase, whose communication runs beside the backward pass.
     """

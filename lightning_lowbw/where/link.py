@@ -1,4 +1,4 @@
-"""What an exchange takes on a link, and which one takes least: latency for every round, bandwidth for the bytes."""
+"""Predicts the time of each exchange on a link, and chooses the fastest: latency per round, bandwidth for the bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ EXCHANGES = ("all_gather", "reduce_scatter", "dense")
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's connection to the others, as the collectives see it.
+    """A rank's connection to the others, as measured by collectives.
 
     Args:
-        latency_s: seconds that a message takes however small it is, one way.
+        latency_s: seconds of the smallest message, one way.
         bandwidth_bytes_per_s: in each direction.
 
     Example:
@@ -37,13 +37,13 @@ class Link:
     bandwidth_bytes_per_s: float
 
     def time_s(self, rounds: int, nbytes: float) -> float:
-        """Return how long messages take: rounds * latency + bytes / bandwidth."""
+        """Return the seconds of messages: rounds * latency + bytes / bandwidth."""
         return rounds * self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The cheapest exchange, and what led to it.
+    """The fastest exchange, and the predictions.
 
     Attributes:
         name: one of `EXCHANGES`.
@@ -61,7 +61,7 @@ class Choice:
 
 
 def choose(numels: Sequence[int], density: float, num_ranks: int, element_bits: float, link: Link) -> Choice:
-    """Return the exchange that takes least to average a step's sparse tensors.
+    """Return the fastest exchange to average a step's sparse tensors.
 
     All three apply what each rank has selected; only the reduce-scatter keeps some of it back where the selections of
     many ranks differ. The time to select, encode and decode is left out.

@@ -1,12 +1,11 @@
 """The mean of flat tensors over ranks in few bits per value, with error feedback.
 
 Each rank writes the N parts of its vector in few bits and sends part j to rank j; rank j averages what it got, and
-sends the mean, in few bits as well, to all. What the rounding takes away stays in the residual of the rank that has
-rounded: of the vector that of every rank, of the mean, N times, that of the owner of the part.
+sends the mean, in few bits as well, to all. Rounding errors stay in the residual of the rank that has rounded: those of
+the vector on every rank, those of the mean, times N, on the owner of the part.
 
-All tensors of a call are one vector. On a CPU it is worked through in ranges that stay in the cache: signal and
-residual are read and the residual and the message written once, and nothing of the vector's size is allocated but
-messages.
+All tensors of a call are one vector. On a CPU it is processed in ranges that fit into the cache: signal and residual
+are read once, residual and message are written once, and only messages of the vector's size are allocated.
 
 Source: error feedback on both ways as in Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work is divided among the ranks.
@@ -35,7 +34,7 @@ def narrow_mean_(
     value_format: NarrowFormat,
     peers: Peers,
 ) -> Tensor:
-    """Average tensors over the participants, sent in few bits; what the rounding takes away stays in the residuals.
+    """Average tensors over the participants, sent in few bits; rounding errors stay in the residuals.
 
     On two levels the signals are those of nodes: each rank of a node does this for its part of every tensor, and the
     means are gathered in the node. With a single participant the mean is signal plus residual: nothing is sent, nothing
@@ -116,7 +115,7 @@ def _average_part_(
             mean.add_(other)
         mean.div_(num_ranks)
         value_format.write_(answer, size, start, mean)
-        # N times, for a residual enters the mean divided by N.
+        # N times, because a residual enters the mean divided by N.
         residuals.add_(between.rank * size + start, mean.view(-1).mul_(num_ranks))
         left += mean.sum()
     gathered = between.all_gather(answer.view(-1), message)

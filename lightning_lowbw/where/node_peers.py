@@ -1,4 +1,4 @@
-"""Ranks on two levels: inside the nodes, where it is fast, and between them, where it is not."""
+"""Peers on two levels: a fast network inside nodes, a slow one between them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Algorithm = Literal["sharded", "leader"]
 class NodePeers:
     """The ranks of the world, on nodes: a node is one participant. See `where.peers.Peers`.
 
-    What consists of several collectives runs in order on one thread with gloo, on one stream with NCCL; on groups of
-    its own, for what is done on `node` and `between` may come at any time.
+    Operations of several collectives run in order on one thread with gloo, on one stream with NCCL. They use their own
+    groups, because collectives on `node` and `between` may be issued at any time.
 
     Args:
         topology: of the world.
@@ -33,7 +33,7 @@ class NodePeers:
             with the ranks that have its local rank in the other nodes. "leader": the first rank of each node exchanges
             all of them, for nodes of different sizes; there are no parts then.
         inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
-        ledger: where the traffic is written down, by level.
+        ledger: of the traffic, by level.
         timeout: of the groups that are made here; None is that of the world.
         purpose: peers that are in use at the same time need groups of their own.
 

@@ -1,9 +1,9 @@
-"""Who talks to whom, behind one interface: all ranks alike, or ranks inside of nodes.
+"""Who communicates with whom, behind one interface: flat, or on two levels.
 
 A method keeps an equal part of every flat tensor on each rank of a node, exchanges messages about its part with the
 ranks that keep the same part in other nodes, and gathers in its node what they have sent. When flat, each rank is a
-node of its own: its part is the whole tensor, and what is done inside the node is nothing. So no method asks which of
-the two it has.
+node of its own: its part is the whole tensor, and operations inside the node do nothing. So a method does not need to
+distinguish the two.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice, 
 
 
 class Peers(Protocol):
-    """The ranks of a training, as a method sees them from one of them.
+    """The ranks of a training, as a method on one rank uses them.
 
-    Everything that is begun comes, on all ranks, in the order of calls; what is begun on two levels, on groups of its
-    own, so that the collectives of `node` and `between` may come at any time.
+    Operations run in the order of calls, on all ranks. On two levels they use their own groups, so that collectives of
+    `node` and `between` may be issued at any time.
     """
 
     @property
     def ledger(self) -> TrafficLedger:
-        """Where the traffic is written down, by level where there are two."""
+        """The ledger of the traffic, by level if there are two."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Peers(Protocol):
 
     @property
     def topology(self) -> Topology | None:
-        """Which ranks share a node; None when flat. For messages: methods do not ask."""
+        """Which ranks share a node; None when flat. For messages only, not for methods."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class Peers(Protocol):
 
     @property
     def is_two_level(self) -> bool:
-        """Whether there are several nodes. For messages and for what cannot run then: methods do not ask."""
+        """Whether there are several nodes. For messages and checks only, not for methods."""
         ...
 
     @property
@@ -118,7 +118,7 @@ class Peers(Protocol):
         ...
 
     def count_dense(self, nbytes: int) -> None:
-        """Add to the ledger what gradients of so many bytes would have cost dense; communicates nothing."""
+        """Add to the ledger the traffic of a dense exchange of gradients of this size; communicates nothing."""
         ...
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
@@ -137,7 +137,7 @@ class Peers(Protocol):
         ...
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce a flat tensor over all ranks, in place; the sum unless told otherwise.
+        """Reduce a flat tensor over all ranks, in place; by default the sum.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
 
@@ -161,7 +161,7 @@ class Peers(Protocol):
         ...
 
     def begin_gather(self, message: Tensor) -> TensorWork:
-        """Begin to gather the messages of all ranks of all nodes, each of which is about its rank's part.
+        """Begin to gather the messages of all ranks of all nodes, each about the part of its rank.
 
         Who waits accounts for the time.
 
@@ -205,7 +205,7 @@ class Peers(Protocol):
         ...
 
     def close(self) -> None:
-        """End what runs beside the training; what has been begun is finished."""
+        """End the threads, after the work that has been begun."""
         ...
 
 
@@ -226,7 +226,7 @@ def make_peers(
     Collective: all ranks of the group, blocking; with a topology the world, which makes groups in one order.
 
     Args:
-        topology: "flat", "auto" (asks the launcher and the host names), ranks per node, the ranks of each node, or a
+        topology: "flat", "auto" (by the launcher and the host names), ranks per node, the ranks of each node, or a
             `Topology`.
         process_group: of a flat training; None is the world.
         ledger: where the traffic is written down; a new one if left out.

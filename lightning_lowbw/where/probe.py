@@ -1,4 +1,4 @@
-"""Measuring the link between the ranks, once and briefly, so that an exchange can be chosen by it."""
+"""Measures the link between the ranks, once and briefly, so that the fastest exchange can be chosen."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GROWTH = 8.0  # of the size, at most, from one transfer to the next
 
 
 def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Link:
-    """Measure what collectives take; return the latency and bandwidth that explain it, the same on all ranks.
+    """Time collectives; return the latency and bandwidth that explain the times, the same on all ranks.
 
     The latency is that of the fastest tiny all-reduce, divided by the rounds of a ring; the bandwidth that of the
     fastest of many short all-gathers, which do no arithmetic: other work on the machine only ever adds time. Of these
     the first half is left out, for a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s:
-    rank 0 looks at the clock, and tells the others how large the next transfer is.
+    rank 0 times each transfer, and broadcasts the size of the next one.
 
-    It is what a collective gets, processor included: on a fast link and a busy machine less than the wire offers.
+    The time of the processor is included: on a fast link and a busy machine the bandwidth is below that of the wire.
 
     Collective: all ranks of the group, blocking. Enters no ledger.
 

@@ -13,10 +13,10 @@ from lightning_lowbw.where.collectives import Collectives
 
 @dataclass(frozen=True)
 class Averaged:
-    """What a step's exchange gives a rank, tensor by tensor.
+    """The result of a step's exchange on a rank, tensor by tensor.
 
     Attributes:
-        means: 1/N of the sums that were handed out: the gradients; float32, the same bits on all ranks.
+        means: 1/N of the sums that were sent to all: the gradients; float32, the same bits on all ranks.
         unsent: what is to be added to this rank's residual, undivided: its own elements that did not fit, and, of the
             part that it owns, sums that were not handed out; float32, positions distinct.
     """
@@ -77,5 +77,5 @@ class SparseReduceScatter:
         return {"numels": list(self.numels), "boundaries": list(self.boundaries)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict`; one of another number of ranks is found out, and begins anew."""
+        """Load a `state_dict`; that of another number of ranks is ignored."""
         self.numels, self.boundaries = tuple(state["numels"]), tuple(state["boundaries"])

@@ -1,8 +1,8 @@
-"""Which ranks have gone, when a collective has failed: all are called, and who is there answers.
+"""Finds lost ranks after a collective has failed: all ranks are called, and those that still run answer.
 
-torch's error has the address of a connection, of a neighbour that may only have given up itself. So on each rank a
-thread waits at the store that the ranks have met at; nothing is sent until a rank has met an error, and calls. A
-process that has ended or is stopped does not answer; one that waits in a collective does.
+torch's error contains the address of a neighbour that may only have failed as a consequence. So on each rank a thread
+waits on a key of the rendezvous store; nothing is sent until a rank has an error, and sets the key. A process that has
+ended or is stopped does not answer; one that waits in a collective does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answers:
-    """What the other ranks have said.
+    """The answers of the other ranks.
 
     Attributes:
-        present: where those are that answer.
-        failed: why those have failed that had the time to say so.
+        present: what the ranks that answer are doing.
+        failed: the reasons of ranks that have failed and left a note.
         silent: those that do not answer.
         places: of all of these, and of this rank.
     """
@@ -41,7 +41,7 @@ class Answers:
 
 
 class RollCall:
-    """Answers when other ranks call, and calls them.
+    """Answers calls of other ranks, and calls them.
 
     Args:
         phase: returns what this rank is doing; called from a thread.
@@ -65,7 +65,7 @@ class RollCall:
         """Begin to answer, if the store does. Another exchange between all ranks must follow before any calls.
 
         Args:
-            place: of this rank, for people.
+            place: node, host and process of this rank, for messages.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1 or self.has_begun:
             return
@@ -87,12 +87,12 @@ class RollCall:
         self._thread.start()
 
     def note(self, reason: str) -> None:
-        """Leave word of why this rank fails, for those that call later."""
+        """Leave the reason why this rank fails, for ranks that call later."""
         if self.has_begun:
             _within(ANSWER_S, lambda: self._connect().set(f"failed/{self._rank}", reason))
 
     def call(self) -> Answers | None:
-        """Return who answers; None where the store does not. Takes at most `STORE_S` seconds."""
+        """Return which ranks answer; None if the store does not. Takes at most `STORE_S` seconds."""
         return _within(STORE_S, self._call) if self.has_begun else None
 
     def close(self) -> None:

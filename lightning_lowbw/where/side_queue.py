@@ -1,7 +1,7 @@
-"""Work of several collectives, one after another, beside the caller's: on a thread with gloo, on a stream with NCCL.
+"""Runs several collectives one after another in the background: on a thread with gloo, on a stream with NCCL.
 
-The work comes in the order in which it was asked for, which is the same on all ranks. It starts when what was queued
-on the caller's stream before it has ended, and who waits for it on another stream waits for its end there.
+The work runs in the order of the calls, which is the same on all ranks. It starts when earlier work on the caller's
+stream has ended; a wait on another stream waits for its end there.
 
 The host has no streams, so on a CPU a test sees only what is called; that the order holds on a GPU is not tested here.
 """
@@ -33,7 +33,7 @@ def new_future(device: torch.device) -> Future[Tensor]:
 
 
 class SideQueue:
-    """Runs collectives in the order of calls, beside what the caller does next.
+    """Runs collectives in the order of calls, in the background.
 
     Args:
         purpose: queues of one purpose share a thread, and a stream of a device, for they share process groups, whose
@@ -70,7 +70,7 @@ class SideQueue:
         return future
 
     def close(self) -> None:
-        """End the thread, unless another queue uses it; what has been begun is finished."""
+        """End the thread, unless another queue uses it, after the work that has been begun."""
         thread, users = _threads.get(self.purpose, (None, WeakSet()))
         users.discard(self)
         if thread is not None and not users:

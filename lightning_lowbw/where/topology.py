@@ -16,7 +16,7 @@ MOST_RANKS = 1 << 20  # more is a mistake, and a list of them fills the memory
 class Topology:
     """The ranks of each node, in the order of the nodes.
 
-    Ranks need not be contiguous, and nodes need not be of one size; what cannot do without says so.
+    Ranks need not be contiguous, and nodes need not be of one size; methods that require this raise an error.
 
     Args:
         nodes: the ranks of each node, in any order; the lowest of a node is its leader.
@@ -112,7 +112,7 @@ class Topology:
         return next(index for index, node in enumerate(self.nodes) if rank in node)
 
     def local_rank_of(self, rank: int) -> int:
-        """Return where a rank is among those of its node, in ascending order."""
+        """Return the local rank of a rank: its index among the ranks of its node, in ascending order."""
         return self.nodes[self.node_of(rank)].index(rank)
 
     def peers(self, local_rank: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the user may say about the nodes, and the `Topology` that it means in a world."""
+"""The user's choice of nodes, and the `Topology` that follows from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_lowbw.where.topology import Topology
 
 # "flat", "auto", ranks per node, the ranks of each node, or these as a value
 TopologyChoice = int | str | Sequence[Sequence[int]] | Topology
-# What tells nodes apart that share a host name (containers, the lab), in the words of torchrun, Lightning and SLURM.
+# Variables of torchrun, Lightning and SLURM that distinguish nodes with the same host name (containers, the lab).
 NODE_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 
 
@@ -38,7 +38,7 @@ def check_choice(choice: object) -> Topology | None:
     elif choice in ("flat", "auto"):
         return None
     raise ConfigurationError(
-        f"topology={choice!r}: give 'flat', 'auto' (asks the launcher and the host names), a number of ranks per node, "
+        f"topology={choice!r}: give 'flat', 'auto' (by the launcher and the host names), a number of ranks per node, "
         "the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
     )
 
@@ -55,7 +55,7 @@ def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
 
 
 def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
-    """Return the topology of the world; None where it is to be flat.
+    """Return the topology of the world; None if flat.
 
     Collective: all ranks, blocking; none where torch.distributed is not initialised.
 

@@ -1,6 +1,6 @@
-"""What the collectives cost, by formula: bytes that one rank sends, which is also what it receives, and rounds.
+"""The volume of collectives, by formula: the bytes that one rank sends (and receives), and the rounds.
 
-A round is one message after another has arrived, which costs the latency of the link however small the messages are.
+A round is a message that is sent after another has arrived; it costs at least the latency of the link.
 
 Source: the ring algorithms (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), which NCCL and gloo
 use for large messages.
