@@ -16,6 +16,7 @@ import ast
 import importlib
 import sys
 import warnings
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -179,8 +180,9 @@ class _Finder(MetaPathFinder):
         strategies = sys.modules[STRATEGIES]
         for name in ("Strategy", "ShardedStrategy"):  # which become their twins in a Trainer
             getattr(mirror, name).__base__.register(getattr(strategies, name))
-        for name in set(mirror.__all__) - {"register"}:
-            getattr(strategies, name).register(getattr(mirror, name))
+        for name in mirror.__all__:
+            if isinstance(own := getattr(strategies, name), ABCMeta):
+                own.register(getattr(mirror, name))
         for callback in self.callbacks or ():
             callback.__bases__ = tuple(dict.fromkeys(chain.from_iterable(map(twins, callback.__bases__))))
 

@@ -71,7 +71,8 @@ def u_of(sgd: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_nothing_is_lost_and_replicas_are_equal(num_ranks: int) -> None:
     """What was applied, and 1/N of what is kept, is the mean of all that the ranks have made; in each exchange."""
-    cases = [(exchange, [0.9], value_dtype) for value_dtype in ("float32", "int4") for exchange in EXCHANGES]
+    cases = [(exchange, [0.9], "float32") for exchange in EXCHANGES]
+    cases += [(exchange, [0.9], "int4") for exchange in EXCHANGES if exchange != "dense"]  # which sums float32
     by_case = dict(zip(map(str, cases), zip(*run_ranks(each, num_ranks, train, cases), strict=True), strict=True))
     for results in by_case.values():
         assert len({result["digest"] for result in results}) == 1
