@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -19,8 +20,11 @@ from tests.reliability import Recorder, deselect_stock
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
 LONG = (
     *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_convergence.py", "test_cli.py"),
-    *("ops/test_gpu.py", "lab/test_lab.py", "engine/test_launches.py", "engine/test_weight_decay.py"),
+    *("ops/test_gpu.py", "lab/test_lab.py", "lab/test_frozen.py", "demo/test_demo.py", "test_surface.py"),
+    *("engine/test_launches.py", "engine/test_weight_decay.py", "engine/test_optimizers.py"),
     *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py", "test_auto_sparsity.py"),
+    *("strategies/test_sharded.py", "test_sharded_checkpoint.py", "strategies/test_large_models.py"),
+    *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_ends.py"),
 )
 GRACE_S = 2.0  # for a thread or process that is about to end
 
@@ -47,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end."""
     items.sort(key=lambda item: not str(item.path).endswith(LONG))
     deselect_stock(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the collector of garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
