@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw import ConfigurationError, Method
+from lightning_lowbw import ConfigurationError, EveryK, Method
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.agreement import digest
@@ -119,6 +119,25 @@ def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
         assert max(by_step) > 1, "no step was local"
     else:
         assert by_step == [1] * STEPS, "replicas differ after a step"
+
+
+FIXED = [
+    name
+    for name, row in ROWS.items()
+    if isinstance(when := row.method.when, EveryK)
+    and (when.rule, when.delay_steps, when.num_fragments) == ("fixed", 0, 1)
+]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_average_number_j_comes_after_step_begin_plus_j_times_k(name: str) -> None:
+    """And no step before it makes replicas equal, but for the synchronous ones."""
+    when = ROWS[name].method.when
+    assert isinstance(when, EveryK)
+    assert isinstance(when.begin_step, int)
+    are_equal = [len({result.weights[step - 1] for result in trained(name)}) == 1 for step in range(1, STEPS + 1)]
+    due = [step <= when.begin_step or (step - when.begin_step) % when.k_steps == 0 for step in range(1, STEPS + 1)]
+    assert are_equal == due
 
 
 STOPS = (2, 4, 8)  # at the hand-over, in the middle of the stairs or of an interval, near the end
