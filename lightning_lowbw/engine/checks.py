@@ -58,7 +58,7 @@ def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup
     """Check that no `DistributedDataParallel` all-reduces the gradients that a method is to exchange.
 
     DDP leaves no mark on parameters that Python can see, and their names say nothing for sure. So its living instances
-    are asked; one whose process group shares no other rank with the method's, as inside of nodes, is none of ours.
+    are searched for; one whose process group has only some of the method's ranks, as inside of nodes, is legal.
 
     Args:
         parameters: of an optimizer.
@@ -72,8 +72,8 @@ def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup
         if _is_in_ddp(parameters, group):
             raise ConfigurationError(
                 "The parameters are those of a model in DistributedDataParallel, which all-reduces whole gradients "
-                "during backward: this would train as DDP. Train the model itself, without the wrapper; all ranks must "
-                "begin with the same weights."
+                "during backward: this would train as DDP. Train the model itself, and delete the wrapper; all ranks "
+                "must begin with the same weights."
             )
 
 
@@ -83,7 +83,7 @@ def _is_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | Non
         kinds += kind.__subclasses__()
     # Each instance refers to its class. This is one pass in C over all objects, some 0.1 s for a million.
     return any(
-        not ours.isdisjoint(each.parameters()) and len(ranks & _ranks_of(each.process_group)) > 1
+        not ours.isdisjoint(each.parameters()) and len(ranks) > 1 and ranks <= _ranks_of(each.process_group)
         for each in gc.get_referrers(*kinds)
         if type(each) in kinds and hasattr(each, "process_group")
     )

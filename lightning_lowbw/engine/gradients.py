@@ -89,11 +89,10 @@ class GradientWorker(Worker):
         super().__init__(method, optimizer, named_parameters, peers)
         assert isinstance(method.when, EveryStep)
         what = method.what
-        self.last_density = 1.0
+        self.last_density, self._num_backwards = 1.0, 0
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
-        self._num_backwards = 0
         self._unchecked: list[Slot] = []  # whose gradients are checked while they are accumulated
         self._made_for = what
         self.orders: dict[str, Order] = {}
@@ -111,9 +110,8 @@ class GradientWorker(Worker):
         elif isinstance(what, TopK) and what.dense_dtype != "float32":
             self.narrow = NarrowExchange(what.dense_dtype, peers)
         self.velocities = Velocities(self.correction, peers)
-        self.large = None
-        if self.sparse is not None:
-            self.large = SparseGradients(self.sparse, self.correction, self.velocities, peers)
+        large = (self.correction, self.velocities, peers)
+        self.large = None if self.sparse is None else SparseGradients(self.sparse, *large)
         if isinstance(what, TopK):
             check_top_k(what, method.when, list(self._names.values()), peers)
 
@@ -306,6 +304,9 @@ class GradientWorker(Worker):
             self.large.average(self._slots, self.density, self.step, applies=applies)
         return True
 
+    def finish(self) -> None:
+        """Do nothing: the weights agree after every step. With averages of weights it is the last one."""
+
     def after_step(self) -> None:
         self.give_back()
         self.torn, self.last_density = "", self.density
@@ -368,9 +369,9 @@ class GradientWorker(Worker):
         if len(set(control.marks)) > 1:
             raise DisagreementError(
                 f"Step {self.step}: the ranks have come here after different numbers of backward passes, or their "
-                f"weights differ (marks {control.marks}). In the sparse phase .grad is a rank's own until the "
-                "exchange. Never branch on it, for instance to skip a step: ranks that disagree hang. Change weights "
-                "on all ranks alike."
+                f"weights differ (marks {control.marks}). Begin with the same weights on all ranks, and change them "
+                "alike. In the sparse phase .grad is a rank's own until the exchange: never branch on it, for instance "
+                "to skip a step, because ranks that disagree hang."
             )
         if control.first_fault is not None:
             rank, number = control.first_fault

@@ -356,19 +356,22 @@ class Method:
         return worker
 
 
-def as_method(method: Method | Mapping[str, Any]) -> Method:
-    """Return what the user has given as a value.
+def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | None = None) -> Method:
+    """Return what the user has given as a value, with another topology unless that is None.
 
     Raises:
         ConfigurationError: it is no method, or an argument is unknown or out of range.
     """
     if isinstance(method, Method):
-        return method
+        return method.at(topology)
     if not isinstance(method, Mapping):
         raise ConfigurationError(
             f"method={method!r}: give a Method, such as DGC(...) or LocalSGD(...), or a mapping of when, what, where."
         )
-    return from_mapping(Method, method, "method")
+    where = method.get("where", {})
+    if topology is not None and isinstance(where, Mapping):  # the rest of it may make sense with this topology only
+        method = {**method, "where": {**where, "topology": topology}}
+    return from_mapping(Method, method, "method").at(topology)
 
 
 def sorted_into(subject: str, knobs: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:

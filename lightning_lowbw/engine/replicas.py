@@ -403,6 +403,7 @@ class ReplicaWorker(Worker):
     def consensus(self) -> Iterator[None]:
         """Copy the consensus into the model inside a `with` block, to evaluate or to save it in a plain loop."""
         self.consensus_view.show()
+        self.ending.step = None  # what is evaluated and saved now is that of all ranks
         try:
             yield
         finally:

@@ -114,7 +114,7 @@ class ShardedStrategy(InterruptibleModelParallel):
             process_group_backend=process_group_backend,
             timeout=None if timeout is None else as_timeout(timeout),
         )
-        given = as_method(method)
+        given = as_method(method, topology)
         own = given.where.topology
         self.topology = topology if topology is not None else own if own != "flat" else "auto"
         if check_choice(self.topology) is None and self.topology == "flat":

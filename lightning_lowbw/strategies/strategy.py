@@ -102,7 +102,7 @@ class Strategy(InterruptibleDDP):
         **kwargs: Unpack[DDPKeywords],
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
-        self.method = as_method(method).at(topology)
+        self.method = as_method(method, topology)
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
         self._workers: dict[int, Worker] = {}  # by id of the optimizer

@@ -52,16 +52,16 @@ class ErrorFeedback:
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         self.optimizer, self.num_participants = optimizer, num_participants
-        self._rates: dict[int, tuple[Tensor, int, float]] = {}  # see `rate_of`
+        self._rates: dict[int, tuple[Tensor, int, float]] = {}  # by id of the group, see `rate_of`
 
     def rate_of(self, group: Group) -> float:
         """Return the learning rate of a group. On a device it is read once, and again when somebody has changed it."""
         rate = group["lr"]
-        if not isinstance(rate, Tensor) or rate.device.type == "cpu":
+        if not isinstance(rate, Tensor) or rate.device.type == "cpu" or rate.is_inference():
             return float(rate)
-        known = self._rates.get(id(rate))
-        if known is None or known[1] != rate._version:
-            known = self._rates[id(rate)] = (rate, rate._version, float(rate))  # kept, so is its id
+        known = self._rates.get(id(group))
+        if known is None or known[0] is not rate or known[1] != rate._version:
+            known = self._rates[id(group)] = (rate, rate._version, float(rate))
         return known[2]
 
     @property

@@ -95,8 +95,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
                     pass
         weights.append(digest(parameters.values()))
         all_of_it.append(everything(worker, parameters, buffers))
-    if isinstance(worker, ReplicaWorker):
-        worker.finish()
+    worker.finish()  # type: ignore[attr-defined]
     weights.append(digest(parameters.values()))
     return Trained(weights, all_of_it, weights[-1] != start, worker.peers.ledger.sent_bytes)
 

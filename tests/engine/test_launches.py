@@ -333,6 +333,7 @@ def test_a_learning_rate_on_the_device_is_read_when_it_has_changed(monkeypatch: 
         correction.rate_of(group)
         group["lr"] = torch.empty((), device="cuda")
         correction.rate_of(group)
+        assert len(correction._rates) == 1, "a rate that has been replaced is kept"
     assert count["wait: __float__"] == 3
 
 

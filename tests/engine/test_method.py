@@ -28,6 +28,7 @@ from lightning_lowbw import (
     Where,
     Whole,
 )
+from lightning_lowbw.engine.method import as_method
 from lightning_lowbw.engine.presets import PRESETS, preset
 from tests.ranks import run_ranks
 
@@ -262,3 +263,11 @@ def test_attaching_fails_on_all_ranks_or_on_none() -> None:
     for differ, one_fails in run_ranks(attach_what_differs, 2):
         assert "what.value_dtype: rank 0 has 'int4', rank 1 has 'int8'" in differ
         assert "dampening=0.5" in one_fails
+
+
+def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
+    """Both may be in a YAML file side by side: a half type between nodes makes sense with the topology only."""
+    given = {"what": {"payload": "whole"}, "where": {"inter_dtype": "bfloat16"}}
+    assert as_method(given, "auto") == Method(where=Where("auto", inter_dtype="bfloat16"))
+    with pytest.raises(ConfigurationError, match="inter_dtype='bfloat16' with topology='flat'"):
+        as_method(given)
