@@ -268,6 +268,6 @@ def test_attaching_fails_on_all_ranks_or_on_none() -> None:
 def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
     """Both may be in a YAML file side by side: a half type between nodes makes sense with the topology only."""
     given = {"what": {"payload": "whole"}, "where": {"inter_dtype": "bfloat16"}}
-    assert as_method(given, "auto") == Method(where=Where("auto", inter_dtype="bfloat16"))
+    assert as_method(given, "auto") == Method(where=Where(topology="auto", inter_dtype="bfloat16"))
     with pytest.raises(ConfigurationError, match="inter_dtype='bfloat16' with topology='flat'"):
         as_method(given)
