@@ -1,7 +1,7 @@
 """The end of a plain loop: rank 0 says so where it leaves each rank with weights of its own.
 
-No rank can average then: others may have ended already. What is known without asking them is whether a step has been
-taken since the last average, and whether a state has been saved after it, from which a resume goes on.
+No rank can average then, because others may have ended already. Known without communication: whether a step was taken
+since the last average, and whether a state was saved after it, from which a resume continues.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _logger = logging.getLogger(LOGGER)
 
 @dataclass
 class Ending:
-    """What is to be said when a worker is gone, or Python ends.
+    """Whether a warning is due when a worker is deleted, or when Python exits.
 
     Attributes:
-        step: after which the weights differ by rank, and nobody has taken care of it; None where there is none.
+        step: the step after which the weights differ by rank and were neither averaged nor saved; None if they agree.
     """
 
     step: int | None = None
 
     def watch(self, worker: Worker) -> None:
-        """Begin to; at exit as well, for the optimizer of a script is there until then."""
+        """Warn on rank 0 when the worker is deleted, or at exit: the optimizer of a script often lives until then."""
         if worker.peers.rank == 0:
             finalize(worker, _warn_if_apart, self)
 

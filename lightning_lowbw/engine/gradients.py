@@ -305,7 +305,7 @@ class GradientWorker(Worker):
         return True
 
     def finish(self) -> None:
-        """Do nothing: the weights agree after every step. With averages of weights it is the last one."""
+        """Do nothing: the weights agree after every step. Methods that average weights average them here."""
 
     def after_step(self) -> None:
         self.give_back()

@@ -54,7 +54,7 @@ class Worker:
         stop_agreed: whether the last control message contains a request to stop; equal on all ranks.
         save_requested: set it on any rank to save on all ranks.
         save_agreed: as `stop_agreed`.
-        ending: what is said where a plain loop leaves each rank with weights of its own.
+        ending: logs a warning if a plain loop ends with weights that differ by rank.
     """
 
     # What a step communicates, read by the strategies. reduces_in_backward: gradients are all-reduced during backward,
@@ -66,7 +66,7 @@ class Worker:
     is_local: bool
     clips_before_exchange: bool
     clip_factor: float
-    parameters_agree: bool = True  # whether they are the same on all ranks; known without asking them
+    parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
 
     def __init__(
         self,

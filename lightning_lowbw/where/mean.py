@@ -34,8 +34,8 @@ class MeanWork:
     """A mean over ranks that has been begun.
 
     Wire:
-        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the control message rides in the first one,
-        where it is not exact in one of its own.
+        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the control message is in the first one;
+        if the exchange is not exact, in a bucket of its own.
 
     Collective: all ranks, with tensors of the same shapes and dtypes in the same order; the constructor returns at
     once, `wait` blocks.

@@ -165,8 +165,7 @@ def look_and_resume(name: str) -> tuple[Trained, dict[int, list[str]]]:
         for number in range(stop, STEPS):
             step(worker, parameters, buffers, number)
             resumed[stop].append(everything(worker, parameters, buffers))
-        if isinstance(worker, ReplicaWorker):
-            worker.finish()
+        worker.finish()  # type: ignore[attr-defined]
     return straight, resumed
 
 

@@ -6,6 +6,7 @@ its gradient is c + w.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -165,3 +166,14 @@ def by_the_paper(
         else:
             oracle.sparse_step([weight], gradients, density)
     return weight
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())

@@ -10,21 +10,11 @@ import torch.distributed as dist
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import compiler, cpu, dispatch
+from tests.engine.problem import Said
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 REASON = "The kernels of numba do not work on cpu: OSError: no compiler."
-
-
-class Said(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, list[str], bool]:

@@ -18,7 +18,7 @@ from lightning_lowbw import DGC, ConfigurationError, LocalSGD
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import AWKWARD, NODES, Nodes, backward, each, message_of
+from tests.engine.problem import AWKWARD, NODES, Nodes, Said, backward, each, message_of
 from tests.engine.replica_problem import attach, loss_of, run_each
 from tests.ranks import run_ranks
 
@@ -195,17 +195,6 @@ def test_parameters_without_names_are_refused(method: Method) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match=r"model.named_parameters\(\)"):
         method.attach(torch.optim.SGD(model.parameters(), lr=0.1), model.parameters())  # type: ignore[arg-type]
-
-
-class Said(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def end_with(num_steps: int, end: str) -> list[str]:
