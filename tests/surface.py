@@ -365,8 +365,8 @@ def device_stats_monitor(run: Run) -> None:
 def timer(run: Run) -> None:
     callback = cb.Timer(duration={"milliseconds": 60}, interval="step")  # type: ignore[arg-type]
     trainer = run.fit(Model(), loader(), max_epochs=-1, callbacks=[callback])
-    assert callback.time_elapsed("train") >= 0.06
     assert len(set(everywhere(trainer.global_step))) == 1
+    assert everywhere(callback.time_elapsed("train"))[0] >= 0.06  # it is rank 0's time that ends the training
 
 
 @row("`OnExceptionCheckpoint`")

@@ -117,8 +117,8 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
         (("strategy.rampup_begin_step=100",), EveryStep(100, 1, [0.999])),
         (("strategy.sparsity=[0.999]",), EveryStep(0, 1, [0.999])),
         (
-            ("strategy.sparsity=[0.75,0.99,0.999]", "strategy.rampup_begin_step=100"),
-            EveryStep(100, 1, [0.75, 0.99, 0.999]),
+            ("strategy.sparsity=[0.75,0.99,0.999]", "strategy.rampup_begin_step=100", "strategy.rampup_step=9"),
+            EveryStep(100, 9, [0.75, 0.99, 0.999]),
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -26,9 +27,10 @@ class SparsityWarmup(Callback):
 
     Args:
         begin_epoch: epochs of dense exchange before the first sparse step; may be a fraction. Default 2.
-        epochs: epochs over which the stairs are spread; may be a fraction. Default 3.
+        epochs: epochs over which the stairs are spread; may be a fraction. Default 3. Where epochs have too few steps,
+            as with `fast_dev_run`, each value is taken for one step.
         begin_step: the same in optimizer steps.
-        steps: the same in optimizer steps.
+        steps: the same in optimizer steps. Default: one for each value.
         sparsity: the stairs.
 
     Raises:
@@ -66,15 +68,16 @@ class SparsityWarmup(Callback):
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 0.")
         self._in_steps = in_steps
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
-        self._length: float = (1 if steps is None else steps) if in_steps else 3 if epochs is None else epochs
-        self._sparsity = EveryStep(sparsity=sparsity).stairs  # checked now
-        if not self._sparsity:
+        if sparsity is None or isinstance(sparsity, str):
             raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
+        self._sparsity = EveryStep(rampup_step=steps or sys.maxsize, sparsity=sparsity).stairs  # checked now
+        self._length: float = (steps or len(self._sparsity)) if in_steps else 3 if epochs is None else epochs
 
     def schedule(self, steps_per_epoch: int) -> EveryStep:
         """Return the warm-up in optimizer steps."""
         unit = 1 if self._in_steps else steps_per_epoch
-        return EveryStep(round(self._begin * unit), max(1, round(self._length * unit)), self._sparsity)
+        length = max(1, len(self._sparsity) - 1, round(self._length * unit))
+        return EveryStep(round(self._begin * unit), length, self._sparsity)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy

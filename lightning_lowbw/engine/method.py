@@ -335,7 +335,7 @@ class Method:
         if isinstance(method.when, EveryStep) and method.when.is_auto:
             raise ConfigurationError(
                 "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
-                "only. Give the numbers, as in sparsity=[0.984375, 0.996, 0.999], or train with strategy='dgc'."
+                "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
             )
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)

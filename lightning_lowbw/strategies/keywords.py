@@ -157,8 +157,9 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
             )
         if name not in DDP_KEYWORDS:
             allowed = sorted(inspect.signature(strategy).parameters)
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            begins = [each for each in allowed if each.startswith(f"{name}_")]  # k is short for k_steps
+            close = begins or difflib.get_close_matches(name, allowed, n=1)
+            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise ConfigurationError(
                 f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(allowed)}."
             )

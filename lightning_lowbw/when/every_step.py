@@ -34,7 +34,8 @@ class EveryStep:
         pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 
     Raises:
-        ConfigurationError: a value is out of range, or a dense stair follows a sparse one.
+        ConfigurationError: a value is out of range, a dense stair follows a sparse one, or `rampup_step` is so short
+            that some values of `sparsity` would never be used.
 
     Example:
         >>> schedule = EveryStep(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
@@ -56,6 +57,12 @@ class EveryStep:
             value = getattr(self, name)
             if not is_count(value, least):
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
+        if self.rampup_step < len(self.stairs) - 1:
+            raise ConfigurationError(
+                f"rampup_step={self.rampup_step} for the {len(self.stairs)} values of sparsity={list(self.stairs)}: "
+                "some would never be used. Give the number of optimizer steps that the warm-up takes, or the last "
+                "value alone."
+            )
         for name in ("overlap", "pretrained"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True or False.")

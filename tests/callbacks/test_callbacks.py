@@ -35,14 +35,22 @@ from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, 
 
 def test_epochs_become_steps() -> None:
     assert SparsityWarmup().schedule(1252) == EveryStep(2504, 3756, (0.984375, 0.996, 0.999))
-    assert SparsityWarmup(begin_epoch=0.5, epochs=0).schedule(10) == EveryStep(5, 1, (0.984375, 0.996, 0.999))
+    assert SparsityWarmup(begin_epoch=0.5, epochs=0).schedule(10) == EveryStep(5, 2, (0.984375, 0.996, 0.999))
     in_steps = SparsityWarmup(begin_step=7, steps=9, sparsity=[0.9])
     assert in_steps.schedule(1252) == EveryStep(7, 9, (0.9,))
+    assert SparsityWarmup(begin_step=7, sparsity=[0.5, 0.9, 0.99]).schedule(1252) == EveryStep(7, 3, (0.5, 0.9, 0.99))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"begin_epoch": 1, "steps": 5}, {"begin_step": -1}, {"epochs": -1}, {"sparsity": [2.0]}, {"sparsity": []}],
+    [
+        {"begin_epoch": 1, "steps": 5},
+        {"begin_step": -1},
+        {"epochs": -1},
+        {"sparsity": [2.0]},
+        {"sparsity": []},
+        {"steps": 1},
+    ],
 )
 def test_bad_warmups(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):

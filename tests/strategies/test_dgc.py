@@ -27,6 +27,8 @@ from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
         ({"sparsity": "0"}, "give a list"),
         ({"rampup_step": 0}, "integer >= 1"),
         ({"rampup_begin_step": -1}, "integer >= 0"),
+        ({"rampup_begin_step": 9, "sparsity": [0.9, 0.99, 0.999]}, "rampup_step=1 for the 3 values .* never be used"),
+        ({"rampup": 100}, "Did you mean 'rampup_begin_step' or 'rampup_step'"),
         ({"rampup_begin_step": 1.5}, "integer >= 0"),
         ({"selection": "random"}, "sampled, exact"),
         ({"value_dtype": "int3"}, "float32, bfloat16, float16"),
