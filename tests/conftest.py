@@ -31,8 +31,8 @@ GRACE_S = 2.0  # for a thread or process that is about to end
 
 torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks
 if hasattr(os, "SCHED_BATCH"):
-    # A thread that is woken up waits for its turn. Otherwise gloo's own thread interrupts one that has just sent and still
-    # holds the lock that it needs, and polls until that one has its turn: a tenth of the time of all tests.
+    # A thread that is woken up waits for its turn. Otherwise gloo's own thread interrupts one that has just sent and
+    # still holds the lock that it needs, and polls until that one has its turn: a tenth of the time of all tests.
     with contextlib.suppress(OSError):  # not everywhere allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
