@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +63,44 @@ def spoil(state: Any) -> None:
 @dataclass(frozen=True)
 class Trained:
     """What a training on one rank was like: digests of the weights and of everything, after each step, of the weights
-    after the last average, too; whether the weights have moved, and the bytes sent."""
+    after the last average, too; whether the weights have moved; the bytes sent by the ledger, and by what
+    torch.distributed was given."""
 
     weights: list[str]
     everything: list[str]
     has_moved: bool
     sent_bytes: int
+    given_bytes: int
+
+
+# The volume of each collective that a step may use, by the tensors of its call and the number of ranks.
+VOLUMES: dict[str, Callable[..., int]] = {
+    "all_reduce": lambda num_ranks, tensor, **_: 2 * (num_ranks - 1) * tensor.nbytes // num_ranks,
+    "all_gather_single": lambda num_ranks, _, tensor, **__: (num_ranks - 1) * tensor.nbytes,
+    "all_gather_into_tensor": lambda num_ranks, _, tensor, **__: (num_ranks - 1) * tensor.nbytes,
+    "broadcast": lambda _, tensor, **__: tensor.nbytes,
+    "isend": lambda _, tensor, *__, **___: tensor.nbytes,
+}
+
+
+def count(volumes: list[int]) -> None:
+    """Append the bytes that this rank sends in each collective from now on, till the rank is used again."""
+
+    def counting(collective: Callable[..., Any], volume: Callable[..., int]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            volumes.append(volume(dist.get_world_size(kwargs.get("group")), *args, **kwargs))
+            return collective(*args, **kwargs)
+
+        return call
+
+    def uncounted(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a collective whose volume is not known here")
+
+    for name, volume in VOLUMES.items():
+        if (collective := getattr(dist, name, None)) is not None:
+            setattr(dist, name, counting(collective, volume))
+    for name in ("all_gather", "reduce", "all_to_all_single", "reduce_scatter_tensor", "all_gather_object"):
+        setattr(dist, name, uncounted)
 
 
 def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) -> Trained:
@@ -78,7 +111,9 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
         saved: gets what a checkpoint has, before each of the `STOPS`.
     """
     worker, parameters, buffers = attach(ROWS[name])
-    start, weights, all_of_it = digest(parameters.values()), [], []
+    start, weights, all_of_it, volumes = digest(parameters.values()), [], [], list[int]()
+    if not look:
+        count(volumes)
     for number in range(STEPS):
         if saved is not None and number in STOPS:
             file = io.BytesIO()
@@ -97,7 +132,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
         all_of_it.append(everything(worker, parameters, buffers))
     worker.finish()  # type: ignore[attr-defined]
     weights.append(digest(parameters.values()))
-    return Trained(weights, all_of_it, weights[-1] != start, worker.peers.ledger.sent_bytes)
+    return Trained(weights, all_of_it, weights[-1] != start, worker.peers.ledger.sent_bytes, sum(volumes))
 
 
 @functools.cache
@@ -118,6 +153,13 @@ def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
         assert max(by_step) > 1, "no step was local"
     else:
         assert by_step == [1] * STEPS, "replicas differ after a step"
+
+
+@EVERY_ROW
+def test_the_ledger_has_the_bytes_of_each_collective(name: str) -> None:
+    """By the formulas of the collectives and the tensors that they were given, in the steps and in `finish`."""
+    for result in trained(name):
+        assert result.sent_bytes == result.given_bytes > 0
 
 
 FIXED = [
