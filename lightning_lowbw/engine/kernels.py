@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import dispatch
 
 _logger = logging.getLogger(LOGGER)
+PATIENCE_S = 2.0  # after which rank 0 says what it is doing
 
 
 def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
@@ -28,7 +30,14 @@ def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None
     Returns:
         None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
     """
-    reasons = [dispatch.prepare(device)]
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    saying = threading.Timer(PATIENCE_S, _logger.info, ["Compiling kernels: half a minute, the first time only."])
+    if is_first:
+        saying.start()
+    try:
+        reasons = [dispatch.prepare(device)]
+    finally:
+        saying.cancel()
     if dist.is_initialized():
         reasons *= dist.get_world_size(group)
         dist.all_gather_object(reasons, reasons[0], group=group)
@@ -37,6 +46,6 @@ def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None
         return None
     dispatch.disable(device, failed[0])
     sentence = f"All ranks compress in plain torch, which is slower. {failed[0]}"
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
+    if is_first:
         _logger.warning(sentence)
     return sentence

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.engine import kernels
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import compiler, cpu, dispatch
@@ -54,3 +57,17 @@ def test_ranks_of_another_group_are_not_asked() -> None:
         "",
         f"rank 1: {REASON}",
     ] * 2
+
+
+def test_who_compiles_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, logger = Said(), logging.getLogger(LOGGER)
+    monkeypatch.setattr(kernels, "PATIENCE_S", 0.05)
+    logger.addHandler(said)
+    try:
+        for seconds in (0.0, 0.5):
+            monkeypatch.setattr(dispatch, "prepare", lambda _, seconds=seconds: time.sleep(seconds))
+            assert prepare_kernels(CPU) is None
+        time.sleep(0.1)
+    finally:
+        logger.removeHandler(said)
+    assert said.messages == ["Compiling kernels: half a minute, the first time only."]
