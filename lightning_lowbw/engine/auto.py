@@ -235,11 +235,12 @@ def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float],
         return [density], 0, 0
     epoch = run.steps_per_epoch or run.num_left
     num_dense = max(0, min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch) - run.num_done)
-    above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR]
-    most_s = _most_seconds(measured)
-    before = [stair for stair in reversed(above) if stair <= MOST_STAIR and measured.sparse_s[stair] <= most_s]
+    above = [stair for stair in reversed(DENSITIES[DENSITIES.index(density) + STAIR :: STAIR]) if stair <= MOST_STAIR]
     num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
-    per_stair = round(num_steps / len(before)) if before else 0
+    per_stair = round(num_steps / len(above)) if above else 0
+    # A stair that would not be faster than dense steps is taken by these: they are the first, and lose no accuracy.
+    before = [stair for stair in above if measured.sparse_s[stair] <= _most_seconds(measured)]
+    num_dense += (len(above) - len(before)) * per_stair
     return ([*before, density], num_dense, per_stair) if per_stair else ([density], num_dense, 0)
 
 

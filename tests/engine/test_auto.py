@@ -16,6 +16,7 @@ from lightning_lowbw.engine.auto import (
     LEAST_SAVED,
     LEAST_TIMES_SENT,
     LEAST_TIMES_SENT_ADAM,
+    STAIRS_SHARE,
     Measured,
     Run,
     plan,
@@ -159,7 +160,13 @@ def test_promises(num_steps: int, bandwidth: float, step_s: float) -> None:
     assert all(
         measured.sparse_s[d] <= (1 - LEAST_SAVED) * (dense_s - step_s) for d in DENSITIES if round(d, 6) in taken
     )
-    assert when.rampup_begin_step <= max(run.num_done, round(DENSE_SHARE * run.num_left))
+    # What a stair that saves nothing would take is dense: the last density begins no earlier than on a slower link.
+    slow = replace(measured, dense_s=1e9)
+    if (slowest := plan(slow, run, 0.05)[0]) is not None and slowest.density(10**9) == last:
+        first = [next(n for n in range(run.num_left) if each.density(n) == last) for each in (when, slowest)]
+        assert abs(first[0] - first[1]) <= len(slowest.stairs)
+    most_dense = round((DENSE_SHARE + STAIRS_SHARE) * run.num_left) + len(DENSITIES)  # whose steps are rounded
+    assert when.rampup_begin_step <= max(run.num_done, most_dense)
 
 
 def shortest_sparse(times_sent: int) -> int:
