@@ -70,8 +70,14 @@ class SparsityWarmup(Callback):
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
         if sparsity is None or isinstance(sparsity, str):
             raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
-        self._sparsity = EveryStep(rampup_step=steps or sys.maxsize, sparsity=sparsity).stairs  # checked now
-        self._length: float = (steps or len(self._sparsity)) if in_steps else 3 if epochs is None else epochs
+        self._sparsity = EveryStep(rampup_step=sys.maxsize, sparsity=sparsity).stairs  # checked now
+        if steps is not None and steps < len(self._sparsity) - 1:
+            raise ConfigurationError(
+                f"SparsityWarmup(steps={steps}, sparsity={list(self._sparsity)}): some values would never be used. "
+                f"Give at least {len(self._sparsity)} steps, fewer values, or leave steps out."
+            )
+        of_steps = len(self._sparsity) if steps is None else steps
+        self._length: float = of_steps if in_steps else 3 if epochs is None else epochs
 
     def schedule(self, steps_per_epoch: int) -> EveryStep:
         """Return the warm-up in optimizer steps."""

@@ -234,14 +234,14 @@ def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float],
     if run.is_pretrained:
         return [density], 0, 0
     epoch = run.steps_per_epoch or run.num_left
-    num_dense = max(0, min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch) - run.num_done)
     above = [stair for stair in reversed(DENSITIES[DENSITIES.index(density) + STAIR :: STAIR]) if stair <= MOST_STAIR]
-    num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
-    per_stair = round(num_steps / len(above)) if above else 0
     # A stair that would not be faster than dense steps is taken by these: they are the first, and lose no accuracy.
     before = [stair for stair in above if measured.sparse_s[stair] <= _most_seconds(measured)]
-    num_dense += (len(above) - len(before)) * per_stair
-    return ([*before, density], num_dense, per_stair) if per_stair else ([density], num_dense, 0)
+    num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
+    per_stair = round(num_steps / len(above)) if above else 0
+    num_dense = min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch)
+    num_dense = max(0, num_dense + (len(above) - len(before)) * per_stair - run.num_done)
+    return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
 
 
 def in_time(seconds: float) -> str:

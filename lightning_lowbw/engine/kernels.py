@@ -12,7 +12,8 @@ from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import dispatch
 
 _logger = logging.getLogger(LOGGER)
-PATIENCE_S = 2.0  # after which rank 0 says what it is doing
+PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
+COMPILING = "Compiling kernels, here or on another rank. What is compiled is kept for the next start."
 
 
 def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
@@ -31,16 +32,16 @@ def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None
         None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
     """
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-    saying = threading.Timer(PATIENCE_S, _logger.info, ["Compiling kernels: half a minute, the first time only."])
+    saying = threading.Timer(PATIENCE_S, _logger.info, [COMPILING])
     if is_first:
         saying.start()
     try:
         reasons = [dispatch.prepare(device)]
+        if dist.is_initialized():
+            reasons *= dist.get_world_size(group)
+            dist.all_gather_object(reasons, reasons[0], group=group)
     finally:
         saying.cancel()
-    if dist.is_initialized():
-        reasons *= dist.get_world_size(group)
-        dist.all_gather_object(reasons, reasons[0], group=group)
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if not failed:
         return None

@@ -49,12 +49,18 @@ def test_epochs_become_steps() -> None:
         {"epochs": -1},
         {"sparsity": [2.0]},
         {"sparsity": []},
-        {"steps": 1},
     ],
 )
 def test_bad_warmups(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         SparsityWarmup(**options)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_warmup_shorter_than_its_list_is_refused(steps: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"SparsityWarmup\(steps={steps}, .* never be used"):
+        SparsityWarmup(steps=steps)
+    assert SparsityWarmup(steps=steps, sparsity=[0.9]).schedule(10) == EveryStep(0, 1, (0.9,))
 
 
 class Densities(pl.Callback):

@@ -191,14 +191,18 @@ def test_it_never_takes_longer_than_ddp(allow_local: bool) -> None:
         assert seconds < steps * measured.dense_s
 
 
-def test_the_time_that_is_left_is_that_of_the_schedule_step_by_step() -> None:
+STEEP = replace(SLOW, sparse_s=SLOW.sparse_s | {density: 0.7 for density in DENSITIES if density >= 0.128})
+
+
+@pytest.mark.parametrize("measured", [SLOW, STEEP], ids=["all stairs are sparse", "the first stair is dense"])
+def test_the_time_that_is_left_is_that_of_the_schedule_step_by_step(measured: Measured) -> None:
     for run in (LONG, Run(num_done=7, num_steps=807, steps_per_epoch=400), Run(3, 1003, is_pretrained=True)):
-        when, _ = schedule(SLOW, run, 0.05)
+        when, _ = schedule(measured, run, 0.05)
         assert when is not None
-        by_density = {round(density, 9): seconds for density, seconds in SLOW.sparse_s.items()}
+        by_density = {round(density, 9): seconds for density, seconds in measured.sparse_s.items()}
         densities = [when.density(step) for step in range(run.num_done, run.num_done + run.num_left)]
-        seconds = [SLOW.dense_s if d == 1.0 else SLOW.step_s + by_density[round(d, 9)] for d in densities]
-        assert seconds_left(when, SLOW, run) == pytest.approx(sum(seconds))
+        seconds = [measured.dense_s if d == 1.0 else measured.step_s + by_density[round(d, 9)] for d in densities]
+        assert seconds_left(when, measured, run) == pytest.approx(sum(seconds))
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def interrupt(train: Callable[[int, int, str], None], ranks: list[int], folder: 
     for rank in ranks:
         os.kill(programs[rank].pid or 0, signal.SIGINT)
     for program in programs:
-        program.join(SOON_S + 5)
+        program.join(max(0.0, begun + SOON_S + 5 - time.monotonic()))
     seconds, codes = time.monotonic() - begun, [program.exitcode for program in programs]
     for program in programs:
         program.kill()
