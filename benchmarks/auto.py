@@ -324,7 +324,9 @@ def train_all(job: Row, path: Path) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     for name, value in job["constants"].items():
-        setattr(rule, name, value)
+        for module in (rule, auto_sparsity):  # which has some by name
+            if hasattr(module, name):
+                setattr(module, name, value)
     results = json.loads(path.read_text())
     nominal, constants = results["nominal"], job["constants"]
     dist.init_process_group("gloo")

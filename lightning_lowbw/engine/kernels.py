@@ -13,7 +13,7 @@ from lightning_lowbw.ops import dispatch
 
 _logger = logging.getLogger(LOGGER)
 PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
-COMPILING = "Compiling kernels, here or on another rank. What is compiled is kept for the next start."
+COMPILING = "Compiling kernels, here or on another rank. They are kept for the next start, where they can be written."
 
 
 def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:

@@ -17,6 +17,7 @@ from lightning_lowbw import ConfigurationError, EveryK, Method
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.contract.rows import ROWS, Row
 from tests.engine.problem import AWKWARD, Parameters, backward, make_parameters
 from tests.ranks import run_ranks
@@ -75,9 +76,9 @@ class Trained:
 
 # The volume of each collective that a step may use, by the tensors of its call and the number of ranks.
 VOLUMES: dict[str, Callable[..., int]] = {
-    "all_reduce": lambda num_ranks, tensor, **_: 2 * (num_ranks - 1) * tensor.nbytes // num_ranks,
-    "all_gather_single": lambda num_ranks, _, tensor, **__: (num_ranks - 1) * tensor.nbytes,
-    "all_gather_into_tensor": lambda num_ranks, _, tensor, **__: (num_ranks - 1) * tensor.nbytes,
+    "all_reduce": lambda num_ranks, tensor, **_: all_reduce_bytes(tensor.nbytes, num_ranks),
+    "all_gather_single": lambda num_ranks, _, tensor, **__: all_gather_bytes(tensor.nbytes, num_ranks),
+    "all_gather_into_tensor": lambda num_ranks, _, tensor, **__: all_gather_bytes(tensor.nbytes, num_ranks),
     "broadcast": lambda _, tensor, **__: tensor.nbytes,
     "isend": lambda _, tensor, *__, **___: tensor.nbytes,
 }
