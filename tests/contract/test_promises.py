@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw import ConfigurationError, EveryK, Method
+from lightning_lowbw import ConfigurationError, EveryK, Method, Narrow, TopK
 from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.state import merge
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.contract.rows import ROWS, Row
-from tests.engine.problem import AWKWARD, Parameters, backward, make_parameters
+from tests.engine.problem import AWKWARD, Parameters, backward, in_memory, make_parameters
 from tests.ranks import run_ranks
 
 STEPS = 11
@@ -161,6 +162,50 @@ def test_the_ledger_has_the_bytes_of_each_collective(name: str) -> None:
     """By the formulas of the collectives and the tensors that they were given, in the steps and in `finish`."""
     for result in trained(name):
         assert result.sent_bytes == result.given_bytes > 0
+
+
+PLAIN_LR = 0.05
+KEPT_WHOLE: dict[str, Any] = {"decay": 1.0, "mean_over": "ranks"}  # else residuals fade, or a sum is divided otherwise
+CONSERVED = [name for name, row in ROWS.items() if getattr(row.method.when, "outer", "none") == "none"]
+
+
+def flat_in_rows(tensor: Tensor, _: str) -> Tensor:
+    return tensor.reshape(-1)
+
+
+def step_plainly(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Train by plain SGD; return the weights, what this rank's steps have asked of them (both flat, in the order of the
+    residuals) and the state of the method."""
+    row = ROWS[name]
+    in_order = flat_in_rows if row.method.averages_weights else in_memory
+    method = row.method.replace(**KEPT_WHOLE) if isinstance(row.method.what, TopK) else row.method
+    worker, parameters, _ = attach(Row(method, functools.partial(torch.optim.SGD, lr=PLAIN_LR), row.num_ranks))
+    asked = {key: in_order(parameter.detach().double(), key) for key, parameter in parameters.items()}
+    for number in range(STEPS):
+        worker.optimizer.zero_grad()
+        backward(parameters, number)
+        for key, parameter in parameters.items():
+            assert parameter.grad is not None
+            asked[key] = asked[key] - PLAIN_LR * in_order(parameter.grad.double(), key)
+        worker.optimizer.step()
+    worker.finish()  # type: ignore[attr-defined]
+    return {key: in_order(each.detach(), key) for key, each in parameters.items()}, asked, worker.state_dict()
+
+
+@pytest.mark.parametrize("name", CONSERVED)
+def test_what_is_applied_and_what_is_kept_is_all_there_was(name: str) -> None:
+    """Sent + residual == signal, in the mean of the participants: nothing is lost, and nothing is applied twice."""
+    results = run_ranks(step_plainly, ROWS[name].num_ranks, name)
+    merged = merge(state for _, _, state in results)
+    of_kept = 1.0 if ROWS[name].method.averages_weights else -PLAIN_LR  # changes of weights are kept, or gradients
+    for key, weight in results[0][0].items():
+        there = weight.double()
+        for kept in (merged["residuals"], merged["rounded"]):
+            there += of_kept * kept.get(key, torch.zeros(())).double()
+        asked = torch.stack([each[key] for _, each, _ in results]).mean(0)
+        torch.testing.assert_close(there, asked, rtol=1e-5, atol=2e-6)
+    keeps_back = isinstance(ROWS[name].method.what, TopK | Narrow)
+    assert any(each.any() for each in (*merged["residuals"].values(), *merged["rounded"].values())) == keeps_back
 
 
 FIXED = [
