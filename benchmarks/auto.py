@@ -356,6 +356,7 @@ def train_all(job: Row, path: Path) -> None:
     if os.environ["RANK"] == "0":
         write(results, path)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def seconds_of_tensors(task: str) -> float:
@@ -544,6 +545,7 @@ def time_all(job: Row, path: Path) -> None:
     if os.environ["RANK"] == "0":
         path.write_text(json.dumps(record))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def timed_strategy(name: str) -> Any:

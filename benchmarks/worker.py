@@ -113,6 +113,7 @@ def main() -> None:
                 Path(sys.argv[2]).write_text(json.dumps(records))
     time.sleep(SETTLE_S)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
