@@ -4,8 +4,7 @@
 
 The nodes are those of the lab, at 1 Gb/s and at 100 Mb/s. Where the lab cannot be made, two processes train over the
 loopback interface, which shows accuracy and bytes, but not the time on a slow link. Takes less than three minutes on
-two
-cores.
+two cores.
 """
 
 from __future__ import annotations

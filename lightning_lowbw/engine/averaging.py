@@ -362,7 +362,8 @@ class Averaging:
         if isinstance(optimizer, (Adam, AdamW)):
             return ("exp_avg",) if choice == "reset" else ("exp_avg", "exp_avg_sq")
         raise ConfigurationError(
-            f"inner_momentum={choice!r} knows SGD, Adam and AdamW, not {type(optimizer).__name__}: leave it 'local'."
+            f"inner_momentum={choice!r} supports only SGD, Adam and AdamW, not {type(optimizer).__name__}: leave it "
+            "'local'."
         )
 
     def moments(self, parameters: list[Parameter]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from lightning_lowbw.arguments import from_mapping, names_arguments
 from lightning_lowbw.engine.checks import check_not_in_ddp, check_two_levels, warn_if_incomplete
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.what.values import FLOAT_NAMES
@@ -30,6 +32,8 @@ from lightning_lowbw.where.topology_choice import TopologyChoice, asks_for_two_l
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.worker import Worker
+
+_logger = logging.getLogger(LOGGER)
 
 WHEN: dict[str, type] = {"step": EveryStep, "k": EveryK}
 WHAT: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}
@@ -120,6 +124,11 @@ class Method:
             raise ConfigurationError(
                 f"overlap=True with {self.what}: only the largest elements (what=TopK()) are sent during backward; "
                 "whole gradients are overlapped by DDP itself. Leave it out."
+            )
+        if when.overlap and isinstance(self.what, TopK) and self.what.exchange in ("reduce_scatter", "dense"):
+            raise ConfigurationError(
+                f"overlap=True with exchange={self.what.exchange!r}: only the messages of an all-gather are sent "
+                "during backward. Leave one of them out."
             )
         if when.sparsity is None and when.rampup_step != 1:
             raise ConfigurationError(
@@ -337,6 +346,11 @@ class Method:
                 "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
                 "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
             )
+        if isinstance(method.when, EveryStep) and method.when.overlap:
+            raise ConfigurationError(
+                "overlap=True in a plain loop: gradients are sent during backward by DDP's communication hook, which a "
+                "Lightning strategy registers, and here nothing would be. Leave it out, or train with strategy='dgc'."
+            )
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):
@@ -352,6 +366,8 @@ class Method:
             prepare_kernels(worker.device, process_group)
         if isinstance(worker, GradientWorker):
             warn_if_incomplete(worker)
+            if peers.rank == 0 and peers.num_participants > 1 and (note := worker.correction.note()):
+                _logger.info(note)
         worker.wrap_step()
         return worker
 

@@ -27,7 +27,7 @@ def check_order(worker: GradientWorker, name: str, parameter: Parameter) -> None
         worker.orders[name] = order
         return
     raise ConfigurationError(
-        f"Step {worker.step}: {name!r} is laid out in memory otherwise than before (the order of its dimensions was "
+        f"Step {worker.step}: the memory format of {name!r} has changed (the order of its dimensions was "
         f"{worker.orders.get(name)}, and is {order}), and gradients that have not been sent are kept in that order. "
         "Change the memory format before training: model.to(memory_format=...) in __init__ or configure_model."
     )

@@ -83,7 +83,7 @@ def sparse_of(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def by_group(slots: Iterable[Slot]) -> Iterator[tuple[dict[str, Any], list[Parameter]]]:
-    """Yield each param group with its parameters; those of a group lie behind one another."""
+    """Yield each param group with its parameters; those of a group are contiguous."""
     for _, of_group in groupby(slots, key=lambda slot: id(slot.group)):
         mine = list(of_group)
         yield mine[0].group, [slot.parameter for slot in mine]

@@ -215,7 +215,7 @@ def _place(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[
 
 
 def _joined(pieces: list[list[Sparse]]) -> list[Sparse]:
-    """Put the parts of the local ranks behind one another, for each participant."""
+    """Concatenate the parts of the local ranks, for each participant."""
     if len(pieces) == 1:
         return pieces[0]
     return [

@@ -91,8 +91,9 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
         for name, kept in state.get(key, {}).items():
             if not is_finite(kept):
                 raise ConfigurationError(
-                    f"The state's {key} of {name!r}, which this rank has kept back for later steps, are not finite: "
-                    "they were saved so. Resume from an earlier checkpoint, or begin a new run with the weights alone."
+                    f"The state's {key} of {name!r}, which this rank has kept back for later steps, contain inf or "
+                    "NaN in the checkpoint itself. Resume from an earlier checkpoint, or begin a new run with the "
+                    "weights alone."
                 )
     is_merged, nodes = state["local_rank"] is None, _nodes(worker)
     if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
@@ -345,7 +346,7 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     if len(state["fragments"]) != len(worker.fragments):
         raise ConfigurationError(
             f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
-            f"{len(worker.fragments)}: go on with as many."
+            f"{len(worker.fragments)}. Resume with the same num_fragments."
         )
     if worker.averaging.needs_start and state["own"] and not state["start"]:
         raise ConfigurationError(

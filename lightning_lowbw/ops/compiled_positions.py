@@ -22,7 +22,7 @@ def pack_(positions: Tensor, fields: Tensor, words: Tensor) -> None:
         `words`, zeros before.
 
     Args:
-        positions: int64, of all tensors behind one another; contiguous.
+        positions: int64, of all tensors, concatenated; contiguous.
         fields: where they lie, of `what.positions.fields_of`.
         words: int32, with one past the end.
     """

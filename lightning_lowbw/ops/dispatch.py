@@ -162,7 +162,7 @@ def _run_triton(device: torch.device) -> None:
 
 
 def _run_adam(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise if Adam's step goes into the residual otherwise than to rounding."""
+    """Raise if Adam's step into the residual differs from plain torch's by more than rounding."""
     segment, twin = (_with_second_moment(_tiny_segments(device, dtype)[0]) for _ in range(2))
     positions, values = gpu.compress_many_(
         [segment], value_dtype=torch.float32, masking=False, workspace=gpu.Workspace()

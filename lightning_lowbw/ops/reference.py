@@ -430,7 +430,7 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
 
     Returns:
         Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (`value_dtype`), those
-        of all tensors behind one another: shapes (sum of num_sent,).
+        of all tensors, concatenated: shapes (sum of num_sent,).
     """
     positions, values = [], []
     for segment in segments:

@@ -145,7 +145,7 @@ class Workspace:
             thresholds[upload(kept, torch.int64, device)] = olds.to(device)
         self.thresholds = thresholds
         num_blocks = [_num_blocks(row.numel) for row in rows]
-        # (kind, its first block, its number of blocks); the blocks of a kind lie behind one another
+        # (kind, its first block, its number of blocks); the blocks of a kind are consecutive
         self.launches: list[tuple[Kind, int, int]] = []
         owners: list[Tensor] = []
         for kind in dict.fromkeys(kinds):
@@ -247,7 +247,7 @@ def _factors(segment: Segment | Elsewhere) -> Factors:
 
 
 def _rows(segments: Sequence[Segment | Elsewhere], kinds: Sequence[Kind]) -> list[Row]:
-    """Return the table; the blocks of one kind lie behind one another, candidates and output are in order."""
+    """Return the table; the blocks of one kind are consecutive, candidates and output are in order."""
     first_blocks, num_blocks = [0] * len(segments), 0
     for kind in dict.fromkeys(kinds):
         for number, segment in enumerate(segments):

@@ -375,7 +375,7 @@ class AutoSparsity:
         if chosen["when"] is not None:
             when = EveryStep(**chosen["when"], overlap=self._schedule.overlap)
             what = self._given.what
-            if isinstance(what, TopK) and what.keep_momentum is None:
+            if isinstance(what, TopK) and what.keep_momentum is None and what.correction == "auto":
                 what = dataclasses.replace(what, keep_momentum=True)
             self._replace(dataclasses.replace(self._given, when=when, what=what))
 

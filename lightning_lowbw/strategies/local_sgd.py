@@ -43,8 +43,7 @@ class LocalSGDStrategy(Strategy):
         delay_steps: local steps that hide an average: it is applied that many steps after it was begun, and the steps
             in between are kept. "auto" measures how many steps an average takes.
         num_fragments: the number of parts in which parameters are averaged, at different steps (streaming): the peak of
-            the
-            traffic is divided by it. "auto": 4, or as many as there are tensors.
+            the traffic is divided by it. "auto": 4, or as many as there are tensors.
         mixing: the fraction of its own weights that a rank keeps when a delayed average is applied; None adds the
             average's change instead.
         value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4", with error feedback.

@@ -56,8 +56,7 @@ class ShardedStrategy(InterruptibleModelParallel):
     Lightning's `ModelParallelStrategy` (``fully_shard(layer, mesh=self.device_mesh["data_parallel"])``), or by a
     default where it has none. After FSDP's reduce-scatter each rank has its shard of the node's mean gradient; the
     method exchanges this, or the shard of the weights, with the ranks that have the same shard in other nodes. N, the
-    number
-    of participants, is that of the nodes.
+    number of participants, is that of the nodes.
 
     Args:
         method: when the nodes communicate, and what they send; a `Method`, such as `DGC(...)` or `LocalSGD(...)`

@@ -71,8 +71,8 @@ class Strategy(InterruptibleDDP):
             "stop" at the next average. Replicas are then weighted by samples, and averaged at the end of each epoch.
         audit: for averages of weights: raise an error that names any collective between two of them.
         resume: what ``fit(ckpt_path=...)`` requires: "exact" also the folder beside the ``.ckpt``, which has each
-            rank's
-            own state; "weights and optimizer" the ``.ckpt`` alone: where a shard is missing, all ranks begin without.
+            rank's own state; "weights and optimizer" the ``.ckpt`` alone: where a shard is missing, all ranks begin
+            without.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`, checked
             against their signatures.
 

@@ -24,8 +24,8 @@ class AdamCorrection(ErrorFeedback):
 
     What arrives is taken by ``w = w - lr (result + c w)``, decay only where it is decoupled. Adam's own is that of the
     weight after this rank's residual has been applied: ``G + c (w - lr r)`` in m, ``G + c w`` in v. With ``c w`` in m
-    the decay
-    would not abate until it is sent, some 1 / density steps later, and might diverge: `benchmarks/weight_decay.py`.
+    the decay would not abate until it is sent, some 1 / density steps later, and might diverge:
+    `benchmarks/weight_decay.py`.
 
     The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
 
@@ -68,8 +68,8 @@ class AdamCorrection(ErrorFeedback):
         for group in self.optimizer.param_groups:
             if group.get("differentiable"):
                 raise ConfigurationError(
-                    f"{type(self.optimizer).__name__}(differentiable=True): a differentiable sparse step is not "
-                    'done. Leave differentiable out, or set correction="error_feedback".'
+                    f"{type(self.optimizer).__name__}(differentiable=True) is not supported in sparse "
+                    'steps. Leave differentiable out, or set correction="error_feedback".'
                 )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:

@@ -17,7 +17,7 @@ from lightning_lowbw.ops import gpu
 from lightning_lowbw.what.positions import fields_of, num_words, pack, unpack
 from lightning_lowbw.what.values import FloatFormat, make_value_format
 
-ALIGNMENT_BYTES = 4  # messages of all ranks lie behind one another and are read as int32
+ALIGNMENT_BYTES = 4  # messages of all ranks are concatenated and are read as int32
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class SparseCodec:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors behind one another; no copy where they lie so in memory, as the parts of a split do."""
+    """Return flat tensors, concatenated; no copy where they are contiguous in memory, as the parts of a split do."""
     first, *others = tensors
     storage, end = first.untyped_storage()._cdata, first.storage_offset() + first.numel()
     for tensor in others:

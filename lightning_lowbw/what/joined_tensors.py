@@ -1,4 +1,4 @@
-"""Flat tensors behind one another, as one vector; it is read and written in ranges, and nowhere a whole."""
+"""The concatenation of flat tensors, read and written in ranges, without a copy of the whole."""
 
 from __future__ import annotations
 

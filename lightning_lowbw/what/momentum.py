@@ -137,8 +137,7 @@ class MomentumCorrection(ErrorFeedback):
 
     The decay is that of the weight after this rank's residual has been applied, see `ops.reference.correct_`: that of w
     alone would be applied only when it is sent, too late, and may diverge. Small tensors have ``g = G + c w`` and
-    torch's
-    own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
+    torch's own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
     """
 
     kind = "momentum"

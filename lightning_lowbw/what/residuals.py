@@ -14,7 +14,7 @@ ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes,
 class Residuals(Mapping[str, Tensor]):
     """Residuals by the name of their parameter: flat views into one buffer; float32, float64 into another.
 
-    Where tensors lie behind one another, a pass over all of them is a pass over one piece of memory. Tensors that come
+    Where tensors are contiguous, a pass over all of them is a pass over one piece of memory. Tensors that come
     later get a buffer of their own, until `to` or `load` puts all into one again.
 
     Example:

@@ -1,6 +1,6 @@
 """The sum of sparse vectors over ranks at a volume that does not grow with the ranks: reduce-scatter, then all-gather.
 
-Every rank owns a part of the index space, which is that of all sparse tensors of a step behind one another. A rank
+Every rank owns a part of the index space, which is that of all sparse tensors of a step, concatenated. A rank
 sends to each owner what it has selected in the owner's part; the owner adds up, and sends the largest sums to all.
 
 Source: after Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk),
@@ -238,7 +238,7 @@ class SparseSum:
         return Reduced((positions, sums * (1.0 / self.num_ranks)), boundaries)
 
     def join(self, parts: Sequence[Sparse]) -> Sparse:
-        """Put the sparse vectors of the tensors behind one another."""
+        """Concatenate the sparse vectors of the tensors."""
         starts = accumulate(self.numels[:-1], initial=0)
         shifted = [positions + start for (positions, _), start in zip(parts, starts, strict=True)]
         return torch.cat(shifted), torch.cat([values for _, values in parts])

@@ -102,8 +102,8 @@ class TopK:
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
             in the paper, not for Adam.
         keep_momentum: whether velocities are not cleared at high densities. These are densities above (1 - momentum) /
-            2, 5 % with 0.9, where an element is sent again before its momentum has faded, and
-            would lose most of it. None: where "auto" has chosen the density.
+            2, 5 % with 0.9, where an element is sent again before its momentum has faded, and would lose most of it.
+            None: where "auto" has chosen the density.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -163,11 +163,16 @@ class TopK:
                 raise ConfigurationError(
                     f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
                 )
-
+        for name in ("momentum_masking", "keep_momentum"):
+            if self.correction == "error_feedback" and getattr(self, name) is not None:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} with correction='error_feedback': it is about the velocities of "
+                    "momentum correction, and there are none. Leave one of them out."
+                )
         if self.needs_senders and self.exchange in ("reduce_scatter", "dense"):
             raise ConfigurationError(
-                f"exchange={self.exchange!r} sums on the way, and mean_over='senders' and clip_to_median must know who "
-                "sent what: set exchange='all_gather'."
+                f"exchange={self.exchange!r} sums inside the collective, and mean_over='senders' and clip_to_median "
+                "need the values of each participant: set exchange='all_gather'."
             )
         if self.exchange == "dense" and self.value_dtype not in SUMMED_DENSE:
             raise ConfigurationError(
@@ -250,8 +255,8 @@ class TopK:
         participants, elements).
 
         Args:
-            messages: of all participants, about as many groups of parts of these sizes: uint8, shape (groups,
-                participants, nbytes).
+            messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
+                nbytes).
             numels: elements of each tensor that is not empty.
             density: at which was selected.
             damaged: see `SparseCodec.decode`.
@@ -315,8 +320,7 @@ def small_numel(numels: Iterable[int]) -> int:
 
     Sending these whole costs little, and norms, biases and the last layer do not wait. It is a fraction, because all
     matrices of a small model are small; but not below 1,024 elements, where sending all costs less than the work for
-    one more
-    tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
+    one more tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
 
     Args:
         numels: elements of each tensor that is trained.

@@ -255,7 +255,7 @@ class Collectives:
         return part
 
     def gather_parts(self, part: Tensor, numel: int) -> Tensor:
-        """Return the parts of all ranks behind one another, of which `numel` elements are no filling.
+        """Return the parts of all ranks, concatenated, of which `numel` elements are no filling.
 
         One rank alone gets its part itself, no copy.
 

@@ -90,7 +90,7 @@ class MeanWork:
 
 
 def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
-    """Write tensors, times the weight, behind one another; in the wide type, for they may be narrow."""
+    """Concatenate tensors, times the weight; in the wide type, for they may be narrow."""
     if room.is_cuda and parts:  # two launches, whatever their number
         torch.cat(list(parts), out=room).mul_(weight)
         return

@@ -125,7 +125,7 @@ def _average_part_(
 
 
 def _ranges(num_rows: int, size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
-    """Cut rows of one size, which lie behind one another: yield the rows, and a range of their columns."""
+    """Cut contiguous rows of one size: yield the rows, and a range of their columns."""
     if device.type != "cpu":  # what a GPU takes from its memory at once it need not take in pieces
         yield slice(0, num_rows), 0, size
         return

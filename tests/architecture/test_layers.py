@@ -314,13 +314,12 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "exchange": "all_gather",
         "dense_dtype": "bfloat16",
         "overlap": True,
-        "correction": "error_feedback",
         "topology": 1,
     }
-    for_auto = {"sparsity": "auto", "budget": 0.5, "pretrained": True}
-    assert {*given, *for_auto} == set(knobs_of(DGCStrategy))
-    assert DGCStrategy(**for_auto).method == DGC(**for_auto)  # type: ignore[arg-type]
-    assert DGCStrategy(**given).method == DGC(**given)  # type: ignore[arg-type]
+    others = {"correction": "error_feedback"}, {"sparsity": "auto", "budget": 0.5, "pretrained": True}
+    assert set().union(given, *others) == set(knobs_of(DGCStrategy))
+    for arguments in (given, *others):
+        assert DGCStrategy(**arguments).method == DGC(**{"sparsity": "auto", **arguments})  # type: ignore[arg-type]
 
 
 NAMES = {

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from lightning_lowbw import DGC
+from lightning_lowbw import DGC, Method
+from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.worker import Worker
 from tests.oracle import OracleDGC
 
@@ -131,6 +133,14 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
             loss = loss + _Loss.apply(parameter, coefficients(name, parameter, rank, step))
     if loss.requires_grad:
         (sign * loss).backward()
+
+
+def make_worker(method: Method, optimizer: Optimizer, parameters: Parameters) -> GradientWorker:
+    """Return a worker as a strategy makes it, whose hook calls `begin`; `attach` refuses `overlap`."""
+    worker = method.make_worker(optimizer, parameters.items(), method.make_peers())
+    assert isinstance(worker, GradientWorker)
+    worker.wrap_step()
+    return worker
 
 
 def take_step(

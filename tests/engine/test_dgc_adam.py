@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from lightning_lowbw import DGC, ConfigurationError, Method
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.state import merge
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.adam import AdamCorrection
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.topology import part_of
@@ -23,6 +25,7 @@ from tests.engine.problem import (
     FLAT,
     NODES,
     Nodes,
+    Said,
     backward,
     coefficients,
     each,
@@ -30,6 +33,7 @@ from tests.engine.problem import (
     in_memory,
     make_parameters,
     make_weight,
+    make_worker,
     message_of,
     take_step,
 )
@@ -51,8 +55,8 @@ def train(
 ) -> dict[str, Any]:
     parameters = make_parameters(SHAPES)
     optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
-    worker = method_for(**changes).attach(optimizer, parameters.items(), topology=nodes)
-    assert isinstance(worker, GradientWorker)
+    worker = make_worker(method_for(**changes).at(nodes), optimizer, parameters)
+    assert worker.large is not None
     num_begun = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -194,6 +198,21 @@ def test_what_cannot_be_corrected_is_refused() -> None:
     assert message is not None
     assert "differentiable=True" in message
     assert "correction=" in message
+
+
+def attach_and_listen() -> list[str]:
+    parameters, said = make_parameters({"large": (40, 30)}), Said()
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
+    method_for().attach(AdamW(parameters.values()), parameters.items())
+    return said.messages
+
+
+def test_a_lowered_beta1_is_told_in_plain_loops_once() -> None:
+    first, second = run_ranks(attach_and_listen, 2)
+    assert ["beta1=0.9 is lowered to 0.7" in each for each in first] == [True]
+    assert second == []
 
 
 def test_a_lowered_beta1_is_told() -> None:

@@ -135,6 +135,18 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
         ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
         ({"when": EveryStep(overlap=True)}, r"overlap=True with Whole\(\): .*overlapped by DDP itself"),
         ({"what": Narrow(), "when": EveryStep(overlap=True)}, r"overlap=True with Narrow"),
+        (
+            {"what": TopK(exchange="reduce_scatter"), "when": EveryStep(overlap=True)},
+            r"overlap=True with exchange='reduce_scatter': only the messages of an all-gather",
+        ),
+        (
+            {"what": {"payload": "top_k", "correction": "error_feedback", "momentum_masking": True}},
+            r"momentum_masking=True with correction='error_feedback': .*there are none",
+        ),
+        (
+            {"what": {"payload": "top_k", "correction": "error_feedback", "keep_momentum": False}},
+            r"keep_momentum=False with correction='error_feedback'",
+        ),
         ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
         ({"what": TopK(), "when": EveryStep(rampup_step=3)}, r"rampup_step=3 without sparsity: .*Give sparsity"),
         ({"what": Narrow(), "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Narrow\(.*cannot be hidden"),

@@ -42,12 +42,11 @@ from lightning_lowbw import (
                 sparsity=[0.75, 0.999],
                 value_dtype="int8",
                 exchange="reduce_scatter",
-                overlap=True,
                 correction="error_feedback",
                 bucket_cap_mb=5,
             ),
             "DGCStrategy(every step, the 25 %, later 0.1 % largest elements of each tensor as int8, from step 500 over "
-            "1500 steps, by reduce_scatter, sent during backward, with error_feedback; topology='flat', "
+            "1500 steps, by reduce_scatter, with error_feedback; topology='flat', "
             "bucket_cap_mb=5)",
         ),
         (

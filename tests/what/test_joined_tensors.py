@@ -1,4 +1,4 @@
-"""Tensors behind one another: ranges of them are those of the concatenation."""
+"""Ranges of joined tensors are those of their concatenation."""
 
 from __future__ import annotations
 
