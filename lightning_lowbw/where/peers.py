@@ -85,7 +85,8 @@ class Peers(Protocol):
 
     @property
     def is_two_level(self) -> bool:
-        """Whether there are several nodes. For messages and checks only, not for methods."""
+        """Whether there are several nodes, at least one of several ranks: then gradients are summed inside the node
+        before the method sees them, and each rank keeps and exchanges its part of what the node has."""
         ...
 
     @property
