@@ -25,7 +25,8 @@ class NarrowExchange:
         peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
 
     Attributes:
-        residuals: the rounding errors of this rank, by tensor. On two levels those of its part, and zeros elsewhere.
+        residuals: the rounding errors of this rank's part of each tensor, by name; float32, float64 of tensors in
+            float64; flat.
         left: the sum of the residuals after the last exchange, to check that it is finite; None before it.
     """
 
@@ -72,7 +73,7 @@ class NarrowExchange:
     def _average(self, signals: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
         if not signals:
             return
-        numels = {name: signal.numel() for name, signal in signals.items()}
+        numels = {name: signal[self.peers.part(signal.numel())].numel() for name, signal in signals.items()}
         wide = [name for name, signal in signals.items() if signal.dtype == torch.float64]
         self.residuals.ensure(numels, next(iter(signals.values())).device, wide)
         residuals = [self.residuals[name] for name in signals]

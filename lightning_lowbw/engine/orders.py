@@ -54,7 +54,7 @@ class Reordering:
             self._shapes[name] = tuple(parameter.shape)
             if old != new:
                 self._changed[name] = old, new
-                if are_parts and name in state["residuals"]:
+                if are_parts:
                     raise ConfigurationError(
                         f"The checkpoint keeps parts of {name!r} in the order of its dimensions {old}, and it now lies "
                         f"in memory in the order {new}. Resume with the memory format of that run "

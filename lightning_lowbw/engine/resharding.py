@@ -95,8 +95,8 @@ def reshard(
     if "optimizer" in state:
         state["optimizer"] = {**state["optimizer"], "state": entries}
     if "shapes" in state:
-        of_residuals = {name: cuts["residuals", name].shape for name in sections["residuals"]}
-        state |= {"shapes": of_residuals, "orders": {}}
+        kept = {name: cuts[key, name].shape for key in ("residuals", "rounded") for name in sections[key]}
+        state |= {"shapes": kept, "orders": {}}
     return {**state, **{key: value for key, value in sections.items() if key in old}}
 
 

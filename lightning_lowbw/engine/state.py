@@ -1,8 +1,8 @@
 """Saves and loads the state of a worker, and merges states for another number of ranks: tensors on the CPU and
 primitives.
 
-A rank's own state is keyed by the names of parameters. What it keeps of a part of a tensor says which part that is:
-ranks of the same world take theirs as it is, others the mean over the participants of the whole.
+A rank's own state is keyed by the names of parameters. What it keeps back is that of its part of each tensor: ranks of
+the same world take theirs as it is, others cut theirs out of the mean over the participants of the whole.
 """
 
 from __future__ import annotations
@@ -51,27 +51,25 @@ class _Mean:
         self._totals: Named = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def add(self, name: str, part: Tensor, numel: int, of: tuple[int, int]) -> None:
-        """Add a rank's part, flat, of a tensor with so many elements."""
-        self._dtypes[name] = part.dtype
-        wide = torch.promote_types(part.dtype, torch.float32)
+    def add(self, name: str, kept: Tensor, numel: int, of: tuple[int, int]) -> None:
+        """Add what a rank has kept, flat, of its part of a tensor with so many elements; see `_part`."""
+        self._dtypes[name] = kept.dtype
+        wide = torch.promote_types(kept.dtype, torch.float32)
         total = self._totals.setdefault(name, torch.zeros(numel, dtype=wide))
-        total[part_of(numel, *of)] += part.to(wide)
+        total[part_of(numel, *of)] += _part(kept, numel, of).to(wide)
 
     def divide(self, num_participants: float) -> Named:
         """Return the whole means: flat, in the dtype of the parts."""
         return {name: (total / num_participants).to(self._dtypes[name]) for name, total in self._totals.items()}
 
 
-def _own(whole: Tensor, worker: Worker) -> Tensor:
-    return whole[part_of(whole.numel(), *_local_rank(worker))]
+def _part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
+    """Return a rank's part of what a state has of a tensor with so many elements, flat: this part, or the whole.
 
-
-def _only_own(whole: Tensor, worker: Worker) -> Tensor:
-    """Return a tensor with zeros outside of this rank's part, so that the ranks of a node do not count it twice."""
-    own, part = torch.zeros_like(whole), part_of(whole.numel(), *_local_rank(worker))
-    own[part] = whole[part]
-    return own.to(worker.device)
+    A merged state has the whole. So have, of values in few bits, states of earlier versions: with zeros elsewhere.
+    """
+    part = part_of(numel, *of)
+    return kept if kept.numel() == part.stop - part.start else kept[part]
 
 
 def _nodes(worker: Worker) -> list[list[int]] | None:
@@ -117,6 +115,7 @@ EQUAL = ("step", "small_numel", "correction", "shapes", "orders", "num_participa
 def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     """Return what differs from rank to rank, and the step."""
     parameters, optimizer = worker.by_name(), worker.optimizer
+    kept = {name: as_real(parameter) for name, parameter in parameters.items() if worker.keeps(name)}
     velocities = {name: worker.velocities.saved(parameters[name]) for name in worker.residuals}
     local = {
         name: _saved({key: optimizer.state[parameters[name]][key] for key in worker.correction.local_keys})
@@ -129,8 +128,8 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
         "nodes": _nodes(worker),
         "num_participants": worker.peers.num_participants,
         "correction": worker.correction.kind,
-        "shapes": {name: tuple(parameters[name].shape) for name in worker.residuals},
-        "orders": {name: order_of(as_real(each)) for name, each in parameters.items() if worker.keeps(name)},
+        "shapes": {name: tuple(each.shape) for name, each in kept.items()},
+        "orders": {name: order_of(each) for name, each in kept.items()},
         "residuals": {} if worker.sparse is None else worker.sparse.residuals.state(),
         "velocities": _saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
         "rounded": {} if worker.narrow is None else worker.narrow.residuals.state(),
@@ -153,11 +152,9 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
         merged = merged or {key: state[key] for key in EQUAL if key in state}
-        for key in ("residuals", "velocities"):
-            for name, part in state[key].items():
-                means[key].add(name, part, math.prod(state["shapes"][name]), state["local_rank"])
-        for name, rounded in state["rounded"].items():  # zeros but for this rank's part
-            means["rounded"].add(name, rounded, rounded.numel(), (0, 1))
+        for key, mean in means.items():
+            for name, kept in state[key].items():  # without a shape it is whole: of an earlier version
+                mean.add(name, kept, math.prod(state["shapes"].get(name, kept.shape)), state["local_rank"])
         for name, tensors in state["local"].items():
             for key, value in tensors.items():
                 of_tensor = local.setdefault(name, {})
@@ -179,9 +176,9 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             "it was trained with, or begin anew from its weights."
         )
     for name, shape in state["shapes"].items():
-        parameter = parameters.get(name)
-        if parameter is None or tuple(parameter.shape) != tuple(shape):
-            has = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+        there = tuple(as_real(parameters[name]).shape) if name in parameters else None
+        if there != tuple(shape):
+            has = "no such parameter" if there is None else f"shape {there}"
             raise ConfigurationError(
                 f"The checkpoint keeps a residual of shape {tuple(shape)} for {name!r}; the optimizer has {has}. "
                 "Resume with the model that was saved, or load its weights alone."
@@ -191,26 +188,28 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             f"The checkpoint keeps gradients that have not been sent, and with {worker.method.what} they never would "
             "be. Resume with the payload of that run, or begin a new run with the weights alone."
         )
-    is_own = state["local_rank"] is not None
     to_order = Reordering(worker, parameters, state)
+
+    def own(name: str, kept: Tensor) -> Tensor:
+        return _part(to_order(name, kept), as_real(parameters[name]).numel(), _local_rank(worker))
+
     worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
     worker.velocities.clear()
     if worker.narrow is not None:
         rounded = {
-            name: _only_own(to_order(name, whole), worker)
-            for name, whole in state["rounded"].items()
-            if name in parameters and as_real(parameters[name]).numel() == whole.numel()
+            name: own(name, kept)
+            for name, kept in state["rounded"].items()
+            if name in state["shapes"]  # else it is whole: of an earlier version
+            or (name in parameters and as_real(parameters[name]).numel() == kept.numel())
         }
         worker.narrow.residuals.load(rounded, worker.device)
     if worker.sparse is not None:
-        own = {name: to_order(name, part) for name, part in state["residuals"].items()}
-        own = {name: part if is_own else _own(part, worker) for name, part in own.items()}
-        worker.sparse.residuals.load(own, worker.device)
+        residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
+        worker.sparse.residuals.load(residuals, worker.device)
         if state["exchange"] is not None:
             worker.sparse.load_state_dict(state["exchange"])
-    for name, part in state["velocities"].items():
-        part = to_order(name, part)
-        worker.velocities.load(parameters[name], part if is_own else _own(part, worker))
+    for name, kept in state["velocities"].items():
+        worker.velocities.load(parameters[name], own(name, kept))
     for name, tensors in state["local"].items():
         for key, value in tensors.items():
             of_parameter = worker.optimizer.state.get(parameters[name], {})
@@ -274,16 +273,15 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
         merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
-        for name, part in state["residuals"].items():
-            residuals.add(name, part, state["start"][name].numel(), state["local_rank"])
+        for key, mean in (("residuals", residuals), ("rounded", rounded)):
+            for name, kept in state[key].items():
+                mean.add(name, kept, state["start"][name].numel(), state["local_rank"])
         for fragment in state["fragments"]:
             work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
             for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
                 if name in work["changes"]:  # in the mean over the ranks of a node, which may have stepped alone
                     back = recalled(work["changes"][name], snapshot, state["start"][name])
                     residuals.add(name, back / num_parts, back.numel(), (0, 1))
-        for name, part in state["rounded"].items():
-            rounded.add(name, part, part.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
             for name, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
@@ -323,15 +321,13 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     averaging.buffers.start = {name: start.to(device) for name, start in state["buffers"].items()}
     averaging.start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
     averaging.velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
-    if averaging.sparse is not None:
-        is_own = state["local_rank"] is not None
-        parts = {name: part if is_own else _own(part, worker) for name, part in state["residuals"].items()}
-        averaging.sparse.residuals.load(parts, device)
-        if state["exchange"] is not None:
-            averaging.sparse.load_state_dict(state["exchange"])
-    if averaging.narrow is not None:
-        rounded = {name: _only_own(whole, worker) for name, whole in state["rounded"].items()}
-        averaging.narrow.residuals.load(rounded, device)
+    for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
+        if exchange is not None:
+            numels = {name: as_real(parameters[name]).numel() for name in unsent}
+            parts = {name: _part(kept, numels[name], _local_rank(worker)) for name, kept in unsent.items()}
+            exchange.residuals.load(parts, device)
+    if averaging.sparse is not None and state["exchange"] is not None:
+        averaging.sparse.load_state_dict(state["exchange"])
     for fragment, saved in zip(worker.fragments, state["fragments"], strict=True):
         fragment.parameters = [parameters[name] for name in saved["names"]]
         fragment.steps = saved["steps"]

@@ -41,7 +41,7 @@ def narrow_mean_(
     rounded.
 
     In place:
-        The residuals, on two levels this rank's part of each; and the means, with the same bits on all ranks.
+        The residuals; and the means, with the same bits on all ranks.
 
     Collective: all ranks with signals of the same sizes, on the ranks of a node equal ones; blocking; an all-to-all and
     an all-gather, on two levels one more all-gather in the node.
@@ -52,8 +52,8 @@ def narrow_mean_(
 
     Args:
         signals: 1-d, floating; sums are in float32, or wider if a signal is.
-        residuals: one per signal, of its size: what its last calls have left. Sent plus unsent, both summed over the
-            ranks that are about one part, are their signals.
+        residuals: one per signal, of the size of this rank's part of it (`Peers.part`): what its last calls have left.
+            Sent plus unsent, both summed over the ranks that are about one part, are their signals.
         means: where the mean of each is written, of its size; may be the signals.
         value_format: see `what.narrow_values`.
         peers: the ranks.
@@ -69,8 +69,8 @@ def narrow_mean_(
     if longest == 0:
         return signals[0].new_zeros(())
     dtype = reduce(torch.promote_types, (signal.dtype for signal in signals), torch.float32)
-    own_signals, own_residuals, own_means = (Joined(_parts(each, peers)) for each in (signals, residuals, means))
-    left = _average_part_(own_signals, own_residuals, own_means, longest, dtype, value_format, peers.between)
+    own_signals, own_means = (Joined(_parts(each, peers)) for each in (signals, means))
+    left = _average_part_(own_signals, Joined(residuals), own_means, longest, dtype, value_format, peers.between)
     if peers.num_local_ranks > 1:
         row = own_means.read(0, longest, dtype)
         rows = peers.gather_parts_in_node(row, longest * peers.num_local_ranks).view(-1, longest)

@@ -7,7 +7,7 @@ its gradient is c + w.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +72,11 @@ def each(function: Callable[..., Result], cases: Iterable[tuple[Any, ...]]) -> l
 def node_of(rank: int, nodes: Nodes) -> int:
     """Return the number of a rank's node."""
     return next(number for number, node in enumerate(nodes) if rank in node)
+
+
+def mean_of_nodes(parts: Sequence[Tensor], nodes: Nodes) -> Tensor:
+    """Return the mean over the nodes of a tensor of which each rank has its part, flat, in the order of the ranks."""
+    return torch.stack([torch.cat([parts[rank] for rank in node]) for node in nodes]).mean(0)
 
 
 def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -48,7 +48,8 @@ def average() -> Results:
         for name in NARROW_NAMES:
             for numel in NUMELS:
                 for dtype in DTYPES:
-                    means, unsent, before = [], torch.zeros(numel), peers.ledger.sent_bytes
+                    means, before = [], peers.ledger.sent_bytes
+                    unsent = torch.zeros(numel)[peers.part(numel)].clone()
                     for step in range(STEPS):
                         vector = vector_of(participant, step, numel, dtype)
                         kept, mean = vector.clone(), torch.empty_like(vector)
@@ -74,7 +75,8 @@ def test_sent_and_unsent_are_what_was_given(topology: str, name: str) -> None:
         by_rank = [each[topology, name, numel, dtype] for each in results()]
         vectors = (vector_of(p, step, numel, dtype) for p in range(num_participants) for step in range(STEPS))
         given = sum(vectors) / num_participants
-        unsent = sum(each["unsent"] for each in by_rank) / num_participants  # each rank keeps that of its part
+        of_nodes = [torch.cat([by_rank[rank]["unsent"] for rank in node]) for node in TOPOLOGIES[topology]]
+        unsent = torch.stack(of_nodes).mean(0)
         for each in by_rank:
             for mean, first in zip(each["means"], by_rank[0]["means"], strict=True):
                 assert mean.equal(first), "replicas differ"
