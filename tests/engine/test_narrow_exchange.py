@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_lowbw import DGC, Method, Narrow, NonFiniteGradientError
+from lightning_lowbw import DGC, LocalSGD, Method, Narrow, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.state import merge
@@ -35,6 +35,7 @@ from tests.engine.problem import (
     make_weight,
     mean_of_nodes,
     node_of,
+    of_earlier_version,
     take_step,
     weights_of,
 )
@@ -85,6 +86,35 @@ def test_sent_and_unsent_are_what_was_given(nodes: Nodes) -> None:
                 assert float((taken - given).abs().max()) <= 8 * LIMIT[dtype]  # the rest is only what is rounded away
                 assert result[name][2].numel() <= math.ceil(numel / len(nodes[0]))
             assert numel < 7 or float((results[0][name][1] - given).abs().max()) > 0
+
+
+def kept_bytes(method: Method, nodes: Nodes) -> tuple[int, int]:
+    """Train two steps; the memory of the residuals, and their bytes in a checkpoint."""
+    parameters = make_parameters({"a": (64, 64), "b": (1024,)})
+    sgd = torch.optim.SGD(parameters.values(), lr=0.05)
+    worker: Any = method.attach(sgd, parameters.items(), topology=nodes)
+    for step in range(2):
+        take_step(worker, parameters, step)
+    narrow: NarrowExchange = worker.averaging.narrow if method.averages_weights else worker.narrow
+    storages = [each.untyped_storage() for each in narrow.residuals.values()]
+    state = worker.state_dict()["rounded"].values()
+    return (
+        sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+        sum(each.untyped_storage().nbytes() for each in state),
+    )
+
+
+def test_a_rank_of_a_node_keeps_the_residuals_of_its_part_only() -> None:
+    methods = [
+        Method(what=Narrow(value_dtype="int8")),
+        DGC(sparsity=[0.9], min_numel=2000, dense_dtype="int8"),  # "a" is sparse
+        LocalSGD(k_steps=2, begin_step=0, value_dtype="int8"),
+    ]
+    numels = [64 * 64 + 1024, 1024, 64 * 64 + 1024]
+    for nodes in (FLAT, NODES["blocks"]):
+        expected = [(4 * numel // len(nodes[0]),) * 2 for numel in numels]
+        for kept in run_ranks(each, sum(map(len, nodes)), kept_bytes, [(method, nodes) for method in methods]):
+            assert kept == expected
 
 
 # Every gradient -------------------------------------------------------------------------------------------------------
@@ -314,3 +344,21 @@ def test_other_ranks_hold_what_was_rounded_away() -> None:
             for name, mean in merged["rounded"].items():
                 left = sum(result["unsent"].get(name, torch.zeros(())) for result in results) / num_ranks
                 torch.testing.assert_close(results[0]["applied"][name] + left, mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "small"])
+def test_a_checkpoint_of_parts_and_one_of_an_earlier_version_resume_to_the_bit(kind: str) -> None:
+    nodes = NODES["crossed"]
+    half, whole = zip(*run_ranks(each, 4, train, [(kind, "int8", [], 0, n, nodes) for n in (3, STEPS)]), strict=True)
+    before = [{**result, "state": of_earlier_version(result["state"], SHAPES)} for result in half]
+    assert all(result["state"]["rounded"]["cube"].numel() == 5 * 6 * 7 for result in before)
+    for states in (list(half), before):
+        for result, expected in zip(run_ranks(train, 4, kind, "int8", states, 3, STEPS, nodes), whole, strict=True):
+            assert result["digest"] == expected["digest"]
+            assert result["state"]["shapes"] == expected["state"]["shapes"]
+            for name, kept in expected["state"]["rounded"].items():
+                assert torch.equal(result["state"]["rounded"][name], kept)
+    merged, merged_before = (merge(result["state"] for result in results) for results in (half, before))
+    for name, mean in merged["rounded"].items():
+        assert mean.any() == (mean.numel() > 0)
+        assert torch.equal(merged_before["rounded"][name], mean)
