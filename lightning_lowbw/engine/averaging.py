@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW
 from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, make_mark
-from lightning_lowbw.engine.faults import check_faults, fault_of
+from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.offload import Offload
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
@@ -81,11 +81,6 @@ class Averaging:
     def needs_start(self) -> bool:
         """Whether the last consensus is kept."""
         return self._worker.when.outer != "none" or self._worker.method.sends_changes
-
-    @property
-    def damaged(self) -> Tensor | None:
-        """Whether a message of an earlier average was damaged; see `SparseExchange`."""
-        return None if self.sparse is None else self.sparse.damaged
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
@@ -189,7 +184,7 @@ class Averaging:
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
         device = worker.device
-        fault = fault_of(parameters, device, self.damaged)
+        fault = weight_fault(worker, parameters)
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
@@ -271,7 +266,7 @@ class Averaging:
                 f"{', '.join(f'{bits} on rank {rank}' for rank, (bits, _) in enumerate(marks))}. Begin with the same "
                 "weights on all ranks, also of parameters that are added later."
             )
-        check_faults(control, self._worker, parameters, begun_at)
+        check_faults(control, self._worker, OF_WEIGHTS, parameters, begun_at)
 
     def _apply_parameters(self, average: Average, means: list[Tensor], lr: float) -> None:
         when = self._worker.when

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.engine.control import Control, control_message
-from lightning_lowbw.engine.faults import check_faults, fault_of
+from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
+from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.mean import MeanWork
 
@@ -57,21 +58,25 @@ class Consensus:
     def show(self) -> None:
         """Put the mean of the replicas into the model, until `hide`.
 
-        Collective: all ranks, unless they are equal already; blocking.
+        Collective: all ranks; blocking. If they are equal already, as `check_kept`.
 
         Raises:
             NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing is shown.
+            ValueError: on all ranks; a message that a rank has received was damaged.
         """
-        if self.is_there or self.own is not None:
+        if self.own is not None:
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
-            self._show()
+            if self.is_there:
+                check_kept(self._worker)
+            else:
+                self._show()
 
     def _show(self) -> None:
         worker, peers = self._worker, self._worker.peers
         buffers = worker.averaging.buffers
         parameters = self.unequal()
-        fault = fault_of(parameters, worker.device, worker.averaging.damaged)
+        fault = weight_fault(worker, parameters)
         is_faulty = (fault > 0).float().reshape(1)  # one number; the rank is exchanged only after a fault
         means, num_faulty = MeanWork([*parameters, *buffers.changes()], is_faulty, 1.0 / peers.num_ranks, peers).wait()
         if float(num_faulty):
@@ -96,7 +101,7 @@ class Consensus:
         worker, peers = self._worker, self._worker.peers
         message = control_message([], fault, 0, peers.rank, peers.num_ranks, worker.device)
         peers.all_reduce_(message)
-        check_faults(Control.read(message, peers.num_ranks), worker, parameters, worker.step)
+        check_faults(Control.read(message, peers.num_ranks), worker, OF_WEIGHTS, parameters, worker.step)
 
     @torch.no_grad()
     def hide(self) -> None:

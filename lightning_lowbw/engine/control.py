@@ -1,9 +1,9 @@
 """The control message: everything that ranks exchange apart from tensors, in one row of numbers that is summed.
 
 Some numbers are sums (the number of ranks that have a gradient, the mean loss, the number of requests to stop). Then
-each rank has two elements of its own: a fault, which is the number of a tensor with an inf or NaN, and a mark, which is
-equal on all ranks at the same step with the same weights. If requests to stop or to save are not among the sums, they
-are the bits above the mark, and need no extra bytes.
+each rank has two elements of its own: the number of its first fault, such as an inf in a gradient (see `faults`), and a
+mark, which is equal on all ranks at the same step with the same weights. If requests to stop or to save are not among
+the sums, they are the bits above the mark, and need no extra bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.table import constant, upload
+from lightning_lowbw.ops.table import upload
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
@@ -31,8 +31,7 @@ class Control:
 
     Attributes:
         sums: over the ranks.
-        faults: of each rank: 0, or the number, from 1, of the first tensor with an inf or NaN; negative for one that is
-            not dense.
+        faults: of each rank: 0, or the number of its first fault; see `faults`.
         marks: of each rank.
         requests: of any rank: `STOP` and `SAVE`.
     """
@@ -101,9 +100,3 @@ def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
     """Return a count of steps or backward passes and, where weights are given, a checksum of them, as one number."""
     mark = count % MODULUS
     return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)
-
-
-def first_fault(faults: Sequence[Tensor]) -> Tensor:
-    """Return 1 + the index of the first that is set, else 0: int64, a scalar on the device."""
-    nothing = constant((False,), torch.bool, faults[0].device).squeeze()
-    return torch.stack([nothing, *faults]).view(torch.uint8).argmax()  # of equal ones the first

@@ -34,17 +34,15 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_top_k
 from lightning_lowbw.engine.control import Control, make_mark
+from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, gradient_error, gradient_fault, numbers_of
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
     Slot,
     by_group,
     control_of,
-    fault_error,
-    first_fault_of,
     list_slots,
     numels_by_kind,
     numels_of,
-    of_gradients,
     sparse_of,
     take_means,
 )
@@ -73,11 +71,9 @@ class GradientWorker(Worker):
 
     Attributes:
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
-        sparse: the exchange of large tensors; None unless the payload is `TopK`.
         large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
-        narrow: that of tensors in few bits; None unless the payload has some.
         orders: the order of a parameter's elements in its residual, by name.
-        fault: after `prepare`, 1 + the number of the first fault, else 0, as returned by `first_fault_of`; a scalar.
+        fault: after `prepare`, 1 + the number of the first fault, else 0, as returned by `gradient_fault`; a scalar.
             May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
     """
 
@@ -104,7 +100,6 @@ class GradientWorker(Worker):
         if not isinstance(what, Whole):
             peers.check_parts()
         self.sparse = SparseExchange(what, peers) if isinstance(what, TopK) else None
-        self.narrow = None
         if isinstance(what, Narrow):
             self.narrow = NarrowExchange(what.value_dtype, peers)
         elif isinstance(what, TopK) and what.dense_dtype != "float32":
@@ -112,6 +107,8 @@ class GradientWorker(Worker):
         self.velocities = Velocities(self.correction, peers)
         large = (self.correction, self.velocities, peers)
         self.large = None if self.sparse is None else SparseGradients(self.sparse, *large)
+        if self.large is not None:
+            self.late_faults = self.large.late
         if isinstance(what, TopK):
             check_top_k(what, method.when, list(self._names.values()), peers)
 
@@ -237,8 +234,7 @@ class GradientWorker(Worker):
         # Before clipping: one NaN makes the total norm NaN. Sparse gradients cannot be clipped, and are refused.
         if not self._unchecked or any(slot.has_sparse_layout for slot in self._slots):
             unchecked = {slot.parameter for slot in self._unchecked}
-            damaged = None if self.large is None else self.large.damaged
-            self.fault = first_fault_of(self._slots, known, unchecked, self.late_faults, damaged)
+            self.fault = gradient_fault(self, self._slots, known, unchecked)
         for slot in self._slots:
             if slot.is_missing:
                 slot.parameter.grad = None
@@ -291,7 +287,7 @@ class GradientWorker(Worker):
         if self.large is not None and self._unchecked:
             self.large.compress(self._unchecked, self.density)
             if self.fault is None:
-                self.fault = first_fault_of(self._slots, self.large.faults, (), self.late_faults, self.large.damaged)
+                self.fault = gradient_fault(self, self._slots, self.large.faults)
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_participants == 1:
@@ -375,16 +371,10 @@ class GradientWorker(Worker):
             )
         if control.first_fault is not None:
             rank, number = control.first_fault
-            if skip_nonfinite and number in of_gradients(self._slots):
+            if skip_nonfinite and number in numbers_of(OF_GRADIENTS, len(self._slots))[Kind.GRADIENT]:
                 return False
-            raise fault_error(
-                number,
-                self._slots,
-                rank,
-                self.peers,
-                step=self.step,
-                is_of_node=self.reduces_in_node,
-                is_sent=self._has_begun,
+            raise gradient_error(
+                self, number, rank, self._slots, is_of_node=self.reduces_in_node, is_sent=self._has_begun
             )
         of_whole = {slot.name: mean for slot, mean in zip(whole, means, strict=True)}
         sent = set() if self.large is None else self.large.sent
@@ -392,11 +382,6 @@ class GradientWorker(Worker):
         if self.is_sparse:
             self.correction.take_over([slot.parameter for slot in sparse_of(self._slots)])
         return True
-
-    @property
-    def late_faults(self) -> dict[Parameter, Tensor]:
-        """Whether a residual has become inf or NaN in the last step, after its control message; by parameter."""
-        return {} if self.large is None else self.large.late
 
     # The tensors of a step ------------------------------------------------------------------------------------------
 

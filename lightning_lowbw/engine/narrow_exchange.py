@@ -27,13 +27,14 @@ class NarrowExchange:
     Attributes:
         residuals: the rounding errors of this rank's part of each tensor, by name; float32, float64 of tensors in
             float64; flat.
-        left: the sum of the residuals after the last exchange, to check that it is finite; None before it.
+        overflowed: whether a residual has become inf or NaN in the last exchange: bool, a scalar on the device; None
+            before the first. The next control message reports it, because that of this step has been sent already.
     """
 
     value_dtype: str
     peers: Peers
     residuals: Residuals = field(default_factory=Residuals, init=False)
-    left: Tensor | None = field(default=None, init=False)
+    overflowed: Tensor | None = field(default=None, init=False)
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of tensors over the participants: float32 (or wider), flat, the same bits on all ranks.
@@ -78,8 +79,10 @@ class NarrowExchange:
         self.residuals.ensure(numels, next(iter(signals.values())).device, wide)
         residuals = [self.residuals[name] for name in signals]
         value_format = make_narrow_format(self.value_dtype)
-        self.left = narrow_mean_(list(signals.values()), residuals, list(means.values()), value_format, self.peers)
+        left = narrow_mean_(list(signals.values()), residuals, list(means.values()), value_format, self.peers)
+        self.overflowed = left * 0 != 0  # NaN of a NaN, and of an infinity
 
     def to(self, device: torch.device) -> None:
         """Move the residuals."""
         self.residuals.to(device)
+        self.overflowed = None if self.overflowed is None else self.overflowed.to(device)

@@ -95,6 +95,7 @@ class ReplicaWorker(Worker):
         if isinstance(method.what, TopK):
             method.what.check_names(self._names.values())
         self.averaging = Averaging(self, named_buffers)
+        self.sparse, self.narrow = self.averaging.sparse, self.averaging.narrow
         num_fragments = self.when.num_fragments_of(len(self.parameters()))
         self.fragments = make_fragments(self.parameters(), num_fragments, self.averaging.sent_bytes)
         self.consensus_view = Consensus(self)
@@ -413,7 +414,7 @@ class ReplicaWorker(Worker):
     def finish(self) -> None:
         """Leave the consensus in the model: the end of the training.
 
-        Collective: all ranks, unless the replicas are equal already; blocking.
+        Collective: all ranks, blocking; see `Consensus.show`, also for what it raises.
         """
         self.consensus_view.keep()
         for fragment in self.fragments:

@@ -1,4 +1,4 @@
-"""The tensors of one step of gradients, and the errors for gradients that cannot be exchanged."""
+"""The tensors of one step of gradients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.control import control_message, first_fault
-from lightning_lowbw.engine.faults import damage_error, unknown_fault
-from lightning_lowbw.engine.kept import kept_error, late_error
+from lightning_lowbw.engine.control import control_message
 from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
-from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import flat_in_order, in_order
-from lightning_lowbw.ops.reference import Segment, are_not_finite, as_real
-from lightning_lowbw.ops.table import constant
+from lightning_lowbw.ops.reference import Segment, as_real
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.peers import Peers
@@ -146,15 +143,12 @@ def control_of(worker: GradientWorker, slots: Sequence[Slot], fault: Tensor, mar
     """Return the control message of a step; its sums count the ranks that have a gradient of each parameter.
 
     Args:
-        worker: of the optimizer. If the residuals of its exchange in few bits have an inf or NaN, this fault, with the
-            last number, replaces those of the gradients, which may be a consequence.
+        worker: of the optimizer.
         slots: of the step.
-        fault: see `first_fault_of`.
+        fault: see `faults.gradient_fault`.
         mark: see `make_mark`.
     """
-    peers, narrow = worker.peers, worker.narrow
-    if narrow is not None and narrow.left is not None:
-        fault = torch.where(narrow.left.isfinite(), fault, 2 * len(slots) + 2)
+    peers = worker.peers
     used = [float(slot.parameter.grad is not None) for slot in slots]
     return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, worker.requests)
 
@@ -209,87 +203,3 @@ def keep_fields(slot: Slot, segment: Segment, correction: ErrorFeedback, velocit
     velocities.keep(slot.parameter, segment.momentum_buffer)
     if segment.second_moment is not None:
         correction.keep_second_moment(slot.parameter, peers.part(slot.parameter.numel()), segment.second_moment)
-
-
-def first_fault_of(
-    slots: Sequence[Slot],
-    known: dict[Parameter, Tensor],
-    later: Collection[Parameter] = (),
-    late: Mapping[Parameter, Tensor] | None = None,
-    damaged: Tensor | None = None,
-) -> Tensor:
-    """Return 1 + the number of the first fault, else 0; a scalar.
-
-    Of so many slots the faults of the step before are numbered first, then a damaged message of an earlier step, then
-    the gradients that are not finite. Negative for a gradient that is not dense: that is known on the host, and only on
-    the rank that has it.
-
-    Args:
-        slots: at least one.
-        known: whether gradients have an inf or NaN, of those that have been checked; the others are added.
-        later: parameters whose gradients are checked later.
-        late: `GradientWorker.late_faults`, of which what is not finite now may be a consequence.
-        damaged: `SparseExchange.damaged`, of which the same is true.
-    """
-    unchecked: dict[Parameter, Tensor] = {}
-    for number, slot in enumerate(slots):
-        parameter, gradient = slot.parameter, slot.parameter.grad
-        if slot.has_sparse_layout:
-            return torch.tensor(-1.0 - number, dtype=torch.float32, device=parameter.device)
-        if gradient is not None and parameter not in later and parameter not in known:
-            unchecked[parameter] = gradient
-    known.update(zip(unchecked, are_not_finite(list(unchecked.values())), strict=True))
-    nothing = constant((False,), torch.bool, slots[0].parameter.device).squeeze()
-    before, now = ([faults.get(slot.parameter, nothing) for slot in slots] for faults in (late or {}, known))
-    return first_fault([*before, nothing if damaged is None else damaged, *now])
-
-
-def of_gradients(slots: Sequence[Slot]) -> range:
-    """Return the numbers that `first_fault_of` gives to the gradients that are not finite."""
-    return range(len(slots) + 2, 2 * len(slots) + 2)
-
-
-def fault_error(
-    fault: int, slots: Sequence[Slot], rank: int, peers: Peers, *, step: int, is_of_node: bool, is_sent: bool
-) -> ValueError | NonFiniteGradientError:
-    """Return the error that all ranks raise for a fault of a rank, numbered by `first_fault_of`.
-
-    Args:
-        fault: not 0.
-        slots: of the step.
-        rank: who has the gradient.
-        peers: for its node.
-        step: optimizer steps completed.
-        is_of_node: whether the gradient is the mean of the rank's node already.
-        is_sent: whether other gradients have been sent during backward.
-    """
-    where = f"on rank {rank}"
-    late, skippable, of_narrow = len(slots), of_gradients(slots), 2 * len(slots) + 2
-    if fault == of_narrow:
-        return kept_error(f"what was kept of earlier gradients {where}", step)
-    if fault == late + 1:
-        return damage_error(rank, step)
-    if not -late <= fault < of_narrow:
-        return unknown_fault(fault, rank)
-    slot = slots[fault - skippable.start if fault in skippable else abs(fault) - 1]
-    name = slot.name
-    if 0 < fault <= late:
-        return late_error(name, rank, step)
-    if fault < 0:
-        return ConfigurationError(
-            f"The gradient of {name!r} {where} is sparse; only dense ones are exchanged. Build the layer with "
-            "sparse=False."
-        )
-    if is_of_node and peers.topology is not None:
-        node = peers.topology.node_of(rank)
-        where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
-    elif peers.nodes is not None:
-        where = f"of node {rank} (ranks {list(peers.nodes[rank])})"
-    sent = "What was sent during backward is not applied."  # each rank takes its own back
-    return NonFiniteGradientError(
-        f"Step {step}: the gradient of {name!r} {where} is not finite"
-        f"{', or too large to be added to what earlier ones have left' if slot.is_sparse else ''}. "
-        f"{sent if is_sent else 'Nothing was exchanged.'} "
-        "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' such steps "
-        "are skipped."
-    )

@@ -271,7 +271,6 @@ class SparseExchange:
         self.selection.thresholds = state["thresholds"]
         self.link = None if state["link"] is None else Link(*state["link"])
         self._reducer.load_state_dict(state["reducer"])
-        self.damaged = None
 
 
 def asked_for(payload: TopK, peers: Peers) -> str:

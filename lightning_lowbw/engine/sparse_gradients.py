@@ -49,11 +49,6 @@ class SparseGradients:
         self._selected: dict[str, Sparse] = {}  # of these, but for parts of no elements; until it is sent
 
     @property
-    def damaged(self) -> Tensor | None:
-        """Whether a message of an earlier step was damaged; see `SparseExchange`."""
-        return self._exchange.damaged
-
-    @property
     def sent(self) -> set[Parameter]:
         """The parameters whose elements have been sent."""
         return {slot.parameter for slots, _ in self.begun for slot in slots}

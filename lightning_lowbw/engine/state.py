@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
 from lightning_lowbw.engine.averaging import recalled
+from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import order_of
@@ -195,6 +196,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
 
     worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
     worker.velocities.clear()
+    forget(worker)
     if worker.narrow is not None:
         rounded = {
             name: own(name, kept)
@@ -310,6 +312,7 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
     worker.small_numel = _small_numel(worker, state)
     _check_replica(worker, state)
+    forget(worker)
     targets = worker.consensus_view.tensors()
     for name, own in state["own"].items():
         targets[name].copy_(own)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, gradient_error, gradient_fault, numbers_of
 from lightning_lowbw.engine.slots import (
     Slot,
     by_group,
-    fault_error,
-    first_fault_of,
     keep_fields,
     segment_fields,
     sparse_of,
@@ -40,12 +39,11 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
         for name, parameter in ((worker.name_of(parameter), parameter) for parameter in group["params"])
         if parameter.grad is not None
     ]
-    fault = int(first_fault_of(slots, {})) if slots else 0
+    fault = int(gradient_fault(worker, slots, {})) if slots else 0
     if fault:
-        if skip_nonfinite and fault > 0:
+        if skip_nonfinite and fault in numbers_of(OF_GRADIENTS, len(slots))[Kind.GRADIENT]:
             return False
-        rank, step = worker.peers.rank, worker.step
-        raise fault_error(fault, slots, rank, worker.peers, step=step, is_of_node=False, is_sent=False)
+        raise gradient_error(worker, fault, worker.peers.rank, slots, is_of_node=False, is_sent=False)
     correction.take_over([slot.parameter for slot in sparse_of(slots)])
     for group, parameters in by_group(sparse_of(slots)):
         correction.decay_weights(parameters, group)

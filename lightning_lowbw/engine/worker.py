@@ -27,6 +27,8 @@ from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.method import Method
+    from lightning_lowbw.engine.narrow_exchange import NarrowExchange
+    from lightning_lowbw.engine.sparse_exchange import SparseExchange
 
 
 _wrapped: WeakSet[Optimizer] = WeakSet()
@@ -54,6 +56,10 @@ class Worker:
         stop_agreed: whether the last control message contains a request to stop; equal on all ranks.
         save_requested: set it on any rank to save on all ranks.
         save_agreed: as `stop_agreed`.
+        sparse: the exchange of the largest elements; None unless the payload is `TopK`.
+        narrow: that of values in few bits; None unless the payload has some.
+        late_faults: whether a residual has become inf or NaN in the last step, after its control message, by parameter:
+            bool, scalars.
         ending: logs a warning if a plain loop ends with weights that differ by rank.
     """
 
@@ -82,6 +88,9 @@ class Worker:
         self.method, self.optimizer, self.peers = method, optimizer, peers
         self.step = 0
         self.torn = ""
+        self.sparse: SparseExchange | None = None
+        self.narrow: NarrowExchange | None = None
+        self.late_faults: dict[Parameter, Tensor] = {}
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self._is_first = True  # whether no step has been wrapped yet

@@ -50,8 +50,8 @@ class ConsensusView:
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> None:
         """Put the consensus into the model, until `hide`.
 
-        Collective: all ranks, unless the replicas are equal; not during the handling of an exception, when some ranks
-        may be elsewhere: then each keeps its own weights.
+        Collective: all ranks; if the replicas are equal, as `engine.kept.check_kept`. Not during the handling of an
+        exception, when some ranks may be elsewhere: then each keeps its own weights.
         """
         if self.is_shown:
             return
@@ -59,12 +59,12 @@ class ConsensusView:
             if not all(worker.parameters_agree for worker in workers):
                 rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
             return
-        if all(worker.consensus_view.is_there for worker in workers):
-            return
-        self.own_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        is_equal = all(worker.consensus_view.is_there for worker in workers)
+        if not is_equal:
+            self.own_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         for worker in workers:
             worker.consensus_view.show()
-        self._shown = list(workers)
+        self._shown = [] if is_equal else list(workers)
 
     def hide(self) -> None:
         """Give this rank its own weights back."""

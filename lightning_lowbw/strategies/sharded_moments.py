@@ -13,12 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_lowbw.engine.faults import fault_of
+from lightning_lowbw.engine.faults import OF_LAST, OF_WEIGHTS, error_of, last_fault, weight_fault
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kept import error_of, forget, kept_fault
+from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.errors import NonFiniteGradientError
 from lightning_lowbw.ops.table import upload
 from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored
 from lightning_lowbw.where.agreement import checksum
@@ -92,47 +91,32 @@ class ShardedMoments:
         Collective: all ranks, blocking; three numbers.
 
         Raises:
-            NonFiniteGradientError: on all ranks; names the rank and the parameter.
+            NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
         """
         parameters = [each for each in worker.parameters() if each.requires_grad]
-        fault = fault_of(parameters, worker.device)
+        fault = weight_fault(worker, parameters)
         requests = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
         numbers = torch.cat([fault.float().reshape(1), requests])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         num_faulty, stop, save = numbers.tolist()
         if num_faulty:
-            own = int(fault)
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, worker.name_of(parameters[own - 1]) if own else None)
-            rank, name = next((rank, name) for rank, name in enumerate(told) if name is not None)
+            rank, number = _first_in_world(fault)
             node = self._strategy.groups.topology.node_of(rank)
-            raise NonFiniteGradientError(
-                f"The local steps of node {node} up to step {worker.step} left parameter {name!r} infinite or NaN, in "
-                f"the shard of rank {rank}. Nothing was averaged. Lower the learning rate, or clip gradients."
-            )
+            raise error_of(worker, number, rank, OF_WEIGHTS, parameters, worker.step, node)
         worker.stop_requested, worker.save_requested = bool(stop), bool(save)
 
     def check_kept(self) -> None:
         """Report the faults that the last step has found after its control message; see `engine.kept`.
 
-        Collective: all ranks, blocking; one number for each optimizer.
+        Collective: all ranks, blocking; one number for each optimizer whose gradients are exchanged. `show` does it for
+        the others.
 
         Raises:
             NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
         """
-        if self._strategy.is_interrupted:
-            return
-        for worker in self._strategy.workers:
-            if not isinstance(worker, GradientWorker) or worker.peers.num_ranks == 1:
-                continue
-            fault = kept_fault(worker)
-            most = fault.float().reshape(1)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            if float(most):
-                told: list[Any] = [0] * dist.get_world_size()
-                dist.all_gather_object(told, int(fault))
-                raise next(error_of(worker, number, rank) for rank, number in enumerate(told) if number)
-            forget(worker)
+        for worker in () if self._strategy.is_interrupted else self._strategy.workers:
+            if isinstance(worker, GradientWorker) and worker.peers.num_ranks > 1:
+                _check_kept(worker)
 
     # The consensus view -----------------------------------------------------------------------------------------
 
@@ -157,6 +141,8 @@ class ShardedMoments:
             for worker in workers:
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
+                elif worker.method.sends_changes and worker.peers.num_ranks > 1:
+                    _check_kept(worker)
         self.view.show(workers, module)
 
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -213,6 +199,27 @@ class ShardedMoments:
                 means = MeanWork(shards, beside, 1.0 / worker.peers.num_ranks, worker.peers).wait()[0]
                 for shard, mean in zip(shards, means, strict=True):
                     shard.copy_(mean)
+
+
+def _check_kept(worker: Worker) -> None:
+    """Do what `engine.kept.check_kept` does, for all ranks: also those with other shards than the peers."""
+    fault = last_fault(worker)
+    most = fault.float().reshape(1)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if float(most):
+        rank, number = _first_in_world(fault)
+        raise error_of(worker, number, rank, OF_LAST, worker.parameters(), worker.step)
+    forget(worker)
+
+
+def _first_in_world(fault: Tensor) -> tuple[int, int]:
+    """Return the first rank with a fault, and its number.
+
+    Collective: all ranks, blocking; one of them has a fault.
+    """
+    told: list[Any] = [0] * dist.get_world_size()
+    dist.all_gather_object(told, int(fault))
+    return next((rank, number) for rank, number in enumerate(told) if number)
 
 
 class FirstCallback(Callback):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message, first_fault, make_mark
+from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message, make_mark
+from lightning_lowbw.engine.faults import first_fault
 from lightning_lowbw.ops.reference import is_finite
 
 CPU = torch.device("cpu")
@@ -79,6 +80,6 @@ def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
     ("are_finite", "fault"), [([True], 0), ([True] * 3, 0), ([False], 1), ([True, True, False, False], 3)]
 )
 def test_the_first_that_is_not_finite_is_named(are_finite: list[bool], fault: int) -> None:
-    told = first_fault([torch.tensor(not each) for each in are_finite])
+    told = first_fault([torch.tensor(not each) for each in are_finite], CPU)
     assert told.dtype == torch.int64
     assert told.item() == fault

@@ -259,10 +259,12 @@ def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:
     num_ranks = sum(map(len, nodes))
     for at_once, late, at_the_end in run_ranks(each, num_ranks, add_up_too_much, cases):
         who = "on rank 1" if nodes == FLAT else "of node 0 (ranks [0, 1])"
-        assert f"the gradient of 'matrix' {who} is not finite, or too large to be added to what" in at_once[0][-1]
+        assert (
+            f"the gradient of 'matrix' {who} is not finite, or too large to be added to the residual" in at_once[0][-1]
+        )
         assert at_once[1]
         kept = "the gradient of 'matrix' on rank "
         assert kept in late[0][-1]
-        assert "with what earlier ones have left, has become too large for float32" in late[0][-1]
+        assert "added to the residual, has become too large for float32" in late[0][-1]
         assert kept in at_the_end[0][-1]
         assert len(at_the_end[0]) == 3
