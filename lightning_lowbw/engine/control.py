@@ -58,11 +58,6 @@ class Control:
         requests, marks = zip(*(divmod(number, MODULUS**2) for number in others[num_ranks:]), strict=True)
         return cls(sums, others[:num_ranks], list(marks), functools.reduce(operator.or_, requests))
 
-    @property
-    def first_fault(self) -> tuple[int, int] | None:
-        """The first rank with a fault, and the fault."""
-        return next(((rank, fault) for rank, fault in enumerate(self.faults) if fault), None)
-
 
 def control_message(
     sums: Sequence[float],

@@ -129,6 +129,18 @@ def flags_of_exchanges(worker: Worker) -> tuple[Tensor | None, Tensor | None]:
 # The error for a number -----------------------------------------------------------------------------------------------
 
 
+def first_reported(faults: Sequence[int], numbers: Mapping[Kind, range]) -> tuple[int, int] | None:
+    """Return the number and the rank of the fault of the earliest kind; of several that of the first rank.
+
+    Args:
+        faults: the number of each rank, 0 where it has none.
+        numbers: of each kind.
+    """
+    order = [None, *numbers]  # unknown numbers first
+    reported = [(order.index(_find(fault, numbers)[0]), rank) for rank, fault in enumerate(faults) if fault]
+    return (faults[min(reported)[1]], min(reported)[1]) if reported else None
+
+
 def check_faults(
     control: Control, worker: Worker, kinds: Sequence[Kind], parameters: Sequence[Parameter], step: int
 ) -> None:
@@ -141,9 +153,9 @@ def check_faults(
         parameters: those that were checked.
         step: optimizer steps completed then.
     """
-    if control.first_fault is not None:
-        rank, number = control.first_fault
-        raise error_of(worker, number, rank, kinds, parameters, step)
+    fault = first_reported(control.faults, numbers_of(kinds, len(parameters)))
+    if fault is not None:
+        raise error_of(worker, *fault, kinds, parameters, step)
 
 
 def error_of(

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_top_k
 from lightning_lowbw.engine.control import Control, make_mark
-from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, gradient_error, gradient_fault, numbers_of
+from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, first_reported, gradient_error, gradient_fault, numbers_of
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
     Slot,
@@ -359,8 +359,8 @@ class GradientWorker(Worker):
         message = control_of(self, self._slots, self.fault, make_mark(self._num_backwards, every))
         self.peers.count_dense(sum(slot.parameter.nbytes for slot in self._slots))
         num_ranks, exact = self.peers.num_ranks, self.method.where.dtype_between_nodes is None or self.is_sparse
-        means, numbers = MeanWork(gradients, message, 1.0 / num_ranks, self.peers, exact=exact).wait()
-        control = Control.read(numbers, num_ranks)
+        means, summed = MeanWork(gradients, message, 1.0 / num_ranks, self.peers, exact=exact).wait()
+        control = Control.read(summed, num_ranks)
         self.agree_on(control.requests)
         if len(set(control.marks)) > 1:
             raise DisagreementError(
@@ -369,13 +369,12 @@ class GradientWorker(Worker):
                 "alike. In the sparse phase .grad is a rank's own until the exchange: never branch on it, for instance "
                 "to skip a step, because ranks that disagree hang."
             )
-        if control.first_fault is not None:
-            rank, number = control.first_fault
-            if skip_nonfinite and number in numbers_of(OF_GRADIENTS, len(self._slots))[Kind.GRADIENT]:
+        numbers = numbers_of(OF_GRADIENTS, len(self._slots))
+        fault = first_reported(control.faults, numbers)
+        if fault is not None:
+            if skip_nonfinite and fault[0] in numbers[Kind.GRADIENT]:
                 return False
-            raise gradient_error(
-                self, number, rank, self._slots, is_of_node=self.reduces_in_node, is_sent=self._has_begun
-            )
+            raise gradient_error(self, *fault, self._slots, is_of_node=self.reduces_in_node, is_sent=self._has_begun)
         of_whole = {slot.name: mean for slot, mean in zip(whole, means, strict=True)}
         sent = set() if self.large is None else self.large.sent
         self._slots = take_means(self._slots, control.sums, of_whole, sent)

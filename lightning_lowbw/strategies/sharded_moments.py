@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_lowbw.engine.faults import OF_LAST, OF_WEIGHTS, error_of, last_fault, weight_fault
+from lightning_lowbw.engine.faults import (
+    OF_LAST,
+    OF_WEIGHTS,
+    Kind,
+    error_of,
+    first_reported,
+    last_fault,
+    numbers_of,
+    weight_fault,
+)
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.replicas import ReplicaWorker
@@ -100,7 +109,7 @@ class ShardedMoments:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         num_faulty, stop, save = numbers.tolist()
         if num_faulty:
-            rank, number = _first_in_world(fault)
+            number, rank = _first_in_world(fault, numbers_of(OF_WEIGHTS, len(parameters)))
             node = self._strategy.groups.topology.node_of(rank)
             raise error_of(worker, number, rank, OF_WEIGHTS, parameters, worker.step, node)
         worker.stop_requested, worker.save_requested = bool(stop), bool(save)
@@ -207,19 +216,22 @@ def _check_kept(worker: Worker) -> None:
     most = fault.float().reshape(1)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if float(most):
-        rank, number = _first_in_world(fault)
-        raise error_of(worker, number, rank, OF_LAST, worker.parameters(), worker.step)
+        parameters = worker.parameters()
+        number, rank = _first_in_world(fault, numbers_of(OF_LAST, len(parameters)))
+        raise error_of(worker, number, rank, OF_LAST, parameters, worker.step)
     forget(worker)
 
 
-def _first_in_world(fault: Tensor) -> tuple[int, int]:
-    """Return the first rank with a fault, and its number.
+def _first_in_world(fault: Tensor, numbers: Mapping[Kind, range]) -> tuple[int, int]:
+    """Return `first_reported` of all ranks.
 
     Collective: all ranks, blocking; one of them has a fault.
     """
     told: list[Any] = [0] * dist.get_world_size()
     dist.all_gather_object(told, int(fault))
-    return next((rank, number) for rank, number in enumerate(told) if number)
+    first = first_reported(told, numbers)
+    assert first is not None
+    return first
 
 
 class FirstCallback(Callback):

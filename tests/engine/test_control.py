@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message, make_mark
-from lightning_lowbw.engine.faults import first_fault
+from lightning_lowbw.engine.faults import (
+    OF_GRADIENTS,
+    OF_LAST,
+    OF_WEIGHTS,
+    Kind,
+    first_fault,
+    first_reported,
+    numbers_of,
+)
 from lightning_lowbw.ops.reference import is_finite
 
 CPU = torch.device("cpu")
@@ -27,8 +35,6 @@ def test_it_is_summed_and_read() -> None:
     assert all(row.dtype == torch.float32 and row.shape == (2 + 2 * 3,) for row in rows)
     control = Control.read(sum(rows, torch.zeros(8)), 3)
     assert control == Control([3.0, 1.5], [0, 3, -2], [7, 7, 8])
-    assert control.first_fault == (1, 3)
-    assert Control([], [0, 0], [1, 1]).first_fault is None
 
 
 def test_a_rank_writes_only_numbers_of_its_own() -> None:
@@ -74,6 +80,29 @@ def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
         tensor = torch.full((4, 3), -largest, dtype=dtype)
         tensor[2, 1] = complex(0, bad) if dtype.is_complex else bad
         assert not is_finite(tensor).item()
+
+
+@pytest.mark.parametrize("kinds", [OF_GRADIENTS, OF_WEIGHTS, OF_LAST])
+def test_each_number_is_of_one_fault(kinds: tuple[Kind, ...]) -> None:
+    """In the order of the kinds, whose number of flags is that of `first_fault`."""
+    for num_tensors in (0, 1, 5):
+        numbers = numbers_of(kinds, num_tensors)
+        negative = list(numbers.pop(Kind.LAYOUT, []))
+        assert negative in ([], [-1 - index for index in range(num_tensors)])
+        positive = [number for of_kind in numbers.values() for number in of_kind]
+        assert positive == list(range(1, len(positive) + 1))
+        assert {kind for kind, mine in numbers.items() if len(mine) == 1} >= {Kind.DAMAGED, Kind.ROUNDED}
+    assert list(kinds) == sorted(kinds, key=list(Kind).index)
+
+
+def test_the_fault_that_may_have_caused_the_others_is_reported() -> None:
+    """Rank 0 has a weight that is not finite, ranks 2 and 3 a residual: the message names rank 2."""
+    numbers = numbers_of(OF_WEIGHTS, 4)
+    residual, weight = numbers[Kind.ROUNDED][0], numbers[Kind.WEIGHT][3]
+    assert first_reported([weight, 0, residual, residual], numbers) == (residual, 2)
+    assert first_reported([0, weight, weight - 1], numbers) == (weight, 1)
+    assert first_reported([weight, residual, weight + 1], numbers) == (weight + 1, 2), "a number that no rank can have"
+    assert first_reported([0, 0], numbers) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import ConfigurationError, LocalSGD
+from lightning_lowbw import ConfigurationError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.state import merge
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.where.agreement import digest
@@ -108,6 +108,54 @@ def test_weights_and_residuals_are_together_what_the_steps_have_done(value_dtype
                 torch.testing.assert_close(by_rank[0][0][name] + unsent, done, rtol=1e-5, atol=1e-4)
                 torch.testing.assert_close(merged["rounded"].get(name, torch.zeros(NUMELS[name])), unsent)
             assert any(residual.any() for residual in merged["rounded"].values())
+
+
+# Overflow ----------------------------------------------------------------------------------------------------------
+
+
+def overflow(value_dtype: str, ends: str, nodes: Nodes) -> list[str]:
+    """Return what each period says, until one fails, where ranks move by 3e38 in the first one: with float16 rank 1."""
+    weight = Parameter(torch.zeros(600))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    worker: Any = LocalSGD(2, 0, value_dtype=value_dtype).attach(optimizer, [("w", weight)], topology=nodes or None)
+    is_large, said = value_dtype != "float16" or dist.get_rank() == 1, []
+    for period in range(3):
+        try:
+            for _ in range(2):
+                weight.grad = torch.full_like(weight, -1.5e38 if is_large and period == 0 else -1.0)
+                optimizer.step()
+            if ends == "finish":
+                worker.finish()
+            elif ends == "consensus":
+                with worker.consensus():
+                    pass
+            said.append("")
+        except NonFiniteGradientError as error:
+            return [*said, str(error)]
+    return said
+
+
+@pytest.mark.fault(
+    "local steps that change weights by 3e38, which overflows in the residual of an average in few bits",
+    "an error on all ranks that names the rank, at the next average, at the end, or before the weights are saved",
+)
+@pytest.mark.parametrize("value_dtype", NARROW_NAMES)
+def test_what_is_kept_of_changes_too_large_is_told(value_dtype: str) -> None:
+    """The weights agree then, and may be finite: of 3e38 float16 sends 65504, and the rest adds up to an infinity."""
+    calls = {ends: partial(overflow, value_dtype, ends, ()) for ends in ("next", "finish", "consensus")}
+    for ends, (first, second) in run_each(2, calls).items():
+        *before, said = first
+        assert first == second
+        assert before == ([""] if ends == "next" else [])
+        who = "rank 1" if value_dtype == "float16" else "rank 0"
+        assert f"what was kept of earlier changes of the weights on {who} has become too large for float32" in said
+        assert f"Step {4 if ends == 'next' else 2}: " in said
+
+
+def test_what_a_part_of_a_node_keeps_is_told_to_all_nodes() -> None:
+    for said in run_ranks(overflow, 4, "float16", "next", NODES["blocks"]):
+        assert said[0] == ""
+        assert "what was kept of earlier changes of the weights on rank 0 has become too large for float32" in said[1]
 
 
 # Resume ------------------------------------------------------------------------------------------------------------

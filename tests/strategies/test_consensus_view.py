@@ -217,6 +217,41 @@ class Large(Tiny):
         return torch.full_like(gradient, 3e38) if is_large else None
 
 
+class Agreeing(Large):
+    """Without buffers: after an average nothing differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()  # type: ignore[assignment]
+
+
+def overflow(folder: str) -> tuple[str, int]:
+    saves = ModelCheckpoint(folder, filename="last", every_n_train_steps=3) if folder else None
+    trainer = make_trainer(
+        LocalSGDStrategy(k_steps=3, begin_step=0, value_dtype="float16"),
+        2,
+        callbacks=[] if saves is None else [saves],
+        enable_checkpointing=saves is not None,
+        max_steps=STEPS if folder else 3,
+    )
+    with pytest.raises(NonFiniteGradientError) as caught:
+        trainer.fit(Agreeing(), make_data(2, STEPS))
+    return str(caught.value), trainer.global_step
+
+
+@pytest.mark.fault(
+    "a change of the weights that overflows in the residual of an average in few bits",
+    "an error on all ranks that names the rank; no checkpoint is written, not even directly after the average",
+)
+def test_an_overflow_in_the_last_average_reaches_no_checkpoint_and_ends_no_fit(tmp_path: Path) -> None:
+    for folder in (str(tmp_path), ""):
+        first, second = run_ranks(overflow, 2, folder)
+        assert first == second
+        assert "Step 3: what was kept of earlier changes of the weights on rank 1 has become too large" in first[0]
+        assert first[1] == 3
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
 def add_large_gradients() -> bool:
     model = Large()
     make_trainer("ddp", 2).fit(model, make_data(2, STEPS))

@@ -16,7 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_lowbw import DGC, AdaptiveLocalSGD, ConfigurationError, LocalSGD, NonFiniteGradientError, ShardedStrategy
+from lightning_lowbw import (
+    DGC,
+    AdaptiveLocalSGD,
+    ConfigurationError,
+    LocalSGD,
+    Method,
+    NarrowGradients,
+    NonFiniteGradientError,
+    ShardedStrategy,
+)
 from lightning_lowbw.engine.presets import preset
 from tests.engine.problem import each
 from tests.ranks import run_ranks
@@ -146,6 +155,44 @@ def test_finite_gradients_whose_sum_is_not_are_told_by_a_shard(tmp_path: Any) ->
             assert "added to the residual, has become too large for float32" in said
             assert not is_saved
         assert "on rank 1, added" in at_the_end[0]
+
+
+class LargeChange(Configured):
+    """The gradient of one shard is 3e38 in the second step."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 1:
+            self.net[2].weight.grad.to_local().fill_(3e38)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.path and self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+def change_too_much(method: Method, steps: int, path: str) -> tuple[str, bool]:
+    try:
+        train(ShardedStrategy(method, topology=2), LargeChange(path), steps, 4, dist.get_rank())
+    except NonFiniteGradientError as error:
+        return str(error), os.path.exists(path)
+    return "trained", os.path.exists(path)
+
+
+@pytest.mark.fault("a change of the weights that overflows in the residual of an average in few bits")
+def test_an_overflow_of_what_is_kept_of_changes_is_told_by_a_shard(tmp_path: Any) -> None:
+    """Before the next average, at the end of the fit, or where it is saved, by all ranks; also of gradients."""
+    local = LocalSGD(k_steps=2, begin_step=0, value_dtype="float16")
+    cases = [(local, 4, ""), (local, 2, ""), (local, 4, str(tmp_path / "last.ckpt")), (NarrowGradients("float16"), 4, "")]
+    for *of_changes, (of_gradients, _) in run_ranks(each, 4, change_too_much, cases):
+        assert "Step 2: what was kept of earlier gradients on rank 0 has become too large" in of_gradients
+        for step, (said, is_saved) in zip((4, 2, 2), of_changes, strict=True):
+            assert (
+                f"Step {step}: what was kept of earlier changes of the weights on rank 1 has become too large" in said
+            )
+            assert not is_saved
 
 
 class Failing(pl.Callback):
