@@ -188,6 +188,14 @@ for _name, _options, _fields in (
 add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model=Wide,
     callbacks=lambda: [lowbw.SparsityWarmup(begin_step=2, steps=3, sparsity=[0.5, 0.9])])  # fmt: skip
 
+CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "min_numel": 100}
+for _name, _options, _fields in (
+    ("chunks-decay", {**CHUNKS, "value_dtype": "float32"}, {"optimizer": "nesterov"}),
+    ("chunks-over-senders-adamw", {**CHUNKS, "value_dtype": "int8", "mean_over": "senders"}, {"optimizer": "adamw"}),
+    ("over-senders-resume", {**STAIRS, "min_numel": 100, "mean_over": "senders"}, {"resume_at": 4}),
+):
+    add(f"dgc/{_name}", lowbw.Strategy, {"method": lowbw.DGC(**_options)}, **_fields)
+
 # Few bits per value, every step -----------------------------------------------------------------------------------
 
 for _name, _method, _fields in (
@@ -234,6 +242,8 @@ local("delayed", {"k_steps": 3, "delay_steps": 1}, optimizer="nesterov")
 local("delayed-mixing-adamw", {"k_steps": 3, "delay_steps": 2, "mixing": 0.5}, optimizer="adamw")
 local("bfloat16", {"value_dtype": "bfloat16"}, optimizer="nesterov")
 local("bfloat16-average-adamw", {"value_dtype": "bfloat16", "inner_momentum": "average"}, optimizer="adamw")
+local("int8", {"value_dtype": "int8"}, optimizer="nesterov")
+local("int4-adamw-conv", {"value_dtype": "int4"}, optimizer="adamw", model=Conv)
 local("clip-value", {}, trainer=CLIP_VALUE, optimizer="nesterov")
 local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adamw")
 local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=Conv)
@@ -301,6 +311,7 @@ for _name, _options, _fields in (
     ("delayed", {"topology": 2, "k_steps": 3, "delay_steps": 1}, {"bytes_by_step": False}),
     ("bfloat16-average", {"topology": 2, "value_dtype": "bfloat16", "inner_momentum": "average"},
      {"optimizer": "adamw"}),
+    ("int8-slowmo", {"topology": 2, "value_dtype": "int8", "outer": "slowmo"}, {}),
     ("scaler", {"topology": 2}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("resume-bf16", {"topology": 2, "k_steps": 3}, {"resume_at": 5, "steps": 10, "precision": "bf16-mixed"}),
 ):  # fmt: skip
