@@ -3,144 +3,26 @@
 from __future__ import annotations
 
 import functools
-import io
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import ConfigurationError, EveryK, Method, Narrow, TopK
-from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw import ConfigurationError, EveryK, EveryStep, Method, Narrow, TopK, Whole
 from lightning_lowbw.engine.state import merge
-from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.contract.rows import ROWS, Row
-from tests.engine.problem import AWKWARD, Parameters, backward, in_memory, make_parameters
+from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, train, trained
+from tests.contract.volumes import FLOAT_BYTES, NUMEL, wire_bytes
+from tests.engine.problem import AWKWARD, CLOSE, Parameters, backward, in_memory, loss_of, make_parameters, weights_of
 from tests.ranks import run_ranks
 
-STEPS = 11
 EVERY_ROW = pytest.mark.parametrize("name", list(ROWS))
-
-
-def attach(row: Row) -> tuple[Worker, Parameters, dict[str, Tensor]]:
-    parameters = make_parameters(AWKWARD)
-    buffers = {"norm.running_mean": torch.zeros(5), "norm.running_var": torch.ones(5)}
-    optimizer = row.optimizer(parameters.values())
-    method = row.method if dist.is_initialized() and dist.get_world_size() > 1 else row.method.at("flat")
-    return method.attach(optimizer, parameters.items(), named_buffers=buffers), parameters, buffers
-
-
-def step(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor], number: int) -> None:
-    worker.optimizer.zero_grad()
-    backward(parameters, number)
-    buffers["norm.running_mean"].add_(0.1 * (number + dist.get_rank() if dist.is_initialized() else 0))
-    worker.optimizer.step()
-
-
-def everything(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor]) -> str:
-    """Return a digest of weights, buffers and the optimizer's state of this rank."""
-    state = [
-        value
-        for entry in worker.optimizer.state_dict()["state"].values()
-        for _, value in sorted(entry.items())
-        if isinstance(value, Tensor)
-    ]
-    return digest([*parameters.values(), *buffers.values(), *state])
-
-
-def spoil(state: Any) -> None:
-    """Fill all tensors of a state: what is saved is a copy."""
-    if isinstance(state, Tensor):
-        state.fill_(77)
-    elif isinstance(state, dict | list | tuple):
-        for part in state.values() if isinstance(state, dict) else state:
-            spoil(part)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training on one rank was like: digests of the weights and of everything, after each step, of the weights
-    after the last average, too; whether the weights have moved; the bytes sent by the ledger, and by what
-    torch.distributed was given."""
-
-    weights: list[str]
-    everything: list[str]
-    has_moved: bool
-    sent_bytes: int
-    given_bytes: int
-
-
-# The volume of each collective that a step may use, by the tensors of its call and the number of ranks.
-VOLUMES: dict[str, Callable[..., int]] = {
-    "all_reduce": lambda num_ranks, tensor, **_: all_reduce_bytes(tensor.nbytes, num_ranks),
-    "all_gather_single": lambda num_ranks, _, tensor, **__: all_gather_bytes(tensor.nbytes, num_ranks),
-    "all_gather_into_tensor": lambda num_ranks, _, tensor, **__: all_gather_bytes(tensor.nbytes, num_ranks),
-    "broadcast": lambda _, tensor, **__: tensor.nbytes,
-    "isend": lambda _, tensor, *__, **___: tensor.nbytes,
-}
-
-
-def count(volumes: list[int]) -> None:
-    """Append the bytes that this rank sends in each collective from now on, till the rank is used again."""
-
-    def counting(collective: Callable[..., Any], volume: Callable[..., int]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            volumes.append(volume(dist.get_world_size(kwargs.get("group")), *args, **kwargs))
-            return collective(*args, **kwargs)
-
-        return call
-
-    def uncounted(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a collective whose volume is not known here")
-
-    for name, volume in VOLUMES.items():
-        if (collective := getattr(dist, name, None)) is not None:
-            setattr(dist, name, counting(collective, volume))
-    for name in ("all_gather", "reduce", "all_to_all_single", "reduce_scatter_tensor", "all_gather_object"):
-        setattr(dist, name, uncounted)
-
-
-def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) -> Trained:
-    """Train on this rank.
-
-    Args:
-        look: whether to ask for metrics, state and consensus after each step.
-        saved: gets what a checkpoint has, before each of the `STOPS`.
-    """
-    worker, parameters, buffers = attach(ROWS[name])
-    start, weights, all_of_it, volumes = digest(parameters.values()), [], [], list[int]()
-    if not look:
-        count(volumes)
-    for number in range(STEPS):
-        if saved is not None and number in STOPS:
-            file = io.BytesIO()
-            optimizer = worker.optimizer.state_dict()
-            state = {"worker": worker.state_dict(), "weights": dict(parameters), "buffers": buffers}
-            torch.save({**state, "optimizer": optimizer}, file)
-            saved[number] = file.getvalue()
-        step(worker, parameters, buffers, number)
-        if look:
-            worker.metrics(True)
-            spoil(worker.state_dict())
-            if isinstance(worker, ReplicaWorker):
-                with worker.consensus():
-                    pass
-        weights.append(digest(parameters.values()))
-        all_of_it.append(everything(worker, parameters, buffers))
-    worker.finish()  # type: ignore[attr-defined]
-    weights.append(digest(parameters.values()))
-    return Trained(weights, all_of_it, weights[-1] != start, worker.peers.ledger.sent_bytes, sum(volumes))
-
-
-@functools.cache
-def trained(name: str) -> list[Trained]:
-    """Return what `train` says on each rank; two promises are about it."""
-    return run_ranks(train, ROWS[name].num_ranks, name)
 
 
 @EVERY_ROW
@@ -162,6 +44,21 @@ def test_the_ledger_has_the_bytes_of_each_collective(name: str) -> None:
     """By the formulas of the collectives and the tensors that they were given, in the steps and in `finish`."""
     for result in trained(name):
         assert result.sent_bytes == result.given_bytes > 0
+        assert result.dense_bytes == STEPS * all_reduce_bytes(FLOAT_BYTES * NUMEL, ROWS[name].num_ranks)
+
+
+# Of a reduce-scatter the size of a message depends on where the ranks' parts are cut, which follows the data.
+BY_FORMULA = [name for name, row in ROWS.items() if getattr(row.method.what, "exchange", "") != "reduce_scatter"]
+
+
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_measured_bytes_are_those_of_the_payload_s_formula(name: str) -> None:
+    row = ROWS[name]
+    for result in trained(name):
+        turns = turns_of(row.method.when, result.k_steps) if isinstance(row.method.when, EveryK) else []
+        expected = wire_bytes(row, STEPS, turns, result.fragments)
+        is_late = row.method.hides_averages and row.method.where.topology != "flat"  # counted when they have arrived
+        assert result.wire_bytes[-1 if is_late else 0 :] == expected[-1 if is_late else 0 :]
 
 
 PLAIN_LR = 0.05
@@ -182,8 +79,7 @@ def step_plainly(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
     worker, parameters, _ = attach(Row(method, functools.partial(torch.optim.SGD, lr=PLAIN_LR), row.num_ranks))
     asked = {key: in_order(parameter.detach().double(), key) for key, parameter in parameters.items()}
     for number in range(STEPS):
-        worker.optimizer.zero_grad()
-        backward(parameters, number)
+        backward_of(worker, parameters, number)
         for key, parameter in parameters.items():
             assert parameter.grad is not None
             asked[key] = asked[key] - PLAIN_LR * in_order(parameter.grad.double(), key)
@@ -208,64 +104,59 @@ def test_what_is_applied_and_what_is_kept_is_all_there_was(name: str) -> None:
     assert any(each.any() for each in (*merged["residuals"].values(), *merged["rounded"].values())) == keeps_back
 
 
-FIXED = [
-    name
-    for name, row in ROWS.items()
-    if isinstance(when := row.method.when, EveryK)
-    and (when.rule, when.delay_steps, when.num_fragments) == ("fixed", 0, 1)
-]
+AVERAGING = [name for name, row in ROWS.items() if row.method.averages_weights]
 
 
-@pytest.mark.parametrize("name", FIXED)
+def turns_of(when: EveryK, k_steps: list[int]) -> list[tuple[int, int, int]]:
+    """Return, in order, after which step an average is begun, of which fragment, and after which step it is applied.
+
+    Steps are counted from 1.
+
+    Args:
+        k_steps: the period in use in each step.
+    """
+    turns = []
+    assert isinstance(when.begin_step, int)
+    assert isinstance(when.delay_steps, int)
+    assert isinstance(when.num_fragments, int)
+    for fragment in range(when.num_fragments):
+        last = when.begin_step + round((fragment + 1) * when.k_steps / when.num_fragments) - when.k_steps
+        for now in range(when.begin_step + 1, STEPS + 1):
+            if now - last == k_steps[now - 1]:
+                turns.append((now, fragment, now + when.delay_steps))
+                last = now
+    return sorted(turns)
+
+
+@pytest.mark.parametrize("name", AVERAGING)
 def test_the_average_number_j_comes_after_step_begin_plus_j_times_k(name: str) -> None:
-    """And no step before it makes replicas equal, but for the synchronous ones."""
-    when = ROWS[name].method.when
+    """Of each fragment, with its own begin, and a delay later; with another rule than "fixed" by the k it reports."""
+    when, results = ROWS[name].method.when, trained(name)
     assert isinstance(when, EveryK)
     assert isinstance(when.begin_step, int)
-    are_equal = [len({result.weights[step - 1] for result in trained(name)}) == 1 for step in range(1, STEPS + 1)]
-    due = [step <= when.begin_step or (step - when.begin_step) % when.k_steps == 0 for step in range(1, STEPS + 1)]
-    assert are_equal == due
-
-
-STOPS = (2, 4, 8)  # at the hand-over, in the middle of the stairs or of an interval, near the end
-
-
-def look_and_resume(name: str) -> tuple[Trained, dict[int, list[str]]]:
-    """Train with a look at everything after each step; then begin anew from what was saved before each of the stops.
-
-    Returns:
-        What `train` does; and digests of everything in the steps after each stop.
-    """
-    saved: dict[int, bytes] = {}
-    straight = train(name, look=True, saved=saved)
-    resumed: dict[int, list[str]] = {}
-    for stop, content in saved.items():
-        worker, parameters, buffers = attach(ROWS[name])
-        state = torch.load(io.BytesIO(content), weights_only=True)  # tensors and primitives only
-        with torch.no_grad():
-            for key, weight in state["weights"].items():
-                parameters[key].copy_(weight)
-            for key, buffer in state["buffers"].items():
-                buffers[key].copy_(buffer)
-        worker.optimizer.load_state_dict(state["optimizer"])
-        worker.load_state_dict(state["worker"])
-        resumed[stop] = []
-        for number in range(stop, STEPS):
-            step(worker, parameters, buffers, number)
-            resumed[stop].append(everything(worker, parameters, buffers))
-        worker.finish()  # type: ignore[attr-defined]
-    return straight, resumed
-
-
-@functools.cache
-def looked_at(name: str) -> list[tuple[Trained, dict[int, list[str]]]]:
-    return run_ranks(look_and_resume, ROWS[name].num_ranks, name)
+    ks = results[0].k_steps
+    assert all(result.k_steps == ks for result in results)
+    assert ks[: when.begin_step + 1] == [1] * when.begin_step + [when.k_steps]
+    assert (len(set(ks[when.begin_step :])) == 1) == (when.rule == "fixed"), "the rule adapts nothing"
+    turns = turns_of(when, ks)
+    expected = [sum(applied <= now for _, _, applied in turns) for now in range(1, STEPS + 1)]
+    assert all(result.num_averages == expected for result in results)
+    if when.delay_steps == 0 and when.num_fragments == 1:  # else no replica is ever the same as the others
+        due = [now <= when.begin_step or now in {begun for begun, _, _ in turns} for now in range(1, STEPS + 1)]
+        assert [len({result.weights[number] for result in results}) == 1 for number in range(STEPS)] == due
 
 
 @EVERY_ROW
 def test_looking_changes_nothing(name: str) -> None:
     for (result, _), expected in zip(looked_at(name), trained(name), strict=True):
         assert (result.weights, result.everything) == (expected.weights, expected.everything)
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_all_ranks_are_shown_one_consensus(name: str) -> None:
+    shown = [result.shown for result, _ in looked_at(name)]
+    assert all(each == shown[0] for each in shown)
+    assert len(set(shown[0])) == STEPS
 
 
 @EVERY_ROW
@@ -287,12 +178,29 @@ def plain(name: str) -> list[str]:
     return digests
 
 
+def train_alone(name: str) -> list[str]:
+    """Train on one rank, with or without a process group; return digests of the weights."""
+    worker, parameters, buffers = attach(ROWS[name])
+    volumes, digests = list[int](), []
+    if dist.is_initialized():
+        count(volumes)
+    for number in range(STEPS):
+        assert worker.clip_factor == 1.0
+        step(worker, parameters, buffers, number)
+        assert worker.metrics(True).get("density", 1.0) == 1.0
+        digests.append(digest(parameters.values()))
+    worker.finish()  # type: ignore[attr-defined]
+    state = worker.state_dict()
+    assert not volumes
+    assert worker.peers.ledger == TrafficLedger(steps=STEPS)
+    assert not any(state.get(kept) for kept in ("residuals", "rounded"))
+    return digests
+
+
 @EVERY_ROW
-@pytest.mark.filterwarnings("ignore")
 def test_one_rank_is_plain_training(name: str) -> None:
-    (result,) = run_ranks(train, 1, name)
-    assert result.weights[:STEPS] == plain(name)
-    assert result.sent_bytes == 0
+    assert run_ranks(train_alone, 1, name) == [plain(name)]
+    assert train_alone(name) == plain(name)
 
 
 @EVERY_ROW
@@ -304,27 +212,60 @@ def test_a_method_is_a_value(name: str) -> None:
         method.replace(such_knob=1)
 
 
-def test_whole_gradients_are_those_of_ddp() -> None:
-    """So are averages after every step: both are momentum SGD on the mean gradient."""
-    for weights in run_ranks(train_beside_the_mean, 2):
-        for mine, expected in weights:
-            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+class Problem(torch.nn.Module):
+    """The problem as a module, for DDP."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__()
+        self.by_name = parameters
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, number: int) -> Tensor:
+        return loss_of(self.by_name, number)
 
 
-def train_beside_the_mean() -> list[tuple[Tensor, Tensor]]:
-    worker, parameters, buffers = attach(ROWS["whole"])
+DDP_STEPS = 5  # to be sparse in, or local
+
+
+def limits_of(row: Row) -> list[Method]:
+    """Return the methods beside a row's in which nothing is compressed, and no step is local."""
+    method = row.method
+    if isinstance(method.what, TopK) and isinstance(method.when, EveryStep):
+        dense_stair = method.replace(rampup_begin_step=0, rampup_step=1, sparsity=(0.0,))
+        return [method.replace(rampup_begin_step=STEPS), dense_stair]
+    if isinstance(method.what, Whole):
+        return [Method(when=EveryK(k_steps=1), where=method.where) if method.averages_weights else method]
+    return []  # few bits have no such limit, and Method refuses k_steps=1 where changes are sent
+
+
+def train_beside_ddp(name: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], str]:
     twins = make_parameters(AWKWARD)
-    optimizer: Any = ROWS["whole"].optimizer(twins.values())
-    for number in range(STEPS):
-        step(worker, parameters, buffers, number)
+    wrapped, optimizer = DistributedDataParallel(Problem(twins)), ROWS[name].optimizer(twins.values())
+    for number in range(DDP_STEPS):
         optimizer.zero_grad()
-        backward(twins, number)
-        for twin in twins.values():
-            assert twin.grad is not None
-            dist.all_reduce(twin.grad)
-            twin.grad.div_(dist.get_world_size())
+        wrapped(number).backward()
         optimizer.step()
-    return [(parameters[key].detach(), twins[key].detach()) for key in parameters]
+    limits = []
+    for method in limits_of(ROWS[name]):
+        worker, parameters, buffers = attach(Row(method, ROWS[name].optimizer, ROWS[name].num_ranks))
+        for number in range(DDP_STEPS):
+            step(worker, parameters, buffers, number)
+        limits.append(weights_of(parameters))
+    return weights_of(twins), limits, digest(twins.values())
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if limits_of(row)])
+def test_density_1_and_k_steps_1_are_ddp(name: str) -> None:
+    """With every optimizer. To the bit on two ranks, where a sum has one order."""
+    results = run_ranks(train_beside_ddp, ROWS[name].num_ranks, name)
+    for expected, limits, of_ddp in results:
+        for weights in limits:
+            for key, weight in weights.items():
+                tolerance = {"rtol": 0.0, "atol": 0.0} if ROWS[name].num_ranks == 2 else CLOSE
+                torch.testing.assert_close(weight, expected[key], **tolerance)
+        if ROWS[name].method not in limits_of(ROWS[name]):
+            assert trained(name)[0].weights[DDP_STEPS - 1] != of_ddp, "the method itself is DDP"
 
 
 def train_with_another_default(name: str) -> str:

@@ -139,13 +139,19 @@ class _Loss(torch.autograd.Function):
         return context.gradient * sign, None
 
 
-def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0) -> None:
-    """Compute this rank's own gradients; those of `unused` stay None."""
+def loss_of(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = ()) -> Tensor:
+    """Return this rank's loss in a step, whose gradients alone are right."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     loss = torch.zeros(())
     for name, parameter in parameters.items():
         if name not in unused and parameter.requires_grad:
             loss = loss + _Loss.apply(parameter, coefficients(name, parameter, rank, step))
+    return loss
+
+
+def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0) -> None:
+    """Compute this rank's own gradients; those of `unused` stay None."""
+    loss = loss_of(parameters, step, unused)
     if loss.requires_grad:
         (sign * loss).backward()
 

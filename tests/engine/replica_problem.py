@@ -124,7 +124,6 @@ def train(
         "own": weights_of(parameters),
         "residuals": residuals_of(worker),
         "fragments": [[worker.name_of(p) for p in fragment.parameters] for fragment in worker.fragments],
-        "dense": ledger.dense_bytes,
         **histories,
     }
     worker.finish()  # what has been begun, before the next function begins something

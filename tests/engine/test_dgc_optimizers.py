@@ -1,4 +1,4 @@
-"""SGD in all its forms, other optimizers, several of them, and the limits where nothing is compressed."""
+"""SGD in all its forms, other optimizers, and several of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_lowbw import DGC
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.ledger import TrafficLedger
 from tests.engine.problem import (
     AWKWARD,
     CLOSE,
@@ -247,87 +245,3 @@ def test_two_optimizers_count_their_own_steps() -> None:
     results = run_ranks(train_two_optimizers, 2)
     assert results[0][0] == results[1][0]
     assert all(steps == ledger_steps == [8, 4] for _, steps, ledger_steps in results)
-
-
-# Limits: no compression, one rank -------------------------------------------------------------------------------------
-
-
-class Perceptron(torch.nn.Sequential):
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
-
-
-def train_perceptron(kind: str, options: dict[str, Any], method: Method | None) -> list[Tensor]:
-    """With DDP, or with a method of density 1."""
-    model = Perceptron()
-    wrapped = DistributedDataParallel(model) if method is None else model
-    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        worker = None if method is None else method.attach(optimizer, model.named_parameters())
-    for step in range(5):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        optimizer.zero_grad()
-        x = torch.randn(8, 6, generator=generator)
-        torch.nn.functional.cross_entropy(wrapped(x), torch.randint(0, 3, (8,), generator=generator)).backward()
-        if worker is None:
-            optimizer.step()
-        else:
-            with worker.stepping():
-                worker.exchange()
-                optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def train_with_and_without(cases: list[tuple[str, dict[str, Any]]], methods: list[Method]) -> list[bool]:
-    equal = []
-    for kind, options in cases:
-        reference = train_perceptron(kind, options, None)
-        for method in methods:
-            trained = train_perceptron(kind, options, method)
-            equal.append(all(a.equal(b) for a, b in zip(trained, reference, strict=True)))
-    return equal
-
-
-def test_density_1_is_ddp() -> None:
-    """Before the first sparse step and on a dense stair; to the bit on two ranks, where a sum has one order."""
-    cases = [("SGD", options) for options in BASE_OPTIONS] + [("AdamW", {"lr": 0.01})]
-    dense = [DGC(rampup_begin_step=100, min_numel=1), DGC(sparsity=[0.0], min_numel=1)]
-    assert run_ranks(train_with_and_without, 2, cases, dense) == [[True] * 8] * 2
-    sparse = [DGC(sparsity=[0.9], min_numel=1, rampup_begin_step=1)]
-    assert run_ranks(train_with_and_without, 2, cases, sparse)[0] == [False] * 4
-
-
-def train_alone() -> dict[str, Any]:
-    facts = {}
-    for kind in ("SGD", "AdamW"):
-        for base in BASE_OPTIONS if kind == "SGD" else [{"lr": 0.01}]:
-            trained = []
-            for compresses in (True, False):
-                parameters = make_parameters(AWKWARD)
-                optimizer = getattr(torch.optim, kind)(parameters.values(), **base)
-                worker = DENSE_THEN_SPARSE.replace(rampup_begin_step=0).attach(optimizer, parameters.items())
-                for step in range(4):
-                    if compresses:
-                        take_step(worker, parameters, step)
-                        assert worker.density == worker.last_density == worker.clip_factor == 1.0
-                        assert not worker.is_sparse
-                    else:
-                        optimizer.zero_grad()
-                        backward(parameters, step)
-                        optimizer.step()
-                if compresses:
-                    assert worker.peers.ledger == TrafficLedger(steps=4)
-                    assert worker.residuals == {}
-                trained.append(digest(parameters.values()))
-            facts[f"{kind} {base}"] = trained
-    return facts
-
-
-def test_one_rank_is_plain_training_without_communication() -> None:
-    """Without a process group and with one of a single rank; warnings are errors here, so there was none."""
-    for facts in (train_alone(), run_ranks(train_alone, 1)[0]):
-        assert len(facts) == 4
-        for compressed, plain in facts.values():
-            assert compressed == plain

@@ -95,17 +95,10 @@ def mean_unsent(states: list[Any]) -> dict[str, Tensor]:
     return residuals
 
 
-def test_resume_is_to_the_bit_and_survives_another_topology() -> None:
+def test_a_state_survives_another_topology() -> None:
+    """The unsent mean, 1/N sum v, is the same for the ranks of any other world."""
     nodes = NODES["blocks"]
-    whole, half = zip(*run_ranks(each, 4, resume, [(nodes, [], 0, 8), (nodes, [], 0, 4)]), strict=True)
-    half = list(half)
-    again = run_ranks(resume, 4, nodes, half, 4, 8)
-    for (state, weights, _), (other, expected, _) in zip(again, whole, strict=True):
-        for name in weights:
-            assert torch.equal(weights[name], expected[name])
-            for key in ("residuals", "velocities"):
-                assert torch.equal(state[key][name], other[key][name])
-    # The unsent mean, 1/N sum v, is the same for the ranks of any other world.
+    half = run_ranks(resume, 4, nodes, [], 0, 4)
     flat = run_ranks(resume, 2, (), [], 0, 4)
     moves: list[tuple[list[Any], Nodes, int]] = [(half, (), 3), (half, NODES["strided"], 4), (half, (), 1)]
     for states, other_nodes, num_ranks in [*moves, (flat, nodes, 4)]:

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.mean import BUCKET_BYTES
-from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.engine.problem import AWKWARD, backward, make_parameters, make_weight
 from tests.engine.replica_problem import (
     CLOSE,
@@ -62,12 +61,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @functools.cache
 def results_of(num_ranks: int, optimizer: str) -> dict[str, list[Any]]:
     """Start the ranks once for all cases."""
-    cases = {case: choices for case, (choices, _) in CASES.items()} | {"k of 1": {"k_steps": 1}}
     return run_each(
         num_ranks,
         {
             case: partial(train, LocalSGD(**choices), optimizer, schedule_lr="rule" in choices)
-            for case, choices in cases.items()
+            for case, (choices, _) in CASES.items()
         },
     )
 
@@ -93,26 +91,6 @@ def test_equals_replicas_in_one_process(case: str, optimizer: str, num_ranks: in
         for step in averaged_at:
             assert len({result["digests"][step - 1] for result in results}) == 1, "replicas differ after an average"
         assert len({result["digests"][averaged_at[0] - 2] for result in results}) == num_ranks, "not local before it"
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_k_of_1_is_the_mean_gradient_in_every_step(optimizer: str) -> None:
-    num_ranks = 3 if optimizer == "sgd" else 2
-    results = results_of(num_ranks, optimizer)["k of 1"]
-    for name in AWKWARD:
-        oracle = by_oracle(name, flat_groups(num_ranks), optimizer, begin=STEPS)
-        for result in results:
-            torch.testing.assert_close(result["own"][name], oracle.replicas[0].detach(), **CLOSE)
-    assert results[0]["digests"] == results[1]["digests"]
-
-
-def test_bytes_are_those_of_one_all_reduce_every_k_steps() -> None:
-    num_ranks, shapes = 3, {"a": (64, 64), "b": (100,)}
-    results = run_ranks(partial(train, LocalSGD(k_steps=4, begin_step=0), steps=12, shapes=shapes), num_ranks)
-    numel = 64 * 64 + 100 + 8 + 2 * num_ranks
-    for result in results:
-        assert result["sent"][-1] == 3 * all_reduce_bytes(4 * numel, num_ranks)
-        assert result["dense"] == 12 * all_reduce_bytes(4 * (64 * 64 + 100), num_ranks)
 
 
 # Buffers -----------------------------------------------------------------------------------------------------------

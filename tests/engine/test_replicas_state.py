@@ -1,9 +1,8 @@
-"""Local SGD: looking at the consensus changes nothing, and a resume continues to the bit."""
+"""The state of local SGD: for other numbers of ranks, of other models, and looked at where nothing may be written."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,12 @@ from lightning_lowbw import ConfigurationError, LocalSGD
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.state import merge
-from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import AWKWARD, Parameters, weights_of
 from tests.engine.replica_problem import attach, run_each, set_weights, take_step
 from tests.ranks import run_ranks
 
 SHAPES = {"conv": AWKWARD["conv"], "matrix": AWKWARD["matrix"], "vector": (17,)}
-STATEFUL: dict[str, dict[str, Any]] = {
-    "adaptive": {"k_steps": 3, "rule": "adacomm"},
-    "delayed": {"k_steps": 5, "delay_steps": 4, "outer": "nesterov"},
-    "streaming": {"k_steps": 4, "num_fragments": 2, "delay_steps": 3, "mixing": 0.5, "outer": "nesterov"},
-    "sparse delayed": {"k_steps": 5, "delay_steps": 4, "compression": Compression(chunk=None, min_numel=100)},
-}
-STOPS = (1, 6, 7, 9)
-STEPS = 16
 
 
 def start(method: Method, optimizer: str) -> tuple[ReplicaWorker, Parameters]:
@@ -44,65 +34,14 @@ def bits_of(worker: ReplicaWorker, parameters: Parameters) -> str:
     return digest([*parameters.values(), *buffers.floating.values(), *buffers.counts, *moments])
 
 
-def train_on(worker: ReplicaWorker, parameters: Parameters, steps: range, look: bool = False) -> list[str]:
+def train_on(worker: ReplicaWorker, parameters: Parameters, steps: range) -> list[str]:
     bits, buffers = [], worker.averaging.buffers
     for step in steps:
         for name, buffer in buffers.floating.items():  # as a forward pass does
             buffer.add_(0.1 * (step + 1 + dist.get_rank() + len(name)))
         take_step(worker, parameters, step)
-        if look and step > 0:  # the first step is synchronous: buffers are as in DDP
-            own = digest(parameters.values())
-            with worker.consensus():
-                shown = digest([*parameters.values(), *buffers.floating.values(), *buffers.counts])
-                gathered: list[str] = [""] * dist.get_world_size()
-                dist.all_gather_object(gathered, shown)
-                assert len(set(gathered)) == 1, "not a consensus"
-                assert worker.consensus_view.is_there or shown != own
         bits.append(bits_of(worker, parameters))
     return bits
-
-
-def train_look_and_resume(method: Method, optimizer: str) -> dict[str, list[str]]:
-    """Return the bits of each step: straight, with looks, and resumed after some steps."""
-    worker, parameters = start(method, optimizer)
-    bits: dict[str, list[str]] = {"straight": []}
-    saved = {}
-    for step in range(STEPS):
-        if step in STOPS:
-            buffers = {name: buffer.clone() for name, buffer in worker.averaging.buffers.floating.items()}
-            saved[step] = copy.deepcopy(worker.state_dict()), weights_of(parameters), buffers
-        bits["straight"] += train_on(worker, parameters, range(step, step + 1))
-    worker.finish()
-    worker, parameters = start(method, optimizer)
-    bits["looked"] = train_on(worker, parameters, range(STEPS), look=True)
-    worker.finish()
-    for stop, (state, weights, buffers) in saved.items():
-        worker, parameters = start(method, optimizer)
-        if not state["own"]:  # a plain checkpoint has them
-            set_weights(parameters, weights)
-            for name, buffer in worker.averaging.buffers.floating.items():
-                buffer.copy_(buffers[name])
-        worker.load_state_dict(state)
-        worker.check_schedule()
-        bits[f"resumed after {stop}"] = [*bits["straight"][:stop], *train_on(worker, parameters, range(stop, STEPS))]
-        worker.finish()
-    return bits
-
-
-@functools.cache
-def bits_by_case() -> dict[str, list[dict[str, list[str]]]]:
-    """Start the ranks once for all cases."""
-    calls = {case: partial(train_look_and_resume, LocalSGD(**STATEFUL[case]), "adamw") for case in STATEFUL}
-    return run_each(3, calls)
-
-
-@pytest.mark.parametrize("case", STATEFUL)
-def test_looking_changes_nothing_and_a_resume_continues_bit_for_bit(case: str) -> None:
-    """Where it matters how far an average or a rule is; the others are in tests/contract."""
-    for by_way in bits_by_case()[case]:
-        assert len(set(by_way["straight"])) == STEPS
-        for way, bits in by_way.items():
-            assert bits == by_way["straight"], way
 
 
 def look_in_inference_mode(looks: bool) -> list[str]:

@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from lightning_lowbw import ConfigurationError, LocalSGD
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.topology import part_of
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.volume import all_gather_bytes
 from tests.engine.problem import NODES, Shape, coefficients, make_parameters, make_weight
 from tests.engine.replica_problem import (
     BASE,
@@ -111,16 +110,6 @@ def message_bytes(choices: Mapping[str, Any], num_parts: int = 1) -> int:
     return Compression(**with_base(choices)["compression"]).nbytes(parts)
 
 
-@pytest.mark.parametrize("case", ["chunked", "two bits", "delayed", "delayed two bits"])
-def test_bytes_are_those_of_the_formula(case: str) -> None:
-    num_ranks, choices = 3, CASES[case][0]
-    whole = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if name not in SPARSE) + 8 + 2 * num_ranks
-    per_average = all_gather_bytes(message_bytes(choices), num_ranks) + all_reduce_bytes(4 * whole, num_ranks)
-    for result in results_of(num_ranks, "sgd")[case]:
-        averages = [(step + 1) // choices["k_steps"] for step in range(SPARSE_STEPS)]
-        assert result["sent"] == [number * per_average for number in averages]
-
-
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("nodes", [None, "three nodes"])
 def test_where_nothing_is_whole_a_round_is_one_all_gather(nodes: str | None, case: str) -> None:
@@ -174,16 +163,6 @@ def two_level_results(nodes: str) -> dict[str, list[Any]]:
 def test_each_part_of_a_node_is_what_a_rank_is(nodes: str, case: str) -> None:
     """A node with the mean of its changes; k, chunks, messages and residuals are those of each rank's part."""
     check_sparse(two_level_results(nodes)[case], "sgd", NODES[nodes], **CASES[case][1])
-
-
-def test_the_bytes_between_nodes() -> None:
-    choices, results = CASES["two bits"][0], two_level_results("blocks")["two bits"]
-    whole = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if name not in SPARSE) + 8 + 2 * 4
-    for result in results:
-        growth = [after - before for before, after in pairwise([0, *result["inter"]])]
-        assert [step for step, more in enumerate(growth, start=1) if more] == [3, 6, 9, 12]
-        # each of two ranks sends the message of its part, and a half of what is whole
-        assert growth[2] == all_gather_bytes(message_bytes(choices, 2), 2) + all_reduce_bytes(4 * -(-whole // 2), 2)
 
 
 def train_in_node(delay: int) -> dict[str, Any]:

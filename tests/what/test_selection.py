@@ -168,17 +168,6 @@ def test_both_sides_of_the_size_limit(numel: int) -> None:
     assert (sampled.threshold > 0) == (numel > SampledSelector.SMALL)
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-@pytest.mark.parametrize("make", [torch.randn, row_scaled, ascending])
-def test_selection_commutes_with_a_permutation(name: str, make: Callable[[int], Tensor]) -> None:
-    """No position is favoured, whatever order the elements lie in."""
-    values, order = make(NUMEL), torch.randperm(NUMEL)
-    for k in (K, 5000):
-        positions = select(name, values, k)
-        of_permuted = select(name, values[order], k)
-        assert order[of_permuted].sort().values.equal(positions)
-
-
 @pytest.mark.parametrize("threshold", [1e-45, 1e-10, 1.0, 3.2, 100.0, 1e30, float("inf"), float("nan"), -1.0])
 def test_the_threshold_does_not_influence_the_result(threshold: float) -> None:
     """Whatever a checkpoint or another step left there."""

@@ -102,17 +102,6 @@ def test_the_largest_of_each_chunk_are_sent(layout: str) -> None:
             assert of_sent.abs().sort().values[-count:].equal(of_chunk.abs().sort().values[-count:])
 
 
-def test_selection_commutes_with_a_permutation_inside_a_chunk() -> None:
-    compression = Compression(**{**CHUNKED, "value_dtype": "float32"})
-    (change,), order = [make_changes(2)[-1]], torch.cat([torch.randperm(64) + first for first in range(0, 960, 64)])
-    order = torch.cat([order, torch.arange(960, 1000)])
-    sent = [
-        receive(compression, [send_(compression, [torch.zeros(1000)], [each])], [1000])[0]
-        for each in (change, change[order])
-    ]
-    assert sent[0][order].equal(sent[1])
-
-
 def test_the_mean_is_over_the_senders_of_an_element_in_their_order() -> None:
     compression = Compression(**{**LAYOUTS["nearly all"], "density": 0.5, "value_dtype": "float32"})
     messages = [send_(compression, zeros(), make_changes(rank)) for rank in range(3)]

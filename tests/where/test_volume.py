@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.where.volume import (
     all_gather_bytes,
     all_gather_rounds,
     all_reduce_bytes,
     all_reduce_rounds,
     gather_capacity,
+    narrow_mean_bytes,
     scatter_capacity,
     sparse_reduce_scatter_elements,
     sparse_reduce_scatter_rounds,
@@ -46,6 +48,13 @@ def test_sparse_equals_dense_at_one_over_density_ranks(sparsity: float, num_rank
     assert all_gather_bytes(sent, num_ranks) == all_reduce_bytes(4 * numel, num_ranks)
     assert all_gather_bytes(sent, num_ranks // 2) < all_reduce_bytes(4 * numel, num_ranks // 2)
     assert all_gather_bytes(sent, num_ranks * 2) > all_reduce_bytes(4 * numel, num_ranks * 2)
+
+
+@pytest.mark.parametrize(("value_dtype", "bits"), [("bfloat16", 16), ("int8", 8 + 16 / 128), ("int4", 4 + 16 / 128)])
+def test_few_bits_are_that_share_of_an_all_reduce(value_dtype: str, bits: float) -> None:
+    numel, num_ranks = 4197, 3
+    narrow = narrow_mean_bytes(numel, num_ranks, make_narrow_format(value_dtype))
+    assert bits / 32 <= narrow / all_reduce_bytes(4 * numel, num_ranks) < 1.01 * bits / 32
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

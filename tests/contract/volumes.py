@@ -1,0 +1,117 @@
+"""What a rank sends in each step of a row, by the formulas of the payload: on two levels between nodes.
+
+Written from `where.volume`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from lightning_lowbw import EveryK, EveryStep, Narrow, TopK, Whole
+from lightning_lowbw.what.narrow_values import make_narrow_format
+from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
+from tests.contract.rows import Row
+from tests.engine.problem import AWKWARD
+
+NUMELS = {name: math.prod(shape) for name, shape in AWKWARD.items()}
+NUMEL = sum(NUMELS.values())
+BUFFERS = 5 + 5  # running mean and variance; and one integer
+FLOAT_BYTES, INT_BYTES = 4, 8
+
+
+class Volumes:
+    """The formulas on the ranks of a row: a participant has `num_local` ranks, and each sends its part.
+
+    Args:
+        row: with a topology of nodes of one size, or none.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.what, topology = row, row.method.what, row.method.where.topology
+        self.num_local = 1 if topology == "flat" else topology if isinstance(topology, int) else len(topology.nodes[0])  # type: ignore[union-attr]
+        self.num_participants = row.num_ranks // self.num_local
+
+    def whole(self, numel: int) -> int:
+        """Return the bytes of an all-reduce of so many float32 elements."""
+        return all_reduce_bytes(FLOAT_BYTES * -(-numel // self.num_local), self.num_participants)
+
+    def parts(self, numels: Sequence[int]) -> list[int]:
+        """Return the elements of the longest parts of tensors."""
+        return [-(-numel // self.num_local) for numel in numels]
+
+    def narrow(self, value_dtype: str, numels: Sequence[int]) -> int:
+        """Return the bytes of a mean in few bits."""
+        return narrow_mean_bytes(sum(self.parts(numels)), self.num_participants, make_narrow_format(value_dtype))
+
+    def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
+        """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""
+        if what.exchange == "dense":
+            return self.whole(sum(numels))
+        assert what.exchange != "reduce_scatter"
+        return all_gather_bytes(what.nbytes(self.parts(numels), density), self.num_participants)
+
+    def of_gradients(self, when: EveryStep, step: int) -> int:
+        """Return the bytes of the step with this number, from 0."""
+        control, what = len(NUMELS) + 2 * self.row.num_ranks, self.what
+        density = when.density(step, what.density) if isinstance(what, TopK) else 1.0
+        if isinstance(what, Whole) or step < when.rampup_begin_step:
+            return self.whole(NUMEL + control)
+        if isinstance(what, Narrow):
+            return self.whole(control) + self.narrow(what.value_dtype, list(NUMELS.values()))
+        assert density < 1.0
+        sparse = [numel for name, numel in NUMELS.items() if what.takes(name, numel, 1)]
+        others = [numel for name, numel in NUMELS.items() if not what.takes(name, numel, 1)]
+        if what.dense_dtype == "float32":
+            of_others = self.whole(sum(others) + control)
+        else:
+            of_others = self.whole(control) + self.narrow(what.dense_dtype, others)
+        return of_others + self.sparse(what, sparse, density)
+
+    def of_average(self, when: EveryK, names: Sequence[str], with_buffers: bool) -> int:
+        """Return the bytes of the average of some parameters, but for integer buffers."""
+        numels = {name: NUMELS[name] for name in names if NUMELS[name]}
+        taken = [] if isinstance(self.what, Whole) else list(numels.values())
+        if isinstance(self.what, TopK):
+            taken = [numel for name, numel in numels.items() if self.what.takes(name, numel, 1)]
+        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 8 + 2 * self.row.num_ranks
+        if when.inner_momentum == "average":
+            has_two = self.row.optimizer.func is torch.optim.AdamW  # type: ignore[attr-defined]
+            words += sum(numels.values()) * (2 if has_two else 1)
+        if isinstance(self.what, TopK):
+            return self.whole(words) + self.sparse(self.what, taken, None)
+        if isinstance(self.what, Narrow):
+            return self.whole(words) + self.narrow(self.what.value_dtype, taken)
+        return self.whole(words)
+
+    def of_replicas(
+        self, when: EveryK, num_steps: int, turns: Sequence[tuple[int, int, int]], fragments: Sequence[Sequence[str]]
+    ) -> list[int]:
+        """Return the bytes of each step.
+
+        Args:
+            turns: after which step, from 1, which fragment's average is begun, and after which it is applied.
+        """
+        assert isinstance(when.begin_step, int)
+        synchronous = self.whole(NUMEL + len(NUMELS) + 4)
+        by_step = [synchronous if step < when.begin_step else 0 for step in range(num_steps)]
+        by_step[max(0, when.begin_step - 1)] += FLOAT_BYTES * BUFFERS  # where changes of them are measured from
+        for begun, fragment, applied in turns:
+            is_last = fragment == len(fragments) - 1
+            by_step[begun - 1] += self.of_average(when, fragments[fragment], with_buffers=is_last)
+            if is_last and applied <= num_steps:
+                by_step[applied - 1] += all_reduce_bytes(INT_BYTES, self.row.num_ranks)
+        return by_step
+
+
+def wire_bytes(
+    row: Row, num_steps: int, turns: Sequence[tuple[int, int, int]], fragments: Sequence[Sequence[str]]
+) -> list[int]:
+    """Return what a rank has sent after each step; see `Volumes.of_replicas`."""
+    volumes, when = Volumes(row), row.method.when
+    if isinstance(when, EveryStep):
+        return list(accumulate(volumes.of_gradients(when, step) for step in range(num_steps)))
+    return list(accumulate(volumes.of_replicas(when, num_steps, turns, fragments)))
