@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_lowbw.engine.control import Control, control_message
-from lightning_lowbw.engine.faults import OF_LAST, check_faults, flags_of_exchanges, last_fault
+from lightning_lowbw.engine.faults import OF_LAST, check_faults, last_fault
 from lightning_lowbw.where.mean import MeanWork
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def check_kept(worker: Worker) -> None:
     """Report the faults that the last exchange has found after its control message.
 
-    Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals; of averages of
-    weights only once after each.
+    Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals. Of averages of
+    weights only those in few bits, once after each.
 
     Raises:
         NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
@@ -44,7 +44,7 @@ def check_kept(worker: Worker) -> None:
 def _may_report(worker: Worker) -> bool:
     """Return whether any rank may have a fault; equal on all ranks."""
     if worker.method.averages_weights:
-        return any(flag is not None for flag in flags_of_exchanges(worker))
+        return worker.narrow is not None and worker.narrow.overflowed is not None
     # A rank has flags of late faults for parameters that it has no gradients of: not the same ones on all ranks.
     return any(exchange is not None and bool(exchange.residuals) for exchange in (worker.sparse, worker.narrow))
 

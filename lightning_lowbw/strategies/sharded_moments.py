@@ -150,7 +150,7 @@ class ShardedMoments:
             for worker in workers:
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
-                elif worker.method.sends_changes and worker.peers.num_ranks > 1:
+                elif worker.narrow is not None and worker.peers.num_ranks > 1:
                     _check_kept(worker)
         self.view.show(workers, module)
 

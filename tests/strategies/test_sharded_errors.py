@@ -185,8 +185,12 @@ def change_too_much(method: Method, steps: int, path: str) -> tuple[str, bool]:
 def test_an_overflow_of_what_is_kept_of_changes_is_told_by_a_shard(tmp_path: Any) -> None:
     """Before the next average, at the end of the fit, or where it is saved, by all ranks; also of gradients."""
     local = LocalSGD(k_steps=2, begin_step=0, value_dtype="float16")
-    path = str(tmp_path / "last.ckpt")
-    cases = [(local, 4, ""), (local, 2, ""), (local, 4, path), (NarrowGradients("float16"), 4, "")]
+    cases = [
+        (local, 4, ""),
+        (local, 2, ""),
+        (local, 4, str(tmp_path / "last.ckpt")),
+        (NarrowGradients("float16"), 4, ""),
+    ]
     for *of_changes, (of_gradients, _) in run_ranks(each, 4, change_too_much, cases):
         assert "Step 2: what was kept of earlier gradients on rank 0 has become too large" in of_gradients
         for step, (said, is_saved) in zip((4, 2, 2), of_changes, strict=True):
