@@ -62,7 +62,7 @@ ROWS = {
     "bfloat16 on two levels": Row(Method(what=Narrow(value_dtype="bfloat16"), where=TWO_LEVELS["topology"]), SGD, 4),
     "local_sgd": Row(LocalSGD(3)),
     "local_sgd, averaged momentum": Row(LocalSGD(3, inner_momentum="average"), ADAMW),
-    "adaptive_local_sgd": Row(AdaptiveLocalSGD(3, rule="adacomm"), ADAMW, 3),
+    "adaptive_local_sgd": Row(AdaptiveLocalSGD(4, begin_step=0, rule="adacomm"), ADAMW, 3),
     "local_sgd on two levels": Row(LocalSGD(3, **TWO_LEVELS), ADAMW, 4),
     "diloco": Row(LocalSGD(3, 0, outer="nesterov"), ADAMW),
     "slowmo, hidden": Row(LocalSGD(4, 0, outer="slowmo", delay_steps=3)),
