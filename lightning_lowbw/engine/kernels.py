@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.engine.sparse_exchange import asked_for
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import dispatch
+from lightning_lowbw.ops.table import DTYPES, Kind
+from lightning_lowbw.ops.trial import Uses
+from lightning_lowbw.what.adam import AdamCorrection
+from lightning_lowbw.what.top_k import LEAST_NUMEL, TopK
+from lightning_lowbw.what.values import FloatFormat, make_value_format
+
+if TYPE_CHECKING:
+    from lightning_lowbw.engine.worker import Worker
 
 _logger = logging.getLogger(LOGGER)
 PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
 COMPILING = "Compiling kernels, here or on another rank. They are kept for the next start, where they can be written."
 
 
-def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """Compile each kernel of a device and run it once; if this fails on one rank, no rank uses them.
+def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup | None = None) -> str | None:
+    """Compile each kernel that a training uses and run it once; if this fails on one rank, no rank uses them.
 
     Otherwise a node without a C compiler would fail alone at its first sparse step, hours later, and the others would
     wait.
@@ -26,6 +37,7 @@ def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None
 
     Args:
         device: of the parameters.
+        uses: of the Triton kernels; see `uses_of`.
         group: the process group; None is the world.
 
     Returns:
@@ -36,7 +48,7 @@ def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None
     if is_first:
         saying.start()
     try:
-        reasons = [dispatch.prepare(device)]
+        reasons = [dispatch.prepare(device, uses)]
         if dist.is_initialized():
             reasons *= dist.get_world_size(group)
             dist.all_gather_object(reasons, reasons[0], group=group)
@@ -50,3 +62,61 @@ def prepare_kernels(device: torch.device, group: dist.ProcessGroup | None = None
     if is_first:
         _logger.warning(sentence)
     return sentence
+
+
+def uses_of(workers: Sequence[Worker], *, measures: bool = False) -> Uses:
+    """Return what sparse steps, or averages, of some workers need of the Triton kernels, at any density.
+
+    What changes this later is compiled when it is used: parameters of another dtype that are added to an optimizer, a
+    momentum that is 0 now in a model of narrow dtype.
+
+    Args:
+        workers: of the optimizers.
+        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`engine.measuring`).
+    """
+    # An ordered set is a dict here: the same order on all ranks.
+    kinds: dict[Kind, None] = {}
+    value_dtypes: dict[torch.dtype | None, None] = {}
+    num_messages: dict[int, None] = {}
+    steps: dict[bool, None] = {}
+    for worker in workers:
+        what, peers = worker.method.what, worker.peers
+        if not isinstance(what, TopK) or peers.num_participants == 1:
+            continue
+        mine = dict.fromkeys(_kinds_of(worker, what))
+        if measures and what.selection == "sampled":
+            mine[_kind_of(torch.float32)] = None
+        kinds |= {kind._replace(is_aligned=is_aligned): None for kind in mine for is_aligned in (True, False)}
+        value_format = make_value_format(what.value_dtype)
+        value_dtypes[value_format.dtype if isinstance(value_format, FloatFormat) else None] = None
+        if what.mean_over == "ranks":
+            num_messages[peers.num_participants] = None
+            if not worker.method.averages_weights and asked_for(what, peers) in ("auto", "reduce_scatter"):
+                num_messages[1] = None  # the sums of a reduce-scatter
+        steps |= {False: None, True: None} if not worker.method.averages_weights else {False: None}
+    return Uses(
+        kinds=tuple(kinds), value_dtypes=tuple(value_dtypes), num_messages=tuple(num_messages), steps=tuple(steps)
+    )
+
+
+def _kinds_of(worker: Worker, what: TopK) -> Iterable[Kind]:
+    """Yield the kinds of a worker's tensors, whatever their alignment: that of a gradient may change in each step."""
+    from lightning_lowbw.engine.gradients import GradientWorker
+
+    if what.selection != "sampled" or what.chunk is not None:
+        return
+    if not isinstance(worker, GradientWorker):
+        yield _kind_of(torch.float32)  # changes of the weights
+        return
+    is_adam = isinstance(worker.correction, AdamCorrection)
+    for group in worker.optimizer.param_groups:
+        for parameter in group["params"]:
+            # Which tensors are small is known at the first step: of those that are trained then.
+            is_taken = what.takes(worker.name_of(parameter), worker.numel_of(parameter), LEAST_NUMEL)
+            if parameter.dtype in DTYPES and is_taken:
+                has_velocity = is_adam or worker.correction.constants(parameter, group).momentum != 0
+                yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=is_adam)
+
+
+def _kind_of(dtype: torch.dtype, *, has_velocity: bool = False, is_adam: bool = False) -> Kind:
+    return Kind(dtype, dtype if has_velocity else torch.float32, dtype, is_adam=is_adam, is_aligned=True)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping, names_arguments
 from lightning_lowbw.engine.checks import check_not_in_ddp, check_two_levels, warn_if_incomplete
-from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -363,7 +363,7 @@ class Method:
                 stacklevel=2,
             )
         if method.uses_kernels(worker.device):
-            prepare_kernels(worker.device, process_group)
+            prepare_kernels(worker.device, uses_of([worker]), process_group)
         if isinstance(worker, GradientWorker):
             warn_if_incomplete(worker)
             if peers.rank == 0 and peers.num_participants > 1 and (note := worker.correction.note()):

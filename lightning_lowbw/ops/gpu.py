@@ -37,6 +37,7 @@ __all__ = [
 
 SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
+TENSORS = 256  # that a program of the selection looks at a time, to find its own
 PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
 APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
@@ -138,13 +139,12 @@ def _correct(workspace: Workspace) -> None:
 
 def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool) -> None:
     """Take the k largest of each tensor."""
-    import triton
     import triton.language as tl
 
     from lightning_lowbw.ops.triton_kernels import choose_kernel, count_kernel, digits_kernel, plan_kernel, take_kernel
 
     w, num_tensors = workspace, workspace.num_tensors
-    blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": triton.next_power_of_2(num_tensors)}
+    blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": TENSORS}
     source = (w.table, w.counts, w.ordered_positions, w.ordered_values, w.ends, w.kth)
     grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)
     plan_kernel[(1,)](w.table, w.counting, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
@@ -157,8 +157,8 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
     count_kernel[grid](*source, *w.found, num_tensors, **blocks)
     ends = w.found.cumsum(1, dtype=torch.int32)
     take_kernel[grid](
-        *source, w.left, *w.found, *ends, positions, values, torch.finfo(values.dtype).max, num_tensors,
-        V=getattr(tl, str(values.dtype).removeprefix("torch.")), MASKING=masking, **blocks, **OPTIONS,
+        *source, w.left, *w.found, *ends, positions, values, torch.finfo(values.dtype).max, int(masking),
+        num_tensors, V=getattr(tl, str(values.dtype).removeprefix("torch.")), **blocks, **OPTIONS,
     )  # fmt: skip
 
 

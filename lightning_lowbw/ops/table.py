@@ -210,7 +210,7 @@ def _kind(segment: Segment) -> Kind:
     return Kind(
         segment.gradient.dtype,
         torch.float32 if buffer is None else buffer.dtype,
-        torch.float32 if segment.weight is None else segment.weight.dtype,
+        segment.gradient.dtype if segment.weight is None else segment.weight.dtype,  # so decay makes no other kind
         moment is not None,
         segment.residual.numel() % ALIGNMENT_NUMEL == 0
         and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in segment.tensors),
@@ -223,7 +223,7 @@ def _kind_elsewhere(other: Elsewhere) -> Kind:
     return Kind(
         other.gradient.dtype,
         other.second_moment.square.dtype,
-        torch.float32 if other.weight is None else other.weight.dtype,
+        other.gradient.dtype if other.weight is None else other.weight.dtype,
         True,
         other.gradient.numel() % ALIGNMENT_NUMEL == 0
         and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors),

@@ -8,6 +8,8 @@ same code on a CPU.
 # mypy: ignore-errors
 # No `from __future__ import annotations`: Triton reads the annotations as objects.
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -43,6 +45,16 @@ SLOPE = tl.constexpr(Factors._fields.index("slope"))
 LEAST = tl.constexpr(Factors._fields.index("least"))
 
 
+def kernel(function):
+    """Let Triton compile a kernel for each set of constexprs and dtypes, and for nothing else.
+
+    By default it also does so for integers that are 1 or a multiple of 16, and for pointers to 16 bytes. Those of
+    messages change with the density: a kernel would be compiled in the middle of a training, on one rank alone perhaps.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return triton.jit(function, do_not_specialize=[p.name for p in parameters if p.annotation is not tl.constexpr])
+
+
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """Round float32 to a narrower dtype and back, to nearest even.
@@ -68,7 +80,7 @@ def pointers(row, column, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["first"])
+@kernel
 def correct_kernel(
     table, factors, thresholds, owners, counts, block_counts, block_bases, positions, values, first,
     G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ADAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -144,7 +156,7 @@ def correct_kernel(
     tl.store(values + targets, v, mask=fits)
 
 
-@triton.jit
+@kernel
 def order_kernel(
     table, owners, counts, block_counts, block_bases, block_ends, positions, values, ordered_positions,
     ordered_values, BLOCK: tl.constexpr,
@@ -177,34 +189,43 @@ def has_candidates(row, count):
     return (count >= tl.load(row + K)) & (count <= tl.load(row + CAPACITY))
 
 
-@triton.jit
+@kernel
 def plan_kernel(table, counting, counts, ends, kth, left, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr):
     """Share the selection out in blocks: the first `ends[t]` are those of the tensors up to t.
 
     Grid: (1,). `counts` becomes `counting`, and this zeros, for the next step. `kth` and `left` are set to where
-    `choose_kernel` starts: no digit is known, and k are to be found.
+    `choose_kernel` starts: no digit is known, and k are to be found. TENSORS are looked at a time: their number, which
+    need not be that of every step, makes no further variant.
     """
-    tensors = tl.arange(0, TENSORS)
-    exists = tensors < num_tensors
-    rows = table + tensors * NUM_COLUMNS
-    count = tl.load(counting + tensors, mask=exists, other=0)
-    tl.store(counts + tensors, count, mask=exists)
-    tl.store(counting + tensors, 0, mask=exists)
-    k = tl.load(rows + K, mask=exists, other=0)
-    is_short = (count >= k) & (count <= tl.load(rows + CAPACITY, mask=exists, other=0))
-    length = tl.where(is_short, count, tl.load(rows + NUMEL, mask=exists, other=0))
-    tl.store(ends + tensors, tl.cumsum((length + BLOCK - 1) // BLOCK, 0), mask=exists)
-    tl.store(kth + tensors, 0, mask=exists)
-    tl.store(left + tensors, k.to(tl.int32), mask=exists)
+    total = tl.full([], 0, tl.int64)
+    for start in range(0, num_tensors, TENSORS):
+        tensors = start + tl.arange(0, TENSORS)
+        exists = tensors < num_tensors
+        rows = table + tensors * NUM_COLUMNS
+        count = tl.load(counting + tensors, mask=exists, other=0)
+        tl.store(counts + tensors, count, mask=exists)
+        tl.store(counting + tensors, 0, mask=exists)
+        k = tl.load(rows + K, mask=exists, other=0)
+        is_short = (count >= k) & (count <= tl.load(rows + CAPACITY, mask=exists, other=0))
+        length = tl.where(is_short, count, tl.load(rows + NUMEL, mask=exists, other=0))
+        num_blocks = (length + BLOCK - 1) // BLOCK
+        tl.store(ends + tensors, total + tl.cumsum(num_blocks, 0), mask=exists)
+        total += tl.sum(num_blocks, 0)
+        tl.store(kth + tensors, 0, mask=exists)
+        tl.store(left + tensors, k.to(tl.int32), mask=exists)
 
 
 @triton.jit
 def owner_of(work, ends, num_tensors, TENSORS: tl.constexpr):
     """Return the tensor of a block of the selection, and the first block of this tensor."""
-    tensors = tl.arange(0, TENSORS)
-    all_ends = tl.load(ends + tensors, mask=tensors < num_tensors, other=9223372036854775807)
-    is_before = all_ends <= work
-    return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, all_ends, 0), 0)
+    num_before = tl.zeros([TENSORS], tl.int32)
+    first = tl.zeros([TENSORS], tl.int64)
+    for start in range(0, num_tensors, TENSORS):
+        tensors = start + tl.arange(0, TENSORS)
+        end = tl.load(ends + tensors, mask=tensors < num_tensors, other=9223372036854775807)
+        num_before += (end <= work).to(tl.int32)
+        first = tl.maximum(first, tl.where(end <= work, end, 0))
+    return tl.sum(num_before, 0), tl.max(first, 0)
 
 
 @triton.jit
@@ -233,7 +254,7 @@ def magnitude_bits(values):
     return tl.abs(values).to(tl.int32, bitcast=True)
 
 
-@triton.jit
+@kernel
 def digits_kernel(
     table, counts, positions, values, ends, kth, bins, num_tensors,
     SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr, WIDTH: tl.constexpr,
@@ -258,7 +279,7 @@ def digits_kernel(
         tl.atomic_add(bins + tensor * WIDTH + digits, found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit
+@kernel
 def choose_kernel(
     table, counts, thresholds, kth, left, bins,
     SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, WIDTH: tl.constexpr,
@@ -274,8 +295,9 @@ def choose_kernel(
     tensor = tl.program_id(0)
     row = table + tensor * NUM_COLUMNS
     digits = tl.arange(0, 1 << BITS)
-    found = tl.load(bins + tensor * WIDTH + digits)
-    tl.store(bins + tensor * WIDTH + digits, tl.zeros([1 << BITS], tl.int32))
+    own_bins = tl.multiple_of(bins + tensor * WIDTH + digits, 16)  # an allocation of its own, in rows of 8 KiB
+    found = tl.load(own_bins)
+    tl.store(own_bins, tl.zeros([1 << BITS], tl.int32))
     reached = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # elements with this digit or a larger one
     wanted = tl.load(left + tensor)
     # The digit 0 is always reached by as many as are wanted.
@@ -309,7 +331,7 @@ def choose_kernel(
             tl.store(thresholds + tensor, threshold * tl.exp2(exponent * tl.log2(many / aim)))
 
 
-@triton.jit
+@kernel
 def count_kernel(
     table, counts, positions, values, ends, kth, num_greater, num_ties, num_tensors,
     BLOCK: tl.constexpr, TENSORS: tl.constexpr,
@@ -328,15 +350,16 @@ def count_kernel(
         tl.store(num_ties + work, tl.sum((inside & (bits == least)).to(tl.int32), 0))
 
 
-@triton.jit
+@kernel
 def take_kernel(
     table, counts, positions, values, ends, kth, left, num_greater, num_ties, ends_greater, ends_ties,
-    sent_positions, sent_values, limit, num_tensors,
-    V: tl.constexpr, MASKING: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+    sent_positions, sent_values, limit, masking, num_tensors,
+    V: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """Take the k largest elements of every tensor, in the order of their positions: `reference.take_`.
 
     Grid: as `digits_kernel`. `ends_greater`, `ends_ties`: running sums of what `count_kernel` has counted.
+    `masking`: 0 or 1; where velocities are not cleared at high densities it changes during a warm-up.
     """
     total = tl.load(ends + num_tensors - 1)
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -360,7 +383,7 @@ def take_kernel(
         tl.store(sent_values + slots, value.to(V), mask=is_taken)
         residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32))
         tl.store(residual + position, exact - value, mask=is_taken)
-        if MASKING:
+        if masking != 0:
             buffer = tl.load(row + MOMENTUM_BUFFER)
             itemsize = tl.load(row + MOMENTUM_ITEMSIZE)
             is_sent = is_taken & (value != 0)

@@ -3,11 +3,10 @@
 # mypy: ignore-errors
 # No `from __future__ import annotations`: Triton reads the annotations as objects.
 
-import triton
 import triton.language as tl
 
 from lightning_lowbw.ops.table import Arrived, Field
-from lightning_lowbw.ops.triton_kernels import rounded
+from lightning_lowbw.ops.triton_kernels import kernel, rounded
 
 FIELD_COLUMNS = tl.constexpr(len(Field._fields))
 FIELD_NUM_SENT = tl.constexpr(Field._fields.index("num_sent"))
@@ -29,7 +28,7 @@ ARRIVED_RATE = tl.constexpr(Arrived._fields.index("rate"))
 ARRIVED_FIRST_TILE = tl.constexpr(Arrived._fields.index("first_tile"))
 
 
-@triton.jit
+@kernel
 def pack_kernel(
     fields, positions, values, residuals, words, sent_values, limit,
     V: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,9 +70,10 @@ def pack_kernel(
     tl.store(unsent, tl.load(unsent, mask=has_residual, other=0.0) + (exact - value), mask=has_residual)
 
 
-@triton.jit
+@kernel
 def unpack_kernel(
-    fields, messages, positions, values, damaged, message_words, num_elements, first_value,
+    fields, messages, positions, values, damaged,
+    message_words: tl.int64, num_elements: tl.int64, first_value: tl.int64,
     V: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read the positions of a tensor in a message, as `what.positions.unpack` does; with HAS_VALUES the values too.
@@ -128,9 +128,9 @@ def unpack_kernel(
             tl.store(values + number * num_elements + first + lanes, value, mask=lanes < count)
 
 
-@triton.jit
+@kernel
 def apply_kernel(
-    table, owners, positions, values, num_messages, num_elements, turns, scale,
+    table, owners, positions, values, num_messages, num_elements: tl.int64, turns, scale,
     MESSAGES: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Average what all participants have sent for a tile of a tensor, in their order: `averages.average_many_`.

@@ -92,6 +92,11 @@ class AutoSparsity:
         return self._chosen
 
     @property
+    def measures(self) -> bool:
+        """Whether sparse steps may be timed in this fit: at its start, or when the link has changed."""
+        return self._given is not None
+
+    @property
     def has_chosen_dense(self) -> bool:
         """Whether all steps stay dense."""
         return self._chosen is not None and self._chosen.get("when", self._chosen.get("method")) is None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.worker import Worker
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Regime:
             worker.check_schedule()
         device = self.strategy.root_device
         if self.strategy.method.uses_kernels(device) and self.strategy.world_size > 1:
-            prepare_kernels(device)
+            prepare_kernels(device, uses_of(self.strategy.workers, measures=self.strategy.auto.measures))
 
     def begin_batch(self, batch: Any) -> None:
         """Called before each batch."""

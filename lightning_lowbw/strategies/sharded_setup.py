@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_lowbw.engine.kernels import prepare_kernels
+from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_parameters
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
@@ -83,7 +83,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
             worker.begin_local()
     if strategy.groups.topology.num_nodes > 1:
         if method.uses_kernels(strategy.root_device):
-            prepare_kernels(strategy.root_device)
+            prepare_kernels(strategy.root_device, uses_of(strategy.workers))
         if method.compresses_gradients:
             assert isinstance(method.when, EveryStep)
             warn_if_never_sparse(method.when, trainer)

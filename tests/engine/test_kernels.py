@@ -13,6 +13,7 @@ from lightning_lowbw.engine import kernels
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import compiler, cpu, dispatch
+from lightning_lowbw.ops.trial import Uses
 from tests.engine.problem import Said
 from tests.ranks import run_ranks
 
@@ -26,10 +27,10 @@ def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, 
     faults, of_rank = compiler._faults, dispatch.prepare
     groups = [dist.new_group(list(range(first, 4, num_groups))) for first in range(num_groups)]
     compiler._faults = []
-    dispatch.prepare = lambda device: REASON if rank in failing else None
+    dispatch.prepare = lambda device, uses: REASON if rank in failing else None
     logger.addHandler(said)
     try:
-        sentence = prepare_kernels(CPU, None if num_groups == 1 else groups[rank % num_groups])
+        sentence = prepare_kernels(CPU, Uses(), None if num_groups == 1 else groups[rank % num_groups])
         return sentence, said.messages, dispatch.kernels_for(torch.zeros(8)) is cpu
     finally:
         logger.removeHandler(said)
@@ -65,8 +66,8 @@ def test_who_compiles_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         for patience_s, seconds in ((60.0, 0.0), (0.1, 1.0)):
             monkeypatch.setattr(kernels, "PATIENCE_S", patience_s)
-            monkeypatch.setattr(dispatch, "prepare", lambda _, seconds=seconds: time.sleep(seconds))
-            assert prepare_kernels(CPU) is None
+            monkeypatch.setattr(dispatch, "prepare", lambda *_, seconds=seconds: time.sleep(seconds))
+            assert prepare_kernels(CPU, Uses()) is None
     finally:
         logger.removeHandler(said)
     assert said.messages == [kernels.COMPILING]

@@ -20,9 +20,8 @@ POINTERS = {
     for name in names.split()
 }
 SCALARS = {
-    **dict.fromkeys(
-        ["first", "num_tensors", "num_messages", "num_elements", "message_words", "first_value", "turns"], "i32"
-    ),
+    **dict.fromkeys(["first", "masking", "num_tensors", "num_messages", "turns"], "i32"),
+    **dict.fromkeys(["num_elements", "message_words", "first_value"], "i64"),
     **dict.fromkeys(["limit", "scale"], "fp32"),
 }
 IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection
@@ -37,8 +36,8 @@ def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options:
     types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
     if "counts" not in kernel.arg_names:  # of the selection
         types |= {**IN_MESSAGES, "sent_values": f"*{constants.get('V')}"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in POINTERS}
-    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, aligned)
+    assert all(param.is_constexpr or param.do_not_specialize for param in kernel.params)
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, {})
     compiled = triton.compile(source, GPUTarget("cuda", capability, WARP_SIZE), {**gpu.OPTIONS, **options})
     assert compiled.asm["cubin"]
     return str(compiled.asm["ptx"])
@@ -53,9 +52,9 @@ def main() -> None:
     for capability, dtype_name in TARGETS.items():
         dtype = getattr(tl, dtype_name)
         kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
-        blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": 256}
+        blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": gpu.TENSORS}
         digits = [{"SHIFT": shift, "BITS": bits, "WIDTH": gpu.BINS} for shift, bits in gpu.DIGITS]
-        take = {"V": dtype, "MASKING": True, **blocks}
+        take = {"V": dtype, **blocks}
         wide_options = {"num_warps": 8}
         for name, kernel, constants, options in (
             *(

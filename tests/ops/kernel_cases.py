@@ -167,7 +167,7 @@ def test_all_forms_at_once() -> None:
         check(segments, workspace)
         redraw(segments)
     assert missed(workspace) == []
-    assert len(workspace.launches) == len({*workspace.kinds}) == 7
+    assert len(workspace.launches) == len({*workspace.kinds}) == 6
 
 
 @pytest.mark.parametrize("masking", [False, True])
