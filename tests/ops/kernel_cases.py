@@ -21,7 +21,8 @@ from lightning_lowbw.ops import averages, dispatch, gpu, reference
 from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.gpu import APPLY_BLOCK, SELECT_BLOCK
 from lightning_lowbw.ops.reference import SecondMoment, Segment
-from lightning_lowbw.ops.table import BLOCK, Workspace
+from lightning_lowbw.ops.table import BLOCK, Kind, Workspace
+from lightning_lowbw.ops.trial import Uses
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.positions import num_words
 from lightning_lowbw.what.selection import SampledSelector, Selection
@@ -338,6 +339,14 @@ def test_as_many_candidates_as_there_is_room_for() -> None:
     assert missed(workspace) == [1, 3]
 
 
+def test_more_tensors_than_a_program_looks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TENSORS", 4)
+    segments, workspace = [make(numel, 3) for numel in (9, 5, 300, 7, BLOCK + 1, 3, 8, 50, 20, 4)], Workspace()
+    for _ in range(2):
+        check(segments, workspace)
+        redraw(segments)
+
+
 def test_thresholds_are_found_and_steered() -> None:
     """Two digits of all magnitudes tell how many reach what: the count that follows is near the one that is wanted."""
     numel, k = 16 * BLOCK, 40
@@ -638,6 +647,23 @@ def test_the_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch, Count(patch) as count:
         assert dispatch.prepare(torch.device(DEVICE)) is None
     assert set(count.launched) == set(KERNELS)
+
+
+@pytest.mark.parametrize("value_dtype", [*WIRE_DTYPES, None])
+@pytest.mark.parametrize("is_adam", [False, True])
+def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The specification agrees with the kernels: otherwise all ranks would go without."""
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16,) * 3]
+    dtypes += [] if is_adam else [(BFLOAT16, FLOAT32, BFLOAT16), (FLOAT16, FLOAT32, FLOAT16)]
+    uses = Uses(
+        kinds=tuple(
+            Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)
+        ),
+        value_dtypes=(value_dtype,),
+        num_messages=(1, 3) if value_dtype is None else (),
+    )
+    assert dispatch.prepare(torch.device(DEVICE), uses) is None
 
 
 @pytest.mark.parametrize("name", KERNELS)
