@@ -72,6 +72,8 @@ LATENCY_S = 1e-4
 LINKS = {name: Link(LATENCY_S, gbit * 1e9 / 8) for name, gbit in (("100mbit", 0.1), ("1gbit", 1.0), ("10gbit", 10.0))}
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
+CONTROL = "ddp, perturbed"  # the first parameter by a millionth: how much runs differ that are equal but for rounding
+PERTURBATION = 1e-6
 VARIANTS: dict[str, dict[str, Any]] = {  # arguments of DGCStrategy
     "dgc 99.9 %": {"sparsity": FIXED["sparsity"]},
     "auto": {"sparsity": "auto"},
@@ -287,7 +289,10 @@ def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> R
     pl.seed_everything(job["seed"], workers=True, verbose=False)
     curve, data = Curve(stop_after), data_of(job["task"])
     model = TASKS[job["task"]].make_model()
-    strategy = DGCStrategy(**VARIANTS[job["method"]]) if job["method"] in VARIANTS else job["method"]
+    if job["method"] == CONTROL:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0 + PERTURBATION)
+    strategy = DGCStrategy(**VARIANTS[job["method"]]) if job["method"] in VARIANTS else "ddp"
     trainer = make_trainer(strategy, job["steps"], curve, data, NUM_RANKS)
     started_s = time.perf_counter()
     with nominal_values(nominal, job["task"], LINKS[job["link"]]) as said:
@@ -389,7 +394,7 @@ def wanted_runs(task: str, chosen: list[Row], methods: Sequence[str], is_first: 
 
     Where auto stays dense it is ddp, to the bit: checked with the first seed.
     """
-    fixed, runs = {"ddp": None, "dgc 99.9 %": FIXED}, list[Row]()
+    fixed, runs = {"ddp": None, CONTROL: None, "dgc 99.9 %": FIXED}, list[Row]()
     for method in methods:
         for each in chosen:
             schedule = fixed.get(method, each["schedule"])
@@ -972,7 +977,7 @@ def main() -> None:
     parser.add_argument("--timed-tasks", nargs="+", choices=TIMED_TASKS, default=list(TIMED_TASKS))
     parser.add_argument("--steps", nargs="+", type=int, choices=STEPS, default=list(STEPS))
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--methods", nargs="+", choices=["ddp", *VARIANTS], default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=["ddp", CONTROL, *VARIANTS], default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE", help="of engine/auto.py")
     parser.add_argument("--name", default="auto", help="of the results; the card is written for the default alone")

@@ -2,7 +2,7 @@
 
     python benchmarks/ops_gpu.py             # about four minutes; `make gpu` runs the GPU's tests first
 
-Timed is all between the end of backward and the stepped weights: `worker.prepare`, `worker.exchange` and
+Timed is all between the end of backward and the stepped weights: `worker.list_gradients`, `worker.exchange` and
 `optimizer.step`. Nothing is sent: each rank's message is this rank's own, so that packing, unpacking and averaging are
 those of a real step. Beside it stand the optimizer's own step, the copy of as much memory as a step must touch,
 `torch.topk`, and PowerSGD's matmuls. All take turns, between CUDA events; medians. A step that waits for the device
@@ -153,7 +153,7 @@ class Contest:
 
         def step() -> None:
             with worker.stepping():
-                worker.prepare(checks_now=False)
+                worker.list_gradients()
                 worker.exchange(applies=True)
                 optimizer.step()
 

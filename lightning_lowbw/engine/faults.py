@@ -6,7 +6,7 @@ in the order of the kinds: a kind has one for each tensor that is checked, or a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -83,16 +83,13 @@ def first_fault(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
     return torch.stack(row).view(torch.uint8).argmax()  # of equal ones the first
 
 
-def gradient_fault(
-    worker: GradientWorker, slots: Sequence[Slot], known: dict[Parameter, Tensor], later: Collection[Parameter] = ()
-) -> Tensor:
+def gradient_fault(worker: GradientWorker, slots: Sequence[Slot], known: dict[Parameter, Tensor]) -> Tensor:
     """Return the number of this rank's first fault `OF_GRADIENTS`, 0 if there is none; a scalar.
 
     Args:
         worker: of the gradients.
         slots: at least one.
         known: whether gradients have an inf or NaN, of those that have been checked; the others are added.
-        later: parameters whose gradients are checked later.
     """
     unchecked: dict[Parameter, Tensor] = {}
     device = slots[0].parameter.device
@@ -101,7 +98,7 @@ def gradient_fault(
         if slot.has_sparse_layout:
             number = numbers_of(OF_GRADIENTS, len(slots))[Kind.LAYOUT][index]
             return torch.tensor(number, dtype=torch.float32, device=device)
-        if gradient is not None and parameter not in later and parameter not in known:
+        if gradient is not None and parameter not in known:
             unchecked[parameter] = gradient
     known.update(zip(unchecked, are_not_finite(list(unchecked.values())), strict=True))
     late, now = ([flags.get(slot.parameter) for slot in slots] for flags in (worker.late_faults, known))

@@ -73,8 +73,8 @@ class GradientWorker(Worker):
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
         large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         orders: the order of a parameter's elements in its residual, by name.
-        fault: after `prepare`, 1 + the number of the first fault, else 0, as returned by `gradient_fault`; a scalar.
-            May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
+        fault: after `check_gradients`, 1 + the number of the first fault, else 0, as returned by `gradient_fault`; a
+            scalar. May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
     """
 
     is_local = False
@@ -89,7 +89,6 @@ class GradientWorker(Worker):
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
-        self._unchecked: list[Slot] = []  # whose gradients are checked while they are accumulated
         self._made_for = what
         self.orders: dict[str, Order] = {}
         self.correction = correction_for(
@@ -211,39 +210,34 @@ class GradientWorker(Worker):
     # One step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
         self._is_prepared, self._num_backwards = True, num_backwards
-        self._slots, self._unchecked, self.fault = [], [], None
+        self._slots, self.fault = [], None
         if self.large is not None and not self._has_begun:
             self.large.take_back()  # of an exchange that failed
         if self.peers.num_ranks == 1:
             return
         reduced = frozenset(reduced)
         self._list_slots(reduced if self.reduces_in_backward else frozenset())
-        if not self._slots:
-            return
         if self.reduces_in_node:
             others = [slot.parameter for slot in self._slots if slot.parameter not in reduced]
             if others:
                 average_gradients_(others, [], self.peers.node, others[0].device)
-        known = {} if self.large is None else self.large.faults
-        if self.large is not None and not checks_now:
-            self._unchecked = [
-                slot for slot in sparse_of(self._slots) if not slot.is_missing and slot.parameter not in known
-            ]
-        # Before clipping: one NaN makes the total norm NaN. Sparse gradients cannot be clipped, and are refused.
-        if not self._unchecked or any(slot.has_sparse_layout for slot in self._slots):
-            unchecked = {slot.parameter for slot in self._unchecked}
-            self.fault = gradient_fault(self, self._slots, known, unchecked)
+
+    @torch.no_grad()
+    def check_gradients(self) -> None:
+        if not self._slots:
+            return
+        self.fault = gradient_fault(self, self._slots, {} if self.large is None else self.large.faults)
         for slot in self._slots:
-            if slot.is_missing:
+            if slot.is_missing:  # a sparse tensor, which is refused
                 slot.parameter.grad = None
 
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Replace this rank's gradients by those the optimizer is to step with.
 
-        In the dense phase: the mean over ranks, for parameters not in `prepare`'s `reduced`. Then: the method.
+        In the dense phase: the mean over ranks, for parameters not in `list_gradients`' `reduced`. Then: the method.
 
         In place:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
@@ -277,17 +271,19 @@ class GradientWorker(Worker):
                 "(skip_nonfinite) cannot take back. Leave out one of them."
             )
         if not self._is_prepared:
-            self.prepare(checks_now=skip_nonfinite)
+            self.list_gradients()
+        if skip_nonfinite and self.fault is None:
+            self.check_gradients()
         self._is_prepared = False  # also where this one fails
         self._is_taken = self._exchange_slots(skip_nonfinite, applies)
         self._is_exchanged = True
         return self._is_taken
 
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
-        if self.large is not None and self._unchecked:
-            self.large.compress(self._unchecked, self.density)
-            if self.fault is None:
-                self.fault = gradient_fault(self, self._slots, self.large.faults)
+        if self.fault is None:
+            if self.large is not None:
+                self.large.compress_unchecked(self._slots, self.density)
+            self.check_gradients()  # the others; these have been checked
         if self._slots and not self._average_whole(skip_nonfinite):
             return False
         if self.peers.num_participants == 1:
@@ -311,7 +307,7 @@ class GradientWorker(Worker):
 
     def give_back(self) -> None:
         self.correction.give_back()
-        self._slots, self._unchecked, self.fault = [], [], None
+        self._slots, self.fault = [], None
         if self.large is not None and self.large.take_back():
             self.torn = f"the exchange of gradients after step {self.step}"
 

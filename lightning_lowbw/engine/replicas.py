@@ -77,10 +77,7 @@ class ReplicaWorker(Worker):
         named_buffers: Mapping[str, Tensor],
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
-        if self.when.node_k_steps != 1 and not peers.is_two_level and peers.num_ranks > 1:
-            raise ConfigurationError(
-                f"node_k_steps={self.when.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
-            )
+        self.when.check_levels(peers.is_two_level or peers.num_ranks == 1)
         self.steps_since_average = self.num_averages = 0
         self.num_samples = 0.0
         self.weighs_samples = False
@@ -191,7 +188,7 @@ class ReplicaWorker(Worker):
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
         self.check_schedule()
         self._is_prepared, self._reduced = True, frozenset(reduced)
 
@@ -200,7 +197,7 @@ class ReplicaWorker(Worker):
         """Make the gradients of a synchronous step the mean over ranks, of a local one the mean over the node.
 
         In place:
-            `.grad` of the optimizer's parameters that are not in `prepare`'s `reduced`.
+            `.grad` of the optimizer's parameters that are not in `list_gradients`' `reduced`.
 
         Collective: all ranks in synchronous steps, those of a node in local ones if there are two levels; one
         all-reduce, blocking. Else a local step communicates nothing.
@@ -216,7 +213,7 @@ class ReplicaWorker(Worker):
             ConfigurationError: on all ranks that average; a gradient is sparse.
         """
         if not self._is_prepared:
-            self.prepare()
+            self.list_gradients()
         self._is_exchanged = True
         if self.peers.num_ranks == 1:
             return True

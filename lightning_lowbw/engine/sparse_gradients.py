@@ -107,6 +107,11 @@ class SparseGradients:
             faults = self.late if slot.parameter in self.faults else self.faults
             faults[slot.parameter] = flag
 
+    def compress_unchecked(self, slots: Sequence[Slot], density: float) -> None:
+        """Compress the sparse tensors whose gradients nobody has checked: the pass that accumulates them does it."""
+        unchecked = [slot for slot in sparse_of(slots) if not slot.is_missing and slot.parameter not in self.faults]
+        self.compress(unchecked, density)
+
     def begin(self, slots: list[Slot], density: float, kind: str = "all_gather") -> None:
         """Send the selected elements of some tensors; selects those that are not selected yet.
 

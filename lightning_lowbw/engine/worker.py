@@ -134,8 +134,13 @@ class Worker:
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0, checks_now: bool = True) -> None:
-        """List the tensors of this step and check their gradients; `exchange` calls it if the caller has not.
+    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+        """List the gradients of this step and check them, before the caller clips them: both calls below."""
+        self.list_gradients(reduced=reduced, num_backwards=num_backwards)
+        self.check_gradients()
+
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+        """List the tensors of this step; `exchange` calls it if the caller has not.
 
         In place:
             On two levels `.grad` of parameters not in `reduced` becomes the mean of the node.
@@ -147,10 +152,15 @@ class Worker:
                 `reduces_in_node`.
             num_backwards: counted by the caller. If ranks call this after different numbers of backward passes, because
                 one has skipped a step that the others take, all ranks raise an error.
-            checks_now: check all gradients for NaN and inf here, before clipping. Otherwise the exchange checks them
-                while it accumulates, and a fault ends the training.
         """
         raise NotImplementedError
+
+    def check_gradients(self) -> None:
+        """Check the listed gradients for NaN and inf, in a pass over memory; `exchange` tells all ranks the result.
+
+        Needed before clipping, which spreads a NaN, and before a step that may be skipped: a residual must not have
+        taken its gradients. Where nothing is called, `exchange` checks them in the pass that accumulates them.
+        """
 
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
@@ -228,8 +238,8 @@ class Worker:
             elif kwargs.get("closure") is not None:
                 kwargs = {**kwargs, "closure": self._exchanging(kwargs["closure"])}
             else:
-                is_taken = self._exchange_once(skip_nonfinite=scaling is not None, applies=not self._is_watched)
-                is_taken = is_taken and (scaling is None or self._is_finite())
+                is_taken = self._exchange_once(skip_nonfinite=scaling is not None)
+                is_taken = is_taken and (scaling is None or _are_finite(self._gradients()))
             result = step(*args, **kwargs) if is_taken else None
         except BaseException:
             self._tear()
@@ -263,10 +273,6 @@ class Worker:
             gradients[0].fill_(torch.inf)
         return scaling
 
-    def _is_finite(self) -> bool:
-        are_finite = [is_finite(gradient) for gradient in self._gradients()]
-        return not are_finite or bool(torch.stack(are_finite).all())
-
     def _gradients(self) -> list[Tensor]:
         """Return the gradients of the optimizer's parameters, of sparse ones the values."""
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -278,20 +284,16 @@ class Worker:
         def exchanging_closure() -> Any:
             self._is_prepared = self._is_exchanged = False  # those were other gradients
             result = closure()
-            self._exchange_once(applies=not self._is_watched)
+            self._exchange_once()
             return result
 
         return exchanging_closure
 
-    def _exchange_once(self, *, skip_nonfinite: bool = False, applies: bool) -> bool:
-        if not self._is_exchanged:  # by hand
-            return self.exchange(skip_nonfinite=skip_nonfinite, applies=applies and not skip_nonfinite)
-        return self._is_taken
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether hooks of the optimizer's step may read its gradients."""
-        return has_step_hooks(self.optimizer)
+    def _exchange_once(self, *, skip_nonfinite: bool = False) -> bool:
+        if self._is_exchanged:  # by hand
+            return self._is_taken
+        applies = not (skip_nonfinite or has_step_hooks(self.optimizer))  # which may read the gradients
+        return self.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
     # Requests between ranks -----------------------------------------------------------------------------------------
 
@@ -326,3 +328,8 @@ class Worker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         raise NotImplementedError
+
+
+def _are_finite(gradients: Iterable[Tensor]) -> bool:
+    are_finite = [is_finite(gradient) for gradient in gradients]
+    return not are_finite or bool(torch.stack(are_finite).all())

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_lowbw.engine.worker import Worker
+
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
@@ -33,6 +35,10 @@ class Clipping:
         module = self._strategy.lightning_module
         assert module is not None
         return bool(module.trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
+
+    def comes_before_exchange(self, worker: Worker) -> bool:
+        """Return whether the coming step of an optimizer clips, and does so before the exchange."""
+        return worker.clips_before_exchange and self.is_asked_for
 
     def clip(self, optimizer: Optimizer) -> None:
         """Clip the gradients of an optimizer, the user's own, before they are exchanged.

@@ -58,10 +58,7 @@ class Replicas(Regime):
         super().__init__(strategy)
         when = strategy.method.when
         assert isinstance(when, EveryK)
-        if strategy.method.where.topology == "flat" and when.node_k_steps != 1:
-            raise ConfigurationError(
-                f"node_k_steps={when.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
-            )
+        when.check_levels(strategy.method.where.topology != "flat")
         if strategy._ddp_kwargs.get("broadcast_buffers"):
             raise ConfigurationError(
                 "broadcast_buffers=True sends the buffers of rank 0 in every forward pass; local SGD averages them "

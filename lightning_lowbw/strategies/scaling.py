@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,29 @@ def scaler_of(precision_plugin: Any) -> Any:
     """Return the GradScaler that is in use; None if there is none."""
     scaler = getattr(precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def exchange_unscaled_(precision_plugin: Any, optimizer: Optimizer, exchange: Callable[[bool], bool]) -> None:
+    """Exchange the gradients of an optimizer without the scale of a GradScaler, if there is one.
+
+    In place:
+        `.grad` of its parameters. If the step is not to be taken, the scaler will find an inf, and skip it.
+
+    Args:
+        precision_plugin: Lightning's.
+        optimizer: the user's own.
+        exchange: whether to skip steps with inf or NaN -> whether the step is to be taken.
+    """
+    scaler = scaler_of(precision_plugin)
+    if scaler is None:
+        exchange(False)
+        return
+    scale = scaler.get_scale()
+    scale_gradients_(optimizer, 1.0 / scale)
+    if exchange(True):
+        scale_gradients_(optimizer, scale)  # which the plugin takes out again
+    else:
+        let_scaler_skip_(optimizer)
 
 
 def scale_gradients_(optimizer: Optimizer, factor: float) -> None:

@@ -27,16 +27,20 @@ from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
+from lightning_lowbw.strategies.backwards import Backwards
+from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Needs
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.interruption import InterruptibleModelParallel
 from lightning_lowbw.strategies.keywords import as_timeout
+from lightning_lowbw.strategies.onlookers import is_gradient_seen
+from lightning_lowbw.strategies.optimizers import OptimizerWorkers
+from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
-from lightning_lowbw.strategies.sharded_step import ShardedStep
 from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.words import in_words
@@ -49,7 +53,7 @@ from lightning_lowbw.where.topology import Topology
 from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice, resolve
 
 
-class ShardedStrategy(InterruptibleModelParallel):
+class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
     """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
 
     Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
@@ -127,7 +131,7 @@ class ShardedStrategy(InterruptibleModelParallel):
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "resume": resume}
         self._blocks = tuple(blocks) if not isinstance(blocks, str) else blocks
-        self._workers: dict[int, Worker] = {}  # by id of the optimizer
+        self._workers = {}
         self._views: dict[int, LocalView] = {}  # by id of the worker
         self._tensors = LocalTensors()
         self._groups: NodeMesh | None = None
@@ -140,7 +144,8 @@ class ShardedStrategy(InterruptibleModelParallel):
         self.clipping = Clipping(self)  # type: ignore[arg-type]
         self.auto = NothingChosen()
         self._default = DefaultSharding(self._blocks)
-        self._step = ShardedStep(self)
+        self._guard = BypassGuard()
+        self._backwards = Backwards()
         self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]
 
     accelerator = property(ModelParallelStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
@@ -150,17 +155,6 @@ class ShardedStrategy(InterruptibleModelParallel):
         chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
         shown = ", ".join(f"{name}={value!r}" for name, value in {"topology": self.topology, **chosen}.items())
         return f"{type(self).__name__}({in_words(self.method)}; {shown})"
-
-    @property
-    def workers(self) -> list[Worker]:
-        """The method's workers, in the order of the optimizers, of the present fit or the last one."""
-        return list(self._workers.values())
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The Trainer of the present fit."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @property
     def groups(self) -> NodeMesh:
@@ -173,34 +167,6 @@ class ShardedStrategy(InterruptibleModelParallel):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return dict(self.groups.sampler_arguments(self.global_rank))
-
-    def worker_of(self, optimizer: Any) -> Worker:
-        """Return the worker of an optimizer.
-
-        Raises:
-            ConfigurationError: `configure_optimizers` has not returned it.
-        """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if id(optimizer) not in self._workers:
-            raise ConfigurationError(
-                f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
-                f"{type(self).__name__} exchanges gradients for those only."
-            )
-        return self._workers[id(optimizer)]
-
-    def reconfigure(self, method: Method) -> None:
-        """Replace the method's configuration, for the next steps.
-
-        Collective: all ranks.
-
-        Raises:
-            DisagreementError: on all ranks.
-        """
-        facts.agree_on_configuration(type(self).__name__, method.facts())
-        self.method = method
-        for worker in self.workers:
-            worker.method = method
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -234,7 +200,7 @@ class ShardedStrategy(InterruptibleModelParallel):
             self._workers.clear()
             self._views.clear()
             self._tensors = LocalTensors()
-            self._step.backwards.begin_fit()
+            self._backwards.begin_fit()
             self.signals.begin_fit()
             self.regime.view.keep()
             assert self.model is not None
@@ -258,7 +224,7 @@ class ShardedStrategy(InterruptibleModelParallel):
     def on_train_start(self) -> None:
         super().on_train_start()
         agree("data", {"number of batches per epoch": self.trainer.num_training_batches})
-        self._step.guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
+        self._guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
         self.signals.defer(self.trainer)
         begin_schedules(self)
 
@@ -272,7 +238,7 @@ class ShardedStrategy(InterruptibleModelParallel):
         self.regime.tear_down()
         self.signals.restore()
         self.clipping.restore()
-        self._step.guard.release()
+        self._guard.release()
         self._default.restore()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
@@ -290,7 +256,7 @@ class ShardedStrategy(InterruptibleModelParallel):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._step.backwards.num += 1
+        self._backwards.num += 1
 
     @override
     def optimizer_step(
@@ -305,16 +271,41 @@ class ShardedStrategy(InterruptibleModelParallel):
 
         def exchanging_closure() -> Any:
             result = closure()
-            self._step.end_closure(worker, view)
+            self._end_closure(worker, view)
             return result
 
-        with self._step.guard.allowing(view.optimizer), worker.stepping():
+        with self._guard.allowing(view.optimizer), worker.stepping():
             try:
                 result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
             finally:
                 view.release()
         self.signals.read_requests(worker)
         return result
+
+    @torch.no_grad()
+    def _end_closure(self, worker: Worker, view: LocalView) -> None:
+        """Replace the gradients of the optimizer that steps by those it steps with."""
+        if worker.is_local:  # Lightning alone clips and scales, by the norm of all shards together
+            worker.exchange()
+            return
+        if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
+            view.optimizer.zero_grad(set_to_none=True)  # sent already
+            return
+        exchange_unscaled_(self.precision_plugin, view.optimizer, functools.partial(self._exchange, worker, view))
+
+    def _exchange(self, worker: Worker, view: LocalView, skip_nonfinite: bool = False) -> bool:
+        """Check for faults, clip, exchange; return whether the step is to be taken."""
+        view.refresh()
+        view.take_gradients()
+        worker.list_gradients(num_backwards=self._backwards.num)
+        worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
+        self.regime.agree_in_node(worker)
+        if self.clipping.comes_before_exchange(worker):
+            self.clipping.clip(view.optimizer)  # by the norm of the node's gradient, all shards together
+        applies = not (skip_nonfinite or is_gradient_seen(self.trainer, view.optimizer, self._guard))
+        is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+        view.give_gradients()
+        return is_taken
 
     # Validation and checkpoints ---------------------------------------------------------------------------------
 
@@ -334,7 +325,7 @@ class ShardedStrategy(InterruptibleModelParallel):
         if self.is_interrupted:
             return {}
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with self._step.guard.allowing(raw):  # of an optimizer without a state, torch takes an empty step
+        with self._guard.allowing(raw):  # of an optimizer without a state, torch takes an empty step
             state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 

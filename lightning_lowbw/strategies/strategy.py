@@ -19,7 +19,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -29,7 +28,6 @@ from typing_extensions import Unpack, override
 
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
@@ -46,8 +44,9 @@ from lightning_lowbw.strategies.interruption import InterruptibleDDP
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
+from lightning_lowbw.strategies.optimizers import OptimizerWorkers
 from lightning_lowbw.strategies.regime import choose_buffers
-from lightning_lowbw.strategies.scaling import let_scaler_skip_, scale_gradients_, scaler_of
+from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.velocities import with_whole_velocities
@@ -59,7 +58,7 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 SETTLE_S = 0.02
 
 
-class Strategy(InterruptibleDDP):
+class Strategy(OptimizerWorkers, InterruptibleDDP):
     """DDP in which a method does the communication.
 
     Args:
@@ -105,7 +104,7 @@ class Strategy(InterruptibleDDP):
         self.method = as_method(method, topology)
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
-        self._workers: dict[int, Worker] = {}  # by id of the optimizer
+        self._workers = {}
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
         self._make_parts()
 
@@ -133,45 +132,6 @@ class Strategy(InterruptibleDDP):
 
     def _in_words(self) -> str:
         return in_words(Method() if self.auto.has_chosen_dense else self.method)
-
-    @property
-    def workers(self) -> list[Worker]:
-        """The method's workers, in the order of the optimizers, of the present fit or the last one."""
-        return list(self._workers.values())
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The Trainer of the present fit."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def worker_of(self, optimizer: Any) -> Worker:
-        """Return the worker of an optimizer.
-
-        Raises:
-            ConfigurationError: `configure_optimizers` has not returned it.
-        """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if id(optimizer) not in self._workers:
-            raise ConfigurationError(
-                f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
-                f"{type(self).__name__} exchanges gradients for those only."
-            )
-        return self._workers[id(optimizer)]
-
-    def reconfigure(self, method: Method) -> None:
-        """Replace the method's configuration, for the next steps.
-
-        Collective: all ranks.
-
-        Raises:
-            DisagreementError: on all ranks.
-        """
-        facts.agree_on_configuration(type(self).__name__, method.facts())
-        self.method = method
-        for worker in self.workers:
-            worker.method = method
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -319,22 +279,17 @@ class Strategy(InterruptibleDDP):
             if not worker.reduces_in_backward:
                 worker.optimizer.zero_grad(set_to_none=True)
             return
-        scaler = scaler_of(self.precision_plugin)
-        if scaler is None:
-            self._exchange(worker)
-            return
-        scale = scaler.get_scale()
-        scale_gradients_(worker.optimizer, 1.0 / scale)
-        if self._exchange(worker, skip_nonfinite=True):
-            scale_gradients_(worker.optimizer, scale)  # which the plugin takes out again
-        else:
-            let_scaler_skip_(worker.optimizer)
+        exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
-        clips = worker.clips_before_exchange and self.clipping.is_asked_for
-        worker.prepare(reduced=reduced, num_backwards=self._backwards.num, checks_now=clips or skip_nonfinite)
+        worker.list_gradients(reduced=reduced, num_backwards=self._backwards.num)
+        clips = self.clipping.comes_before_exchange(worker)
+        # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
+        # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
+        if clips or skip_nonfinite:
+            worker.check_gradients()
         if clips:
             self.clipping.clip(worker.optimizer)
         applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))

@@ -100,6 +100,17 @@ class EveryK:
         """Whether the parameters are averaged in parts, if there are enough of them."""
         return self.num_fragments != 1
 
+    def check_levels(self, has_levels: bool) -> None:
+        """Check that there are nodes to average inside of, if averages inside nodes are asked for.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        if self.node_k_steps != 1 and not has_levels:
+            raise ConfigurationError(
+                f"node_k_steps={self.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
+            )
+
     def _check_fragments(self) -> None:
         num = self.num_fragments
         if num != AUTO and not is_count(num):

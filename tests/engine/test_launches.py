@@ -215,7 +215,9 @@ def count_step(
                 del count[name]
             with worker.stepping():
                 reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
-                worker.prepare(reduced=reduced, checks_now=has_scaler)
+                worker.list_gradients(reduced=reduced)
+                if has_scaler:
+                    worker.check_gradients()
                 worker.exchange(skip_nonfinite=has_scaler, applies=True)
         return count
 

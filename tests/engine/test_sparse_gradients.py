@@ -236,7 +236,8 @@ def add_up_too_much(kind: str, checks_now: bool, nodes: Nodes, ends: bool) -> tu
             parameters["matrix"].grad.fill_(3e38)
         try:
             with worker.stepping():
-                worker.prepare(checks_now=checks_now)
+                if checks_now:
+                    worker.prepare()
                 worker.exchange()
                 optimizer.step()
             if ends and step == 2:

@@ -1,0 +1,64 @@
+"""The part that `Strategy` and `ShardedStrategy` share: the method's worker of each optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies import facts
+
+
+class OptimizerWorkers(ParallelStrategy):
+    """A strategy that has a worker for each optimizer.
+
+    Attributes:
+        method: the configuration; see `reconfigure`.
+    """
+
+    method: Method
+    _workers: dict[int, Worker]  # by id of the optimizer
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The method's workers, in the order of the optimizers, of the present fit or the last one."""
+        return list(self._workers.values())
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the present fit."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def worker_of(self, optimizer: Any) -> Worker:
+        """Return the worker of an optimizer.
+
+        Raises:
+            ConfigurationError: `configure_optimizers` has not returned it.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if id(optimizer) not in self._workers:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
+                f"{type(self).__name__} exchanges gradients for those only."
+            )
+        return self._workers[id(optimizer)]
+
+    def reconfigure(self, method: Method) -> None:
+        """Replace the method's configuration, for the next steps.
+
+        Collective: all ranks.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
+        facts.agree_on_configuration(type(self).__name__, method.facts())
+        self.method = method
+        for worker in self.workers:
+            worker.method = method
