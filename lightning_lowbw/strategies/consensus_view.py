@@ -23,6 +23,7 @@ from lightning_lowbw.where.agreement import checksum
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.mean import MeanWork
+from lightning_lowbw.where.peers import Peers
 
 # Callbacks that keep an average of the weights over steps, in `_average_model`.
 AVERAGING: tuple[type[pl.Callback], ...] = (
@@ -100,35 +101,44 @@ class ConsensusView:
         return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
 
 
-def agree_on_weights_(module: torch.nn.Module, ledger: TrafficLedger, device: torch.device) -> None:
+def weights_of(module: torch.nn.Module) -> list[Tensor]:
+    """Return the tensors of a module that are averaged: parameters and floating buffers."""
+    buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
+    return [*(p.detach() for p in module.parameters()), *buffers]
+
+
+def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.device) -> None:
     """Average weights that differ after the last average: a callback (weight averaging) may have put in its own.
 
     In place:
-        Parameters and floating buffers.
+        The tensors that differ.
 
-    Collective: all ranks, blocking; two numbers, and where these differ two for each tensor, and those that differ.
+    Collective: all peers, blocking; two numbers, and where these differ two for each tensor, and those that differ.
+
+    Args:
+        tensors: of the same shapes on all peers.
+        peers: among which the weights should be equal.
+        device: of the messages.
     """
-    tensors = [p.detach() for p in module.parameters()]
-    tensors += [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
-    if not any(_differ([tensors], device)):
+    if peers.num_ranks == 1 or not tensors or not any(_differ([tensors], peers, device)):
         return
-    are_unequal = _differ([[tensor] for tensor in tensors], device)
+    are_unequal = _differ([[tensor] for tensor in tensors], peers, device)
     unequal = [tensor for tensor, is_unequal in zip(tensors, are_unequal, strict=True) if is_unequal]
     nothing_beside = torch.zeros(1, dtype=torch.float32, device=device)
     there = [tensor.to(device) for tensor in unequal]  # a callback may keep its average on the CPU
-    mean = MeanWork(there, nothing_beside, 1.0 / dist.get_world_size(), FlatPeers(None, ledger))
+    mean = MeanWork(there, nothing_beside, 1.0 / peers.num_ranks, peers)
     for tensor, value in zip(unequal, mean.wait()[0], strict=True):
         as_real(tensor).copy_(value)
 
 
-def _differ(lists: Sequence[Sequence[Tensor]], device: torch.device) -> list[bool]:
-    """Return which lists of tensors differ between ranks.
+def _differ(lists: Sequence[Sequence[Tensor]], peers: Peers, device: torch.device) -> list[bool]:
+    """Return which lists of tensors differ between peers.
 
-    Collective: all ranks, blocking; two numbers for each list.
+    Collective: all peers, blocking; two numbers for each list, which are not in the ledger.
     """
     bits = torch.stack([torch.as_tensor(checksum(each), dtype=torch.int64, device=device) for each in lists])
     extremes = torch.stack([bits, -bits])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=peers.group)
     return (extremes[0] != -extremes[1]).tolist()
 
 
@@ -146,7 +156,7 @@ def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         average = getattr(callback, "_average_model", None) if isinstance(callback, classes) else None
         if average is not None:
-            agree_on_weights_(average, ledger, device)
+            agree_on_weights_(weights_of(average), FlatPeers(None, ledger), device)
 
 
 def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:

@@ -7,7 +7,6 @@ In a dense step the bucket is all-reduced during backward; in a sparse or local 
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.side_queue import new_future, side_stream
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -112,8 +112,7 @@ class GradientHook:
 
 def completed(buffer: Tensor) -> Future[Tensor]:
     """Return a future of a bucket that needs no more reduction, done after the work queued on the current stream."""
-    # A future without devices records no event, and DDP does not wait for the stream.
-    future: Future[Tensor] = Future(devices=[buffer.device]) if buffer.is_cuda else Future()
+    future = new_future(buffer.device)
     future.set_result(buffer)
     return future
 
@@ -129,7 +128,7 @@ def copied_back(buffer: Tensor, pending: Sequence[tuple[list[Tensor], Future[Ten
     if buffer.is_cuda:
         # On a stream that waits for each of them in turn; the host and the backward pass go on. `collect_all` would
         # return a future without devices, and DDP would read the bucket before the reduction has run.
-        with _side_stream(buffer.device):
+        with torch.cuda.stream(side_stream(buffer.device, "buckets")):
             for views, future in pending:
                 _copy_back(views, future)
             return completed(buffer)
@@ -149,12 +148,3 @@ def _copy_back(views: list[Tensor], future: Future[Tensor]) -> None:
         values.record_stream(torch.cuda.current_stream(values.device))
     for view, value in zip(views, values.split([view.numel() for view in views]), strict=True):
         view.copy_(value.view(view.shape))
-
-
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _side_stream(device: torch.device) -> AbstractContextManager[None]:
-    return torch.cuda.stream(_stream_of(device))

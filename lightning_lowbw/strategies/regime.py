@@ -24,7 +24,7 @@ class Regime:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self._callback: Callback = EndOfBatch(self)
+        self._callback = FirstCallback(self)
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
@@ -60,6 +60,9 @@ class Regime:
         if self.strategy.method.uses_kernels(device) and self.strategy.world_size > 1:
             prepare_kernels(device, uses_of(self.strategy.workers, measures=self.strategy.auto.measures))
 
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        """Called before each epoch, whose data may have changed."""
+
     def begin_batch(self, batch: Any) -> None:
         """Called before each batch."""
 
@@ -93,11 +96,20 @@ class Regime:
         if self.strategy.signals.save_is_due:
             self.strategy.signals.save(trainer)
 
+    def show(self) -> None:
+        """Put the consensus into the model, until the next batch, the end of validation or the end of a save."""
+
     def begin_validation(self) -> None:
         """Called before validation."""
 
+    def agree_on_metrics(self, trainer: pl.Trainer) -> None:
+        """Average the metrics that callbacks monitor, if ranks have their own; called after validation, before them."""
+
     def end_validation(self) -> None:
         """Called after validation, after all other callbacks."""
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """Called at the end of an epoch, before the callbacks."""
 
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the weights for a checkpoint."""
@@ -105,6 +117,9 @@ class Regime:
 
     def end_save(self) -> None:
         """Called when a checkpoint has been written."""
+
+    def leave_consensus(self) -> None:
+        """Leave the consensus in the model; called at the end of the training, before the callbacks' `on_train_end`."""
 
     def end_training(self) -> None:
         """Called after all callbacks at the end of the training."""
@@ -117,14 +132,30 @@ class Regime:
             trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
 
 
-class EndOfBatch(Callback):
-    """Calls a regime at the end of a batch, before all other callbacks."""
+class FirstCallback(Callback):
+    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
 
     def __init__(self, regime: Regime) -> None:
         self._regime = regime
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._regime.begin_epoch(trainer)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._regime.end_batch(trainer)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._regime.show()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._regime.agree_on_metrics(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._regime.end_epoch(trainer)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._regime.leave_consensus()
 
 
 def choose_buffers(model: DistributedDataParallel, choose: Callable[[list[Tensor]], list[Tensor]]) -> None:

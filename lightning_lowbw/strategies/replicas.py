@@ -24,12 +24,14 @@ from lightning_lowbw.strategies.consensus_view import (
     agree_on_averages_,
     agree_on_monitored,
     agree_on_weights_,
+    weights_of,
 )
 from lightning_lowbw.strategies.ends import Ends, is_over
 from lightning_lowbw.strategies.quiet import Quiet
-from lightning_lowbw.strategies.regime import EndOfBatch, Regime
+from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.uneven import Policy, Uneven
 from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.where.flat_peers import FlatPeers
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -68,7 +70,6 @@ class Replicas(Regime):
         self.uneven = Uneven(strategy, uneven, self._after_average)
         self.ends = Ends(strategy, uneven, self._after_average, self.quiet.pause_audit)
         self.view = ConsensusView()
-        self._callback = FirstCallback(self)
         self._losses: list[Tensor] = []  # since the last step of any optimizer
 
     @property
@@ -192,8 +193,8 @@ class Replicas(Regime):
 
     # The consensus view -----------------------------------------------------------------------------------------
 
+    @override
     def show(self) -> None:
-        """Put the consensus into the model, until the next batch, the end of validation or the end of a save."""
         module = self.strategy.lightning_module
         if module is None or module._trainer is None or self.view.is_shown:
             return
@@ -224,19 +225,24 @@ class Replicas(Regime):
         if not self.strategy.trainer.validating:
             self.view.hide()
 
+    @override
     def begin_epoch(self, trainer: pl.Trainer) -> None:
-        """Begin an epoch, whose data may have changed."""
         self.uneven.begin_epoch(trainer, self.workers)
         self.ends.begin_epoch(trainer, self.uneven.is_unknown)
 
+    @override
+    def agree_on_metrics(self, trainer: pl.Trainer) -> None:
+        agree_on_monitored(trainer, self.strategy.root_device)
+
+    @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Agree on monitored metrics; the epoch may have ended without a last batch."""
         self.quiet.pause_audit()
         self.ends.finish_epoch(is_over(trainer))
-        agree_on_monitored(trainer, self.strategy.root_device)
+        self.agree_on_metrics(trainer)
 
+    @override
     def leave_consensus(self) -> None:
-        """Leave the consensus in the model, before the callbacks' `on_train_end`."""
         self.uneven.finish_epoch(is_over=True)  # a callback may have stopped the training in mid-epoch
         self.ends.finish_epoch(is_over=True)
         self.show()
@@ -252,32 +258,8 @@ class Replicas(Regime):
     def end_training(self) -> None:
         module = self.strategy.lightning_module
         assert module is not None
-        if self.strategy.world_size > 1:
-            agree_on_weights_(module, self.strategy.ledger, self.strategy.root_device)
-
-
-class FirstCallback(EndOfBatch):
-    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        super().__init__(replicas)
-        self._replicas = replicas
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._replicas.begin_epoch(trainer)
-
-    def on_validation_start(self, *_: Any) -> None:
-        self._replicas.show()
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            agree_on_monitored(trainer, trainer.strategy.root_device)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._replicas.end_epoch(trainer)
-
-    def on_train_end(self, *_: Any) -> None:
-        self._replicas.leave_consensus()
+        everyone = FlatPeers(None, self.strategy.ledger)
+        agree_on_weights_(weights_of(module), everyone, self.strategy.root_device)
 
 
 def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:

@@ -90,7 +90,7 @@ class _StreamOrder:
     """After what is on the device's current stream now; on a stream beside it."""
 
     def __init__(self, device: torch.device, purpose: str) -> None:
-        self._stream = _side_stream(device, purpose)
+        self._stream = side_stream(device, purpose)
         self._ready = _cuda.Event()
         self._ready.record(_cuda.current_stream(device))
 
@@ -105,7 +105,8 @@ class _StreamOrder:
             yield
 
 
-def _side_stream(device: torch.device, purpose: str) -> Any:
+def side_stream(device: torch.device, purpose: str) -> Any:
+    """Return the CUDA stream of a device for a purpose, always the same one."""
     if (device, purpose) not in _streams:
         _streams[device, purpose] = _cuda.Stream(device)
     return _streams[device, purpose]

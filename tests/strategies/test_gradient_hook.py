@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from lightning_lowbw.strategies import gradient_hook
 from lightning_lowbw.strategies.gradient_hook import GradientHook, completed, copied_back
+from lightning_lowbw.where import side_queue
 from lightning_lowbw.where.flat_peers import FlatPeers
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
@@ -31,11 +32,14 @@ class Log:
 
     events: list[str] = field(default_factory=list)
 
+    def side_stream(self, device: torch.device, purpose: str) -> str:
+        return f"side stream of {device}"
+
     @contextmanager
-    def side_stream(self, device: torch.device) -> Iterator[None]:
-        self.events.append(f"enter side stream of {device}")
+    def stream(self, stream: str) -> Iterator[None]:
+        self.events.append(f"enter {stream}")
         yield
-        self.events.append("leave side stream")
+        self.events.append(f"leave {stream}")
 
 
 class FakeFuture:
@@ -66,8 +70,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
             log.events.append(f"set result on {self.devices}")
             self.value = value
 
-    monkeypatch.setattr(gradient_hook, "_side_stream", log.side_stream)
-    monkeypatch.setattr(gradient_hook, "Future", FakeDeviceFuture)
+    monkeypatch.setattr(gradient_hook, "side_stream", log.side_stream)
+    monkeypatch.setattr(torch.cuda, "stream", log.stream)
+    monkeypatch.setattr(side_queue, "Future", FakeDeviceFuture)
     monkeypatch.setattr(gradient_hook, "collect_all", None)  # its future would carry no device
     return log
 
@@ -96,7 +101,7 @@ def test_on_a_gpu_views_are_copied_back_after_their_reductions_and_before_the_re
         "wait for all ranks",
         "wait for the node",
         f"set result on {[CUDA]}",
-        "leave side stream",
+        f"leave side stream of {CUDA}",
     ]
     assert future.value is buffer
     assert [view.unique().tolist() for view in views] == [[2.0], [3.0]]
