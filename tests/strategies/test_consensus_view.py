@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
+from lightning_lowbw.strategies.consensus_view import agree_on_weights_
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.flat_peers import FlatPeers
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
 from tests.tiny import Tiny, make_data, make_trainer, sgd
@@ -124,6 +126,20 @@ def fit_with_swa() -> list[str]:
 def test_weights_that_a_callback_leaves_at_the_end_are_averaged_too() -> None:
     first, second = run_ranks(fit_with_swa, 2)
     assert first == second
+
+
+def agree_among_peers() -> list[list[float]]:
+    """Agree with the rank that has the same shard in the other node: nodes [0, 1] and [2, 3]."""
+    rank = dist.get_rank()
+    group = [dist.new_group([shard, shard + 2]) for shard in (0, 1)][rank % 2]
+    tensors = [torch.full((3,), float(rank % 2)), torch.full((2,), float(rank)), torch.zeros(0)]
+    agree_on_weights_(tensors, FlatPeers(group), torch.device("cpu"))
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_weights_that_differ_are_averaged_among_peers_only() -> None:
+    first, second = [[0.0] * 3, [1.0] * 2, []], [[1.0] * 3, [2.0] * 2, []]
+    assert run_ranks(agree_among_peers, 4) == [first, second, first, second]
 
 
 def save_averaged(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

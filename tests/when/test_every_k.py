@@ -56,3 +56,10 @@ def test_it_compares_and_prints_by_what_was_given() -> None:
     assert schedule.outer_optimizer.name == "nesterov"
     assert EveryK(k_steps=1).schedule.is_always_synchronous
     assert not EveryK(k_steps=1, rule="adacomm", outer="slowmo").schedule.is_always_synchronous
+
+
+def test_averages_inside_nodes_need_nodes() -> None:
+    with pytest.raises(ConfigurationError, match="node_k_steps=2 averages inside nodes"):
+        EveryK(node_k_steps=2).check_levels(False)
+    EveryK(node_k_steps=2).check_levels(True)
+    EveryK().check_levels(False)
