@@ -27,7 +27,7 @@ def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, 
     faults, of_rank = compiler._faults, dispatch.prepare
     groups = [dist.new_group(list(range(first, 4, num_groups))) for first in range(num_groups)]
     compiler._faults = []
-    dispatch.prepare = lambda device, uses: REASON if rank in failing else None
+    dispatch.prepare = lambda device, uses=None: REASON if rank in failing else None
     logger.addHandler(said)
     try:
         sentence = prepare_kernels(CPU, Uses(), None if num_groups == 1 else groups[rank % num_groups])
