@@ -156,7 +156,7 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
         (sign * loss).backward()
 
 
-def make_worker(method: Method, optimizer: Optimizer, parameters: Parameters) -> GradientWorker:
+def make_gradient_worker(method: Method, optimizer: Optimizer, parameters: Parameters) -> GradientWorker:
     """Return a worker as a strategy makes it, whose hook calls `begin`; `attach` refuses `overlap`."""
     worker = method.make_worker(optimizer, parameters.items(), method.make_peers())
     assert isinstance(worker, GradientWorker)

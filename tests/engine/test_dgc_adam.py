@@ -31,9 +31,9 @@ from tests.engine.problem import (
     each,
     from_memory,
     in_memory,
+    make_gradient_worker,
     make_parameters,
     make_weight,
-    make_worker,
     message_of,
     take_step,
 )
@@ -55,7 +55,7 @@ def train(
 ) -> dict[str, Any]:
     parameters = make_parameters(SHAPES)
     optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
-    worker = make_worker(method_for(**changes).at(nodes), optimizer, parameters)
+    worker = make_gradient_worker(method_for(**changes).at(nodes), optimizer, parameters)
     assert worker.large is not None
     num_begun = []
     for step in range(STEPS):

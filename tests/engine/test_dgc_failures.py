@@ -20,7 +20,16 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.collectives import Collectives, Gathering
-from tests.engine.problem import Parameters, backward, each, in_memory, make_parameters, message_of, take_step
+from tests.engine.problem import (
+    Parameters,
+    backward,
+    each,
+    in_memory,
+    make_gradient_worker,
+    make_parameters,
+    message_of,
+    take_step,
+)
 from tests.ranks import run_ranks
 
 SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
@@ -31,9 +40,7 @@ CULPRIT = 1
 def make_worker(method: Method = METHOD, **options: Any) -> tuple[GradientWorker, Parameters]:
     parameters = make_parameters(SHAPES)
     settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, **options}
-    worker = method.attach(SGD(parameters.values(), **settings), parameters.items())
-    assert isinstance(worker, GradientWorker)
-    return worker, parameters
+    return make_gradient_worker(method, SGD(parameters.values(), **settings), parameters), parameters
 
 
 def everything(worker: GradientWorker, parameters: Parameters) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_lowbw.engine.kernels import uses_of
+from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.measuring import measure
 from lightning_lowbw.engine.presets import DGC, LocalSGD
 from lightning_lowbw.ops import dispatch, gpu, trial
@@ -111,7 +111,9 @@ def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) ->
     seen = note_launches()
     parameters = make_parameters(dtypes)
     ours = OPTIMIZERS[optimizer](parameters)
-    worker: Any = method.attach(ours, [(str(i), each) for i, each in enumerate(parameters)], topology=nodes)
+    at_nodes, named = method.at(nodes), [(str(i), each) for i, each in enumerate(parameters)]
+    worker: Any = at_nodes.make_worker(ours, named, at_nodes.make_peers())  # by `attach` there is no overlap
+    prepare_kernels(worker.device, uses_of([worker]))
     assert gpu.is_available(torch.device("cpu"))
     at_start = {*seen}
     seen.clear()

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from lightning_lowbw import DGC, ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.peers import make_peers
-from tests.engine.problem import AWKWARD, NODES, backward, each, make_parameters, make_worker, message_of
+from tests.engine.problem import AWKWARD, NODES, backward, each, make_gradient_worker, make_parameters, message_of
 from tests.ranks import run_ranks
 
 SHAPES = {**AWKWARD, "large": (331, 257), "late": (300, 250)}
@@ -31,7 +31,7 @@ def train(overlap: bool, value_dtype: str, selection: str) -> dict[str, Any]:
         selection=selection,
         overlap=overlap,
     )
-    worker = make_worker(method, sgd, parameters)
+    worker = make_gradient_worker(method, sgd, parameters)
     num_begun = []
     for step in range(6):
         sgd.zero_grad()
@@ -66,7 +66,7 @@ def test_trains_to_the_bit_as_without() -> None:
 def poison(where: str) -> tuple[str | None, bool, str]:
     parameters = make_parameters({"large": (60, 50), "matrix": (30, 20), "bias": (7,)})
     sgd = SGD(parameters.values(), lr=0.05, momentum=0.9)
-    worker = make_worker(DGC(sparsity=[0.9], min_numel=100, overlap=True), sgd, parameters)
+    worker = make_gradient_worker(DGC(sparsity=[0.9], min_numel=100, overlap=True), sgd, parameters)
     for step in range(3):
         worker.optimizer.zero_grad()
         backward(parameters, step)
@@ -101,7 +101,7 @@ def misuse() -> dict[str, str | None]:
     for kind in ("clip", "skip", "twice"):
         parameters = make_parameters({"large": (60, 50), "bias": (7,)})
         sgd = SGD(parameters.values(), lr=0.05)
-        worker = make_worker(DGC(sparsity=[0.9], min_numel=100, overlap=True), sgd, parameters)
+        worker = make_gradient_worker(DGC(sparsity=[0.9], min_numel=100, overlap=True), sgd, parameters)
         backward(parameters, 0)
         worker.begin(parameters.values())
         attempts: dict[str, Callable[[], object]] = {
@@ -137,7 +137,7 @@ def test_what_two_levels_do_not_have_is_refused() -> None:
 
 def without_sparse_tensors() -> list[float]:
     parameter = torch.nn.Parameter(torch.ones(4))
-    worker = make_worker(DGC(sparsity=[0.9], overlap=True), SGD([parameter], lr=0.5), {"p": parameter})
+    worker = make_gradient_worker(DGC(sparsity=[0.9], overlap=True), SGD([parameter], lr=0.5), {"p": parameter})
     parameter.grad = torch.full((4,), float(dist.get_rank()))
     worker.begin([parameter])
     worker.optimizer.step()

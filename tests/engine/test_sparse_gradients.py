@@ -17,7 +17,17 @@ from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.where.agreement import digest
-from tests.engine.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, make_parameters, message_of
+from tests.engine.problem import (
+    AWKWARD,
+    FLAT,
+    NODES,
+    Nodes,
+    backward,
+    each,
+    make_gradient_worker,
+    make_parameters,
+    message_of,
+)
 from tests.ranks import run_ranks
 
 STEPS, FIRST_SPARSE = 6, 2
@@ -127,9 +137,7 @@ def meet_a_fault(kind: str, name: str, overlap: bool, nodes: Nodes) -> tuple[str
     """Return the message, and whether weights stay as they are, and whether all that is kept is finite."""
     parameters = make_parameters(SHAPES)
     optimizer = OPTIMIZERS[kind](parameters.values())
-    method = METHOD.replace(overlap=overlap)
-    worker = method.attach(optimizer, parameters.items(), topology=None if nodes == FLAT else nodes)
-    assert isinstance(worker, GradientWorker)
+    worker = make_gradient_worker(METHOD.replace(overlap=overlap).at(nodes), optimizer, parameters)
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(parameters, step)
