@@ -11,6 +11,7 @@ import io
 import multiprocessing.queues
 import os
 import pickle
+import random
 import runpy
 import socket
 import subprocess
@@ -31,6 +32,7 @@ import sys, types
 package = sys.modules["lightning_lowbw"] = types.ModuleType("lightning_lowbw")
 package.__path__ = [{str(ROOT / "lightning_lowbw")!r}]
 """
+OF_NO_ONE = 16_384, 30_000  # below the ports that Linux gives to sockets without one
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 
 
@@ -42,9 +44,14 @@ def run_python(folder: Path, *arguments: str, timeout_s: float = 180.0) -> subpr
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),  # the Trainer's own choice may be taken before its ranks listen
     }
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, timeout=timeout_s, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=timeout_s, capture_output=True, text=True)
+    except subprocess.TimeoutExpired as late:
+        said = "".join(each.decode(errors="replace") for each in (late.stdout, late.stderr) if each)
+        raise AssertionError(f"not done within {timeout_s:g} s; it has printed:\n{said}") from late
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -61,9 +68,11 @@ def run_script(folder: Path, script: str, *arguments: str, num_ranks: int = 1, t
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port of the loopback interface on which nothing listens, and that no socket is given by itself."""
+    while True:
+        port = random.SystemRandom().randrange(*OF_NO_ONE)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _run_script(folder: str, command: list[str], port: int) -> str:

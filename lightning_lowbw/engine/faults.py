@@ -75,11 +75,11 @@ def first_fault(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
     """Return 1 + the index of the first flag that is set, else 0: int64, a scalar on the device.
 
     Args:
-        flags: bool, scalars on the device; None: not set.
-        device: of the flags.
+        flags: bool, scalars; on the device, but for those of a state that is offloaded. None: not set.
+        device: of the number.
     """
     nothing = constant((False,), torch.bool, device).squeeze()
-    row = [nothing, *(nothing if flag is None else flag for flag in flags)]
+    row = [nothing, *(nothing if flag is None else flag.to(device) for flag in flags)]
     return torch.stack(row).view(torch.uint8).argmax()  # of equal ones the first
 
 
