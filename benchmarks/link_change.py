@@ -1,6 +1,6 @@
 """A link whose rate changes during training: what `DGCStrategy(sparsity="auto")` sends before and after, in the lab.
 
-    python benchmarks/link_change.py        # two nodes, a core each; seven minutes
+    python benchmarks/link_change.py        # two nodes, a core each; five minutes
 
 One fit, of a model of 25M parameters whose weights count as trained, so that there is no warm-up. The rate of both
 links falls during the run, and rises again. Of each step there is the clock, and what was sent. Writes
@@ -35,8 +35,8 @@ from lightning_lowbw.strategies import auto_sparsity
 
 NUM_STEPS = 50_000  # as the run counts them: the density depends on it; it ends earlier
 STEPS_PER_EPOCH = 100
-FAST, SLOW = 1e9, 1e8  # bit/s
-SLOW_AT_S, FAST_AT_S, END_S = 75.0, 215.0, 390.0  # after the start of the ranks
+FAST, SLOW = 1e9, 2e7  # bit/s
+SLOW_AT_S, FAST_AT_S, END_S = 40.0, 170.0, 280.0  # after the start of the ranks
 LEAST_STEPS = 5  # in a row of the table
 
 Row = dict[str, Any]
