@@ -57,7 +57,8 @@ class AveragingSchedule(Callback):
         changes = {"k_steps": k_steps, "begin_step": begin_step, "max_k_steps": max_k_steps}
         self._changes: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
         self._begin_epoch = begin_epoch
-        LocalSGD().replace(**self._changes)  # checked now, not after the data have been loaded
+        rule = {"rule": "fleet", "k_steps": 1} if max_k_steps is not None else {}  # one that has use for it
+        LocalSGD().replace(**rule | self._changes)  # checked now, not after the data have been loaded
 
     def method(self, method: Method, steps_per_epoch: int = 1) -> Method:
         """Return a configuration with the changes of this callback."""

@@ -163,6 +163,7 @@ def error_of(
     parameters: Sequence[Parameter],
     step: int,
     node: int | None = None,
+    who: str = "",
 ) -> ValueError | NonFiniteGradientError:
     """Return the error that all ranks raise for a fault; for `Kind.GRADIENT` see `gradient_error`.
 
@@ -174,31 +175,33 @@ def error_of(
         parameters: those that were checked.
         step: optimizer steps completed then.
         node: that of the rank, if its weights are a shard of the node's.
+        who: who has reported it, if the rank is not known.
     """
     kind, index = _find(number, numbers_of(kinds, len(parameters)))
+    reporter = who or f"rank {rank}"
     if kind is Kind.DAMAGED:
         return ValueError(
-            f"Step {step}: rank {rank} has received a damaged message: its positions were too many, too few, or "
+            f"Step {step}: {reporter} has received a damaged message: its positions were too many, too few, or "
             "outside their tensors, and its weights may differ from those of the others. Look at the memory and the "
             "network of its host, and go on from an earlier checkpoint."
         )
     if kind is Kind.ROUNDED:
         signal = "changes of the weights" if worker.method.averages_weights else "gradients"
-        return _overflow(f"what was kept of earlier {signal} on rank {rank}", step)
+        return _overflow(f"what was kept of earlier {signal} on {reporter}", step)
     if kind is None:
-        return ValueError(f"A damaged control message: rank {rank} reported the unknown fault number {number}.")
+        return ValueError(f"A damaged control message: {reporter} reported the unknown fault number {number}.")
     name = worker.name_of(parameters[index])
     if kind is Kind.LATE:
-        return _overflow(f"the gradient of {name!r} on rank {rank}, added to the residual,", step)
+        return _overflow(f"the gradient of {name!r} on {reporter}, added to the residual,", step)
     if kind is Kind.LAYOUT:
         return ConfigurationError(
-            f"The gradient of {name!r} on rank {rank} is sparse; only dense ones are exchanged. Build the layer with "
+            f"The gradient of {name!r} on {reporter} is sparse; only dense ones are exchanged. Build the layer with "
             "sparse=False."
         )
     assert kind is Kind.WEIGHT
-    who, shard = (f"rank {rank}", "") if node is None else (f"node {node}", f", in the shard of rank {rank}")
+    stepped, shard = (f"rank {rank}", "") if node is None else (f"node {node}", f", in the shard of rank {rank}")
     return NonFiniteGradientError(
-        f"The local steps of {who} up to step {step} left parameter {name!r} infinite or NaN{shard}. Nothing was "
+        f"The local steps of {stepped} up to step {step} left parameter {name!r} infinite or NaN{shard}. Nothing was "
         "averaged. Lower the learning rate, or clip gradients."
     )
 
@@ -217,9 +220,12 @@ def gradient_error(
         is_sent: whether other gradients have been sent during backward.
     """
     kind, index = _find(number, numbers_of(OF_GRADIENTS, len(slots)))
+    peers = worker.peers
     if kind is not Kind.GRADIENT:
-        return error_of(worker, number, rank, OF_GRADIENTS, [slot.parameter for slot in slots], worker.step)
-    peers, slot, where = worker.peers, slots[index], f"on rank {rank}"
+        parameters = [slot.parameter for slot in slots]
+        who = "" if peers.nodes is None else f"a rank of node {rank} (ranks {list(peers.nodes[rank])})"  # as reported
+        return error_of(worker, number, rank, OF_GRADIENTS, parameters, worker.step, who=who)
+    slot, where = slots[index], f"on rank {rank}"
     if is_of_node and peers.topology is not None:
         node = peers.topology.node_of(rank)
         where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"

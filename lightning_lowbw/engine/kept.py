@@ -32,7 +32,7 @@ def check_kept(worker: Worker) -> None:
         ValueError: on all ranks; a message that a rank has received was damaged.
     """
     peers = worker.peers
-    if peers.num_ranks == 1 or not _may_report(worker):
+    if peers.num_ranks == 1 or not may_report(worker):
         return
     fault = last_fault(worker)
     message = control_message((), fault, 0, peers.rank, peers.num_ranks, fault.device)
@@ -41,10 +41,12 @@ def check_kept(worker: Worker) -> None:
     forget(worker)
 
 
-def _may_report(worker: Worker) -> bool:
+def may_report(worker: Worker) -> bool:
     """Return whether any rank may have a fault; equal on all ranks."""
     if worker.method.averages_weights:
-        return worker.narrow is not None and worker.narrow.overflowed is not None
+        has_decoded = worker.sparse is not None and worker.sparse.damaged is not None
+        has_rounded = worker.narrow is not None and worker.narrow.overflowed is not None
+        return has_rounded or (has_decoded and worker.device.type != "cpu")  # on a CPU decoding itself raises
     # A rank has flags of late faults for parameters that it has no gradients of: not the same ones on all ranks.
     return any(exchange is not None and bool(exchange.residuals) for exchange in (worker.sparse, worker.narrow))
 

@@ -43,7 +43,6 @@ class Reordering:
     def __init__(self, worker: GradientWorker, parameters: Mapping[str, Parameter], state: Mapping[str, Any]) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._changed: dict[str, tuple[Order, Order]] = {}
-        are_parts = state["local_rank"] is not None and state["local_rank"][1] > 1
         worker.orders.clear()
         for name in {**state["residuals"], **state["rounded"]}:
             if name not in parameters:
@@ -54,7 +53,8 @@ class Reordering:
             self._shapes[name] = tuple(parameter.shape)
             if old != new:
                 self._changed[name] = old, new
-                if are_parts:
+                numels = {state[key][name].numel() for key in ("residuals", "rounded") if name in state[key]}
+                if numels != {parameter.numel()}:
                     raise ConfigurationError(
                         f"The checkpoint keeps parts of {name!r} in the order of its dimensions {old}, and it now lies "
                         f"in memory in the order {new}. Resume with the memory format of that run "

@@ -399,7 +399,10 @@ class ReplicaWorker(Worker):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Copy the consensus into the model inside a `with` block, to evaluate or to save it in a plain loop."""
+        """Copy the consensus into the model inside a `with` block, to evaluate or to save it in a plain loop.
+
+        Collective: all ranks, blocking; see `Consensus.show`, also for what it raises.
+        """
         self.consensus_view.show()
         self.ending.step = None  # what is evaluated and saved now is that of all ranks
         try:

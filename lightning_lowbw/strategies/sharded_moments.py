@@ -24,7 +24,7 @@ from lightning_lowbw.engine.faults import (
     weight_fault,
 )
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kept import forget
+from lightning_lowbw.engine.kept import forget, may_report
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.ops.table import upload
@@ -141,7 +141,7 @@ class ShardedMoments(Regime):
             for worker in workers:
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
-                elif worker.narrow is not None and worker.peers.num_ranks > 1:
+                elif worker.peers.num_ranks > 1 and may_report(worker):
                     _check_kept(worker)
         self.view.show(workers, module)
 

@@ -327,13 +327,19 @@ def test_a_run_goes_on_in_another_memory_format() -> None:
         contiguous.load_state_dict(worker.state_dict())
         assert contiguous.residuals["conv"].equal(residual.view(-1))
     state = {**worker.state_dict(), "nodes": None, "local_rank": (0, 2)}
+    state |= {key: {"conv": state[key]["conv"].view(-1)[:144]} for key in ("residuals", "velocities")}
     in_few_bits = {**state, "residuals": {}, "velocities": {}, "rounded": state["residuals"], "exchange": None}
+    whole = {**in_few_bits, "shapes": {}, "rounded": {"conv": residual.view(-1)}, "orders": {}}  # of earlier versions
     narrow = Method(what=Narrow()).attach(SGD(other.values(), lr=0.1), other.items())
     for refusing, each_state in ((contiguous, state), (narrow, in_few_bits)):
         with pytest.raises(
             ConfigurationError, match=r"\(0, 2, 3, 1\), and it now lies in memory in the order \(0, 1, 2, 3\)"
         ):
             refusing.load_state_dict(each_state)
+    last = Method(what=Narrow()).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    last.load_state_dict(whole)
+    assert last.narrow is not None
+    assert last.narrow.residuals["conv"].equal(in_memory(residual, "conv"))
 
 
 def keep_what_is_small(options: dict[str, Any]) -> dict[str, Any]:

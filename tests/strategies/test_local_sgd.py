@@ -27,6 +27,14 @@ def test_wrong_arguments_are_refused() -> None:
             AveragingSchedule(**wrong)
 
 
+def test_a_schedule_of_the_adaptive_strategy_may_limit_k() -> None:
+    for changes in ({"max_k_steps": 4}, {"k_steps": 2, "max_k_steps": 40}, {"k_steps": 40}):
+        method = AveragingSchedule(**changes).method(LocalSGD(k_steps=2, rule="fleet", max_k_steps=64))
+        assert {name: getattr(method.when, name) for name in changes} == changes
+    with pytest.raises(ConfigurationError, match="below the first k of 8"):
+        AveragingSchedule(k_steps=8, max_k_steps=4)
+
+
 def test_the_adaptive_strategy_hands_on_what_it_does_not_name() -> None:
     strategy = AdaptiveLocalSGDStrategy(
         2, max_k_steps=9, rule="qsr", qsr_alpha=0.1, outer="slowmo", delay_steps=1, mixing=0.5, topology=2, audit=True

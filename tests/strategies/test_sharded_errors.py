@@ -151,10 +151,11 @@ def test_finite_gradients_whose_sum_is_not_are_told_by_a_shard(tmp_path: Any) ->
     cases = [(1, ""), (2, ""), (1, str(tmp_path / "last.ckpt"))]
     for in_next, at_the_end, when_saved in run_ranks(each, 4, add_up_too_much, cases):
         for step, (said, is_saved) in ((3, in_next), (4, at_the_end), (3, when_saved)):
-            assert f"Step {step}: the gradient of 'net.2.weight' on rank " in said
+            assert f"Step {step}: the gradient of 'net.2.weight' on " in said
             assert "added to the residual, has become too large for float32" in said
             assert not is_saved
         assert "on rank 1, added" in at_the_end[0]
+        assert "on a rank of node 0 (ranks [0, 1]), added" in in_next[0]
 
 
 class LargeChange(Configured):
@@ -192,7 +193,9 @@ def test_an_overflow_of_what_is_kept_of_changes_is_told_by_a_shard(tmp_path: Any
         (NarrowGradients("float16"), 4, ""),
     ]
     for *of_changes, (of_gradients, _) in run_ranks(each, 4, change_too_much, cases):
-        assert "Step 2: what was kept of earlier gradients on rank 0 has become too large" in of_gradients
+        assert (
+            "Step 2: what was kept of earlier gradients on a rank of node 0 (ranks [0, 1]) has become" in of_gradients
+        )
         for step, (said, is_saved) in zip((4, 2, 2), of_changes, strict=True):
             assert (
                 f"Step {step}: what was kept of earlier changes of the weights on rank 1 has become too large" in said
