@@ -137,7 +137,7 @@ def _run_compression(device: torch.device, kinds: Sequence[Kind]) -> None:
 
 
 def _run_adam(device: torch.device, kinds: Sequence[Kind]) -> None:
-    """Raise if Adam's steps go into the residuals otherwise than to rounding."""
+    """Raise if Adam's steps into the residuals differ from plain torch's by more than rounding."""
     segments, twins = ([_with_second_moment(_tiny_segment(device, kind)) for kind in kinds] for _ in range(2))
     positions, values = gpu.compress_many_(
         segments, value_dtype=torch.float32, masking=False, workspace=gpu.Workspace()

@@ -75,7 +75,7 @@ class PeriodSchedule:
             if not is_count(value):
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 1.")
         for name, rules in (("max_k_steps", ("fleet", "adacomm", "qsr")), ("qsr_alpha", ("qsr",))):
-            if self.rule not in rules and getattr(self, name) != PeriodSchedule.__dataclass_fields__[name].default:
+            if self.rule not in rules and getattr(self, name) != getattr(PeriodSchedule, name):  # its default
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r} with rule={self.rule!r}, which has no use for it: leave it out, "
                     f"or set rule to {' or '.join(map(repr, rules))}."
