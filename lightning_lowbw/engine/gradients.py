@@ -211,7 +211,7 @@ class GradientWorker(Worker):
 
     @torch.no_grad()
     def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
-        self._is_prepared, self._num_backwards = True, num_backwards
+        self.is_prepared, self._num_backwards = True, num_backwards
         self._slots, self.fault = [], None
         if self.large is not None and not self._has_begun:
             self.large.take_back()  # of an exchange that failed
@@ -270,14 +270,14 @@ class GradientWorker(Worker):
                 "overlap=True: the gradients have been sent during backward, which a step that is skipped "
                 "(skip_nonfinite) cannot take back. Leave out one of them."
             )
-        if not self._is_prepared:
+        if not self.is_prepared:
             self.list_gradients()
         if skip_nonfinite and self.fault is None:
             self.check_gradients()
-        self._is_prepared = False  # also where this one fails
-        self._is_taken = self._exchange_slots(skip_nonfinite, applies)
-        self._is_exchanged = True
-        return self._is_taken
+        self.is_prepared = False  # also where this one fails
+        self.is_taken = self._exchange_slots(skip_nonfinite, applies)
+        self.is_exchanged = True
+        return self.is_taken
 
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
         if self.fault is None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.arguments import from_mapping, names_arguments
 from lightning_lowbw.engine.checks import check_not_in_ddp, check_two_levels, warn_if_incomplete
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
+from lightning_lowbw.engine.plain_loop import wrap_step
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -368,7 +369,7 @@ class Method:
             warn_if_incomplete(worker)
             if peers.rank == 0 and peers.num_participants > 1 and (note := worker.correction.note()):
                 _logger.info(note)
-        worker.wrap_step()
+        wrap_step(worker)
         return worker
 
 

@@ -190,7 +190,7 @@ class ReplicaWorker(Worker):
 
     def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
         self.check_schedule()
-        self._is_prepared, self._reduced = True, frozenset(reduced)
+        self.is_prepared, self._reduced = True, frozenset(reduced)
 
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
@@ -212,9 +212,9 @@ class ReplicaWorker(Worker):
         Raises:
             ConfigurationError: on all ranks that average; a gradient is sparse.
         """
-        if not self._is_prepared:
+        if not self.is_prepared:
             self.list_gradients()
-        self._is_exchanged = True
+        self.is_exchanged = True
         if self.peers.num_ranks == 1:
             return True
         mine = [p for p in self.parameters() if p.requires_grad and p not in self._reduced]

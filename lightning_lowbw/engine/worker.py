@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,12 +13,10 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.arguments import names_of
-from lightning_lowbw.engine.checks import check_not_in_ddp
 from lightning_lowbw.engine.control import SAVE, STOP
 from lightning_lowbw.engine.ending import Ending
-from lightning_lowbw.engine.hooks import has_step_hooks
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.reference import as_real, is_finite
+from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.what.top_k import small_numel
 from lightning_lowbw.where.peers import Peers
 
@@ -29,9 +24,6 @@ if TYPE_CHECKING:
     from lightning_lowbw.engine.method import Method
     from lightning_lowbw.engine.narrow_exchange import NarrowExchange
     from lightning_lowbw.engine.sparse_exchange import SparseExchange
-
-
-_wrapped: WeakSet[Optimizer] = WeakSet()
 
 
 class Worker:
@@ -61,6 +53,10 @@ class Worker:
         late_faults: whether a residual has become inf or NaN in the last step, after its control message, by parameter:
             bool, scalars.
         ending: logs a warning if a plain loop ends with weights that differ by rank.
+        is_stepping: whether a step is being taken, inside of `stepping`.
+        is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
+        is_exchanged: whether `exchange` has been called for this step.
+        is_taken: whether the step is taken, as returned by the last `exchange`.
     """
 
     # What a step communicates, read by the strategies. reduces_in_backward: gradients are all-reduced during backward,
@@ -93,9 +89,8 @@ class Worker:
         self.late_faults: dict[Parameter, Tensor] = {}
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
-        self._is_first = True  # whether no step has been wrapped yet
-        self._is_prepared = self._is_exchanged = self._is_stepping = False
-        self._is_taken = True  # whether the step is taken, as returned by the last exchange
+        self.is_prepared = self.is_exchanged = self.is_stepping = False
+        self.is_taken = True
         self.stop_requested = self.stop_agreed = False
         self.save_requested = self.save_agreed = False
         self.ending = Ending()
@@ -173,14 +168,14 @@ class Worker:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Enclose `exchange` and the optimizer's own step; afterwards comes `after_step`."""
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             yield
         except BaseException:
             self._tear()
             raise
         finally:
-            self._is_stepping = self._is_prepared = self._is_exchanged = False
+            self.is_stepping = self.is_prepared = self.is_exchanged = False
         self.after_step()
         self.ending.note(self)
 
@@ -189,7 +184,7 @@ class Worker:
 
     def _tear(self) -> None:
         """End a step that an exception has interrupted; some weights may have been stepped already."""
-        if self._is_exchanged and self._is_taken:
+        if self.is_exchanged and self.is_taken:
             self.torn = f"the optimizer's step after step {self.step}"
         self.give_back()
 
@@ -199,101 +194,6 @@ class Worker:
         Communicates nothing, and does not wait.
         """
         self.give_back()
-
-    def wrap_step(self) -> None:
-        """Wrap `optimizer.step()`, to exchange and count; on the optimizer itself, as torch's schedulers do.
-
-        Raises:
-            ConfigurationError: another worker does so already.
-        """
-        optimizer, step = self.optimizer, self.optimizer.step
-        if optimizer in _wrapped:
-            raise ConfigurationError(
-                f"A method is attached to this {type(optimizer).__name__} already, and each step would exchange "
-                "twice. Attach once, or make a new optimizer."
-            )
-        _wrapped.add(optimizer)
-        self.ending.watch(self)
-
-        @functools.wraps(getattr(step, "__func__", step))
-        def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._take_step(step, args, kwargs)
-
-        optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
-        if "grad_scaler" not in inspect.signature(step).parameters:
-            # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the others wait for it.
-            # With this it always calls `step`, which does scaling and skipping, as with torch's fused optimizers.
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-    def _take_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what `step` does, with the gradients that the method returns."""
-        if self._is_first:  # the model may have been wrapped since the optimizer was
-            self._is_first = False
-            check_not_in_ddp(self.parameters(), self.peers.group)
-        scaling = self._unscale()
-        is_taken = True
-        try:
-            if args and callable(args[0]):
-                args = (self._exchanging(args[0]), *args[1:])
-            elif kwargs.get("closure") is not None:
-                kwargs = {**kwargs, "closure": self._exchanging(kwargs["closure"])}
-            else:
-                is_taken = self._exchange_once(skip_nonfinite=scaling is not None)
-                is_taken = is_taken and (scaling is None or _are_finite(self._gradients()))
-            result = step(*args, **kwargs) if is_taken else None
-        except BaseException:
-            self._tear()
-            self._is_prepared = self._is_exchanged = False
-            raise
-        if scaling is not None:
-            vars(self.optimizer).update(scaling)  # the scaler deletes them
-        if not self._is_stepping:
-            self._is_prepared = self._is_exchanged = False
-            self.after_step()
-            self.ending.note(self)
-        return result
-
-    @torch.no_grad()
-    def _unscale(self) -> dict[str, Any] | None:
-        """Unscale and find the inf for a GradScaler that calls `step`; None if none is calling.
-
-        In place:
-            `.grad`. If the scaler has found an inf, the first gradient is filled with inf, so that the exchange reports
-            it: clipping by value may have removed it.
-        """
-        optimizer = self.optimizer
-        if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
-            return None
-        scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
-        gradients = self._gradients()
-        if scaling["grad_scale"] is not None:
-            for gradient in gradients:
-                gradient.div_(scaling["grad_scale"])
-        if gradients and bool(scaling["found_inf"]) and (self.is_local or not self._is_exchanged):
-            gradients[0].fill_(torch.inf)
-        return scaling
-
-    def _gradients(self) -> list[Tensor]:
-        """Return the gradients of the optimizer's parameters, of sparse ones the values."""
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
-
-    def _exchanging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that exchanges the gradients it computes, each time it is called."""
-
-        def exchanging_closure() -> Any:
-            self._is_prepared = self._is_exchanged = False  # those were other gradients
-            result = closure()
-            self._exchange_once()
-            return result
-
-        return exchanging_closure
-
-    def _exchange_once(self, *, skip_nonfinite: bool = False) -> bool:
-        if self._is_exchanged:  # by hand
-            return self._is_taken
-        applies = not (skip_nonfinite or has_step_hooks(self.optimizer))  # which may read the gradients
-        return self.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
     # Requests between ranks -----------------------------------------------------------------------------------------
 
@@ -328,8 +228,3 @@ class Worker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         raise NotImplementedError
-
-
-def _are_finite(gradients: Iterable[Tensor]) -> bool:
-    are_finite = [is_finite(gradient) for gradient in gradients]
-    return not are_finite or bool(torch.stack(are_finite).all())

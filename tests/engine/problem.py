@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.plain_loop import wrap_step
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.topology import part_of
 from tests.oracle import OracleDGC
@@ -160,7 +161,7 @@ def make_gradient_worker(method: Method, optimizer: Optimizer, parameters: Param
     """Return a worker as a strategy makes it, whose hook calls `begin`; `attach` refuses `overlap`."""
     worker = method.make_worker(optimizer, parameters.items(), method.make_peers())
     assert isinstance(worker, GradientWorker)
-    worker.wrap_step()
+    wrap_step(worker)
     return worker
 
 
