@@ -36,9 +36,11 @@ with contextlib.suppress(ImportError):  # optional
     import torch
 
     from lightning_lowbw.ops import dispatch
+    from tests.ops import kernels_to_load
 
     torch.set_num_threads(1)
-    dispatch.prepare(torch.device("cpu"))  # compiled in seconds, loaded in a tenth; a rank that cannot says so itself
+    # Compiled in seconds, loaded in a tenth of one; a rank that cannot says so itself.
+    kernels_to_load.load(lambda: dispatch.prepare(torch.device("cpu")))
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # tests/ops/kernel_steps.py
     from tests.ops import interpreter
