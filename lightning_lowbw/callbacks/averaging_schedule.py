@@ -9,11 +9,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.arguments import is_number, names_arguments
-from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
+from lightning_lowbw.callbacks.epochs import OF_PACKAGE, named, steps_per_epoch
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import LocalSGD
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import Strategy
 from lightning_lowbw.when.every_k import EveryK
 
 
@@ -69,7 +68,7 @@ class AveragingSchedule(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, Strategy) or not strategy.method.averages_weights:
+        if not isinstance(strategy, OF_PACKAGE) or not strategy.method.averages_weights:
             raise ConfigurationError(
                 "AveragingSchedule is for methods that average weights, such as strategy='local_sgd' or 'diloco'; the "
                 f"strategy is {named(strategy)}. Use another strategy, or leave out the callback."

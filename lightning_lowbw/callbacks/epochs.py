@@ -1,4 +1,4 @@
-"""What the schedules in epochs have in common: epochs in optimizer steps, which only the Trainer knows."""
+"""What the callbacks have in common: which strategies they are for; epochs in steps, which only the Trainer knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
-from lightning_lowbw.strategies import Strategy, steps_per_epoch_of
+from lightning_lowbw.strategies import ShardedStrategy, Strategy, steps_per_epoch_of
+
+OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
 
 
 def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
@@ -35,4 +37,4 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
 
 def named(strategy: object) -> str:
     """Return a strategy as an error message names it: one of this package with what it does."""
-    return repr(strategy) if isinstance(strategy, Strategy) else type(strategy).__name__
+    return repr(strategy) if isinstance(strategy, OF_PACKAGE) else type(strategy).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -11,11 +10,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.arguments import is_count, is_number, names_arguments
-from lightning_lowbw.callbacks.epochs import named, steps_per_epoch
+from lightning_lowbw.callbacks.epochs import OF_PACKAGE, named, steps_per_epoch
 from lightning_lowbw.engine.presets import DGC_SPARSITY
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import Strategy
-from lightning_lowbw.when.every_step import AUTO, EveryStep
+from lightning_lowbw.when.every_step import AUTO, EveryStep, as_stairs
 
 
 @names_arguments
@@ -70,7 +68,7 @@ class SparsityWarmup(Callback):
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
         if sparsity is None or isinstance(sparsity, str):
             raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
-        self._sparsity = EveryStep(rampup_step=sys.maxsize, sparsity=sparsity).stairs  # checked now
+        self._sparsity = as_stairs(sparsity)
         if steps is not None and steps < len(self._sparsity) - 1:
             raise ConfigurationError(
                 f"SparsityWarmup(steps={steps}, sparsity={list(self._sparsity)}): some values would never be used. "
@@ -82,12 +80,13 @@ class SparsityWarmup(Callback):
     def schedule(self, steps_per_epoch: int) -> EveryStep:
         """Return the warm-up in optimizer steps."""
         unit = 1 if self._in_steps else steps_per_epoch
-        length = max(1, len(self._sparsity) - 1, round(self._length * unit))
+        num = len(self._sparsity)
+        length = 1 if num == 1 else max(1, num - 1, round(self._length * unit))
         return EveryStep(round(self._begin * unit), length, self._sparsity)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, Strategy) or not strategy.method.compresses_gradients:
+        if not isinstance(strategy, OF_PACKAGE) or not strategy.method.compresses_gradients:
             raise ConfigurationError(
                 "SparsityWarmup sets the sparsity of methods that compress gradients, such as strategy='dgc'; the "
                 f"strategy is {named(strategy)}. Use another strategy, or leave out the callback."

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.callbacks.epochs import OF_PACKAGE
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy
@@ -60,6 +61,8 @@ class TrafficMonitor(Callback):
     - ``delay_steps``: local steps that hide an average, where they were measured (``delay_steps="auto"``)
     - ``consensus_distance``: ``||x_i - mean|| / ||mean||`` of this rank before the last average
 
+    With `ShardedStrategy` ("dgc_fsdp" and the like) all bytes are those between nodes, of this rank's shards.
+
     With stock DDP the bytes are those of its gradient all-reduce, by formula, and the rest is left out.
 
     Args:
@@ -78,7 +81,7 @@ class TrafficMonitor(Callback):
         self._at_last_send = self._last
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, twins(DDPStrategy)):
+        if stage == "fit" and not isinstance(trainer.strategy, (*OF_PACKAGE, *twins(DDPStrategy))):
             raise ConfigurationError(
                 f"TrafficMonitor reads the traffic of strategy='ddp' or of a strategy of this package; the strategy is "
                 f"{type(trainer.strategy).__name__}. Use one of these, or leave out the callback."
@@ -104,7 +107,7 @@ class TrafficMonitor(Callback):
             shown["traffic/compression_ratio"] = (dense - dense_before) / (sent - sent_before)
             self._at_last_send = now
         silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
-        if isinstance(strategy, Strategy):
+        if isinstance(strategy, OF_PACKAGE):
             silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
             if now.intra_bytes or now.inter_bytes:
                 silent["traffic/bytes_intra_node"] = float(now.intra_bytes - last.intra_bytes)
@@ -120,7 +123,7 @@ class TrafficMonitor(Callback):
 
 def _read(trainer: pl.Trainer) -> _Totals:
     strategy = trainer.strategy
-    if isinstance(strategy, Strategy):
+    if isinstance(strategy, OF_PACKAGE):
         strategy.ledger.settle()
         return _Totals(**{name: getattr(strategy.ledger, name) for name in _Totals.__dataclass_fields__})
     nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)

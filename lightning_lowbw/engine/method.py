@@ -131,11 +131,6 @@ class Method:
                 f"overlap=True with exchange={self.what.exchange!r}: only the messages of an all-gather are sent "
                 "during backward. Leave one of them out."
             )
-        if when.sparsity is None and when.rampup_step != 1:
-            raise ConfigurationError(
-                f"rampup_step={when.rampup_step} without sparsity: there are no stairs to spread. Give sparsity, or "
-                "leave rampup_step out."
-            )
         if when.rampup_begin_step and isinstance(self.what, Whole):
             raise ConfigurationError(
                 f"rampup_begin_step={when.rampup_begin_step} with {self.what}: every step is dense. Leave it out."

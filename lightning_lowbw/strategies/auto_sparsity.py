@@ -37,6 +37,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes, tell_what_stays_whole
 from lightning_lowbw.strategies.choice import adopt, take
 from lightning_lowbw.strategies.uneven import lengths_of_data
+from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
@@ -115,6 +116,11 @@ class AutoSparsity:
         self._is_pretrained = is_foreign
         if chosen is not None and (self._picks or "method" not in chosen):
             self._choose(dict(chosen))
+            kept = "whole gradients in every step, as with DDP" if self._adopted is None else in_words(self._adopted)
+            rank_zero_info(
+                f"{type(self._strategy).__name__}: {kept}, as chosen before the checkpoint was saved. A resumed run "
+                "does not choose again; for that, begin a new run with its weights."
+            )
 
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Begin to time, where there is something to choose."""

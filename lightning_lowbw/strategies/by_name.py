@@ -43,9 +43,10 @@ def explain_(exception: BaseException, strategy: Strategy) -> None:
     """
     module = strategy.lightning_module
     message = exception.args[0] if exception.args else None
-    if module is None or not isinstance(message, str):
+    trainer = None if module is None else module._trainer  # none in the process that has started the ranks
+    if module is None or trainer is None or not isinstance(message, str):
         return
-    cls, name = type(strategy).__name__, name_of(module.trainer)
+    cls, name = type(strategy).__name__, name_of(trainer)
     if UNFINISHED in message:
         trained = {key: p.grad for key, p in module.named_parameters() if p.requires_grad}
         unused = [key for key, gradient in trained.items() if gradient is None]
@@ -63,7 +64,7 @@ def explain_(exception: BaseException, strategy: Strategy) -> None:
             f"{message} (configure_model asks for self.device_mesh, which only a sharded model has: "
             "strategy='dgc_fsdp' or the like, or lightning_lowbw.ShardedStrategy)"
         )
-    elif name is not None and draws_batches(module.trainer):
+    elif name is not None and draws_batches(trainer):
         message = (
             f"{message} (Perhaps because the sampler of the training data gives whole batches, and Lightning has made "
             f"a DistributedSampler of it. {what_to_pass(cls, name)})"

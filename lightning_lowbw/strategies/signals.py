@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_lowbw.engine.control import SAVE, STOP, requests_of
@@ -120,8 +121,10 @@ class Signals:
 
     def read_requests(self, worker: Worker) -> None:
         """Read the requests to stop or to save from the last control message."""
-        if worker.stop_agreed:
-            self._strategy.trainer._signal_connector.received_sigterm = True  # Lightning raises it after the batch
+        connector = self._strategy.trainer._signal_connector
+        if worker.stop_agreed and not connector.received_sigterm:
+            rank_zero_info(f"A rank has received SIGTERM: all ranks end after optimizer step {worker.step}.")
+            connector.received_sigterm = True  # Lightning raises it after the batch
         self.save_is_due |= worker.save_agreed
         worker.save_agreed = False  # else it would be read again when an average begins, which has no message yet
 

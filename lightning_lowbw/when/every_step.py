@@ -35,7 +35,7 @@ class EveryStep:
 
     Raises:
         ConfigurationError: a value is out of range, a dense stair follows a sparse one, or `rampup_step` is so short
-            that some values of `sparsity` would never be used.
+            that some values of `sparsity` would never be used, or there is only one to be spread.
 
     Example:
         >>> schedule = EveryStep(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
@@ -52,7 +52,8 @@ class EveryStep:
 
     def __post_init__(self) -> None:
         if self.sparsity is not None and not self.is_auto:
-            object.__setattr__(self, "sparsity", _as_stairs(self.sparsity))
+            object.__setattr__(self, "sparsity", as_stairs(self.sparsity))
+        shown = f"sparsity={self.sparsity and list(self.sparsity)}"
         for name, least in (("rampup_begin_step", 0), ("rampup_step", 1)):
             value = getattr(self, name)
             if not is_count(value, least):
@@ -62,6 +63,12 @@ class EveryStep:
                 f"rampup_step={self.rampup_step} for the {len(self.stairs)} values of sparsity={list(self.stairs)}: "
                 "some would never be used. Give the number of optimizer steps that the warm-up takes, or the last "
                 "value alone."
+            )
+        if self.rampup_step > 1 and len(self.stairs) < 2 and not self.is_auto:
+            raise ConfigurationError(
+                f"rampup_step={self.rampup_step} with {shown}: a warm-up needs "
+                "several values to be spread over these steps, as in sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]. "
+                "Give them, or leave rampup_step out."
             )
         for name in ("overlap", "pretrained"):
             if not isinstance(getattr(self, name), bool):
@@ -75,11 +82,10 @@ class EveryStep:
                 f"sparsity='auto' with rampup_begin_step={self.rampup_begin_step}, rampup_step={self.rampup_step}: "
                 "these are chosen, too. Leave them out, or give the stairs of sparsity."
             )
-        if not self.is_auto and (self.budget, self.pretrained) != (0.05, False):
-            raise ConfigurationError(
-                f"budget={self.budget}, pretrained={self.pretrained} with sparsity={self.sparsity}: these are for "
-                "sparsity='auto'. Leave them out."
-            )
+        of_auto = {"budget": 0.05, "pretrained": False}
+        given = ", ".join(f"{name}={getattr(self, name)}" for name in of_auto if getattr(self, name) != of_auto[name])
+        if not self.is_auto and given:
+            raise ConfigurationError(f"{given} with {shown}: this is for sparsity='auto'. Leave one of them out.")
 
     @property
     def is_auto(self) -> bool:
@@ -107,7 +113,12 @@ class EveryStep:
         return 1.0 - stairs[min(stair, len(stairs) - 1)]
 
 
-def _as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
+def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
+    """Return the values of `sparsity`, checked.
+
+    Raises:
+        ConfigurationError: it is no list of numbers in [0, 1), or a dense stair follows a sparse one.
+    """
     if isinstance(sparsity, (int, float)):
         raise ConfigurationError(f"sparsity={sparsity!r}: give a list of values in [0, 1), for instance [0.999].")
     # "0" is a list of digits to Python, and a set has no order.
@@ -117,7 +128,7 @@ def _as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
             raise TypeError("no list of numbers")
         stairs = tuple(float(value) for value in values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1).") from error
+        raise ConfigurationError(f"sparsity={sparsity!r}: give a list of numbers in [0, 1), or 'auto'.") from error
     if not stairs:
         raise ConfigurationError("sparsity=[]: give at least one value in [0, 1), for instance [0.999].")
     for value in stairs:

@@ -37,7 +37,7 @@ def test_epochs_become_steps() -> None:
     assert SparsityWarmup().schedule(1252) == EveryStep(2504, 3756, (0.984375, 0.996, 0.999))
     assert SparsityWarmup(begin_epoch=0.5, epochs=0).schedule(10) == EveryStep(5, 2, (0.984375, 0.996, 0.999))
     in_steps = SparsityWarmup(begin_step=7, steps=9, sparsity=[0.9])
-    assert in_steps.schedule(1252) == EveryStep(7, 9, (0.9,))
+    assert in_steps.schedule(1252) == EveryStep(7, 1, (0.9,))  # nothing to spread
     assert SparsityWarmup(begin_step=7, sparsity=[0.5, 0.9, 0.99]).schedule(1252) == EveryStep(7, 3, (0.5, 0.9, 0.99))
 
 

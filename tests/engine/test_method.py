@@ -148,7 +148,6 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
             r"keep_momentum=False with correction='error_feedback'",
         ),
         ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
-        ({"what": TopK(), "when": EveryStep(rampup_step=3)}, r"rampup_step=3 without sparsity: .*Give sparsity"),
         ({"what": Narrow(), "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Narrow\(.*cannot be hidden"),
         ({"what": Narrow(), "when": EveryK(delay_steps="auto")}, r"delay_steps='auto' with Narrow\("),
         ({"what": Narrow(), "when": EveryK(k_steps=1)}, r"k_steps=1 with Narrow\(.*nothing would be compressed"),

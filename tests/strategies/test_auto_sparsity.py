@@ -110,6 +110,11 @@ def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(trained: Any) -> None
     later = run_ranks(partial(fit, FAST, resume=path.format(AFTER)), 2)
     assert [result["num_measured"] for result in later] == [0, 0]
     assert later[0]["when"] == first["when"]
+    assert later[0]["said"] == [
+        "DGCStrategy: every step, the 25.6 % largest elements of each tensor as bfloat16, from step 7, as chosen "
+        "before the checkpoint was saved. A resumed run does not choose again; for that, begin a new run with its "
+        "weights."
+    ]
     assert [result["weights"] for result in later] == [result["weights"] for result in whole]
     anew = run_ranks(partial(fit, SLOW, resume=path.format(BEFORE)), 2)
     assert [result["num_measured"] for result in anew] == [1, 1]
@@ -133,6 +138,9 @@ def test_a_dense_choice_is_kept_by_a_resume(trained: Any) -> None:
     later = run_ranks(partial(fit, SLOW, resume=path.format(AFTER)), 2)
     assert later[0]["num_measured"] == 0
     assert later[0]["weights"] == whole[0]["weights"]
+    assert [line.split(", as chosen")[0] for line in later[0]["said"]] == [
+        "DGCStrategy: whole gradients in every step, as with DDP"
+    ]
 
 
 def test_fine_tuning_has_no_warm_up(trained: Any) -> None:

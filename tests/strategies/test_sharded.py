@@ -17,10 +17,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from lightning_lowbw import NonFiniteGradientError, ShardedStrategy, Strategy
+from lightning_lowbw import (
+    AveragingSchedule,
+    NonFiniteGradientError,
+    ShardedStrategy,
+    SparsityWarmup,
+    Strategy,
+    TrafficMonitor,
+)
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import DGC, LocalSGD, NarrowGradients, preset
 from lightning_lowbw.what.top_k import SPARSE_LOCO
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import each
 from tests.ranks import run_ranks
@@ -277,6 +285,40 @@ def test_what_goes_between_the_nodes_is_a_shard_per_rank() -> None:
     for (nbytes, numel), (narrow, _) in zip(dense, few, strict=True):
         assert 4 * numel <= nbytes / STEPS < 4 * numel + 100
         assert narrow < 0.35 * nbytes
+
+
+class Traffic(pl.Callback):
+    """Keep what `TrafficMonitor` has logged, and the method's schedule."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.when: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rows.append({name: float(each) for name, each in trainer.callback_metrics.items() if "traffic" in name})
+        assert isinstance(trainer.strategy, ShardedStrategy)
+        self.when = [worker.method.when for worker in trainer.strategy.workers]
+
+
+def monitor(method: Method, callback: pl.Callback) -> tuple[list[dict[str, float]], list[Any]]:
+    seen = Traffic()
+    strategy = ShardedStrategy(method, topology=2)
+    train(strategy, Configured(sgd), STEPS, 4, dist.get_rank(), callbacks=[callback, TrafficMonitor(), seen])
+    return seen.rows, seen.when
+
+
+def test_callbacks_set_the_schedule_and_read_the_traffic() -> None:
+    warmup = SparsityWarmup(begin_step=2, steps=2, sparsity=[0.5, 0.9])
+    for rows, when in run_ranks(monitor, 4, DGC(min_numel=1), warmup):
+        assert when == [EveryStep(2, 2, (0.5, 0.9))]
+        assert [round(row["traffic/density"], 4) for row in rows[:4]] == [1.0, 1.0, 0.5, 0.1]
+        assert rows[1]["traffic/compression_ratio"] == pytest.approx(1.0, rel=0.2)
+        assert rows[3]["traffic/compression_ratio"] > 2
+        assert rows[0]["traffic/bytes_sent"] > 0
+    schedule = AveragingSchedule(k_steps=2, begin_step=0)
+    for rows, when in run_ranks(monitor, 4, LocalSGD(k_steps=8), schedule):
+        assert [each.k_steps for each in when] == [2]
+        assert [row["traffic/averages"] for row in rows[:4]] == [0.0, 1.0, 1.0, 2.0]
 
 
 def look(path: str) -> tuple[list[float], list[float]]:

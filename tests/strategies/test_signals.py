@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_lowbw import AutoStrategy, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
 from lightning_lowbw.engine import measuring
+from lightning_lowbw.strategies import signals
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of
@@ -88,6 +89,19 @@ def test_a_sigterm_ends_all_ranks_after_the_same_step(name: str, last: int, rank
     first, second = run_ranks(fit_until_killed, 2, name, ranks, str(tmp_path), timeout_s=60)
     assert first[0] == second[0] == last
     assert torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] == last
+
+
+def lines_of_a_sigterm(name: str, folder: str) -> tuple[int, list[str]]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(signals, "rank_zero_info", said.append)
+        return fit_until_killed(name, [1], folder)[0], said
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse", "local_sgd"])
+def test_it_is_said_after_which_step_they_end(name: str, tmp_path: Path) -> None:
+    for step, said in run_ranks(lines_of_a_sigterm, 2, name, str(tmp_path), timeout_s=60):
+        assert said == [f"A rank has received SIGTERM: all ranks end after optimizer step {step}."]
 
 
 @pytest.mark.stock("SIGTERM on one rank, or on all")

@@ -51,6 +51,10 @@ def test_the_stairs_follow_the_formula(num_stairs: int, length: int) -> None:
         with pytest.raises(ConfigurationError, match="some would never be used"):
             EveryStep(rampup_begin_step=5, rampup_step=length, sparsity=sparsity)
         return
+    if length > 1 and num_stairs == 1:
+        with pytest.raises(ConfigurationError, match="a warm-up needs several values"):
+            EveryStep(rampup_begin_step=5, rampup_step=length, sparsity=sparsity)
+        return
     schedule = EveryStep(rampup_begin_step=5, rampup_step=length, sparsity=sparsity)
     for step in range(5, 5 + 2 * length):
         i = min(int((step - 5) * num_stairs / length), num_stairs - 1)
@@ -74,6 +78,7 @@ def test_a_list_is_taken_and_compares_equal() -> None:
         ({"rampup_begin_step": True}, r"rampup_begin_step=True: .* integer >= 0"),
         ({"rampup_begin_step": None}, r"rampup_begin_step=None: .* integer >= 0"),
         ({"rampup_step": 0}, r"rampup_step=0: .* integer >= 1"),
+        ({"rampup_step": 3}, r"rampup_step=3 with sparsity=None: .*several values"),
         ({"rampup_step": -5}, r"rampup_step=-5: .* integer >= 1"),
         ({"rampup_step": 2.5}, r"rampup_step=2\.5: .* integer >= 1"),
         ({"rampup_step": "10"}, r"rampup_step='10': .* integer >= 1"),
