@@ -60,24 +60,29 @@ def tell_notes(workers: Iterable[Worker]) -> None:
     for worker in workers:
         if isinstance(worker, GradientWorker):
             warn_if_incomplete(worker)
-            if note := worker.correction.note():
+            what = worker.method.what
+            has_sparse = not isinstance(what, TopK) or bool(numels_by_kind(worker, what)[0])
+            if has_sparse and (note := worker.correction.note()):
                 rank_zero_info(note)
 
 
 def tell_what_stays_whole(workers: Iterable[Worker]) -> None:
-    """Log it if less than half of the trained elements can be sent sparse, because then little is compressed."""
-    sparse, others, least = list[int](), list[int](), 0
+    """Log it if less than half of the trained elements can be sent sparse; warn if none can."""
+    sparse, others, least, excluded = list[int](), list[int](), 0, set[str]()
     for worker in workers:
         if isinstance(what := worker.method.what, TopK):
             of_sparse, of_others = numels_by_kind(worker, what)
             sparse, others, least = sparse + of_sparse, others + of_others, what.min_numel or worker.small_numel
+            excluded |= set(what.exclude)
     total = sum(sparse) + sum(others)
     if total and sum(sparse) < MUCH * total:
-        rank_zero_info(
+        tell = rank_zero_info if sparse else rank_zero_warn
+        or_excluded = f", or are excluded (exclude={sorted(excluded)})" if excluded else ""
+        advice = f"With a smaller min_numel{' or less exclude' if excluded else ''} more is compressed"
+        tell(
             f"{len(sparse)} of {len(sparse) + len(others)} tensors, {sum(sparse) / total:.1%} of the {total:,} "
             f"elements that are trained, are sent sparse. The others are sent whole: they have less than "
-            f"min_numel={least} elements, or are excluded. With a smaller min_numel more is compressed, at the cost of "
-            "work for each tensor."
+            f"min_numel={least} elements{or_excluded}. {advice}, at the cost of work for each tensor."
         )
 
 

@@ -59,7 +59,8 @@ class Topology:
             raise ConfigurationError(f"world_size={world_size}: give an integer from 1 to {MOST_RANKS}.")
         if world_size % ranks_per_node:
             raise ConfigurationError(
-                f"{world_size} ranks cannot be divided into nodes of ranks_per_node={ranks_per_node}; give a divisor."
+                f"{world_size} ranks cannot be divided into nodes of {ranks_per_node} ranks. Give a divisor of "
+                f"{world_size}, or the ranks of each node."
             )
         starts = range(0, world_size, ranks_per_node)
         return cls(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))

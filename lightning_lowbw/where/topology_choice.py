@@ -29,7 +29,7 @@ def check_choice(choice: object) -> Topology | None:
         return choice
     if isinstance(choice, int) and not isinstance(choice, bool):
         if choice < 1:
-            raise ConfigurationError(f"ranks_per_node={choice!r}: give an integer >= 1.")
+            raise ConfigurationError(f"topology={choice!r}, a number of ranks per node: give an integer >= 1.")
         return None
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         nodes = [tuple(node) if isinstance(node, Sequence) else () for node in choice]
@@ -68,7 +68,8 @@ def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
             topology = Topology.blocks(world_size, choice)
         if topology is not None and topology.world_size != world_size:
             raise ConfigurationError(
-                f"The topology {topology} has {topology.world_size} ranks, the world {world_size}."
+                f"The topology {topology} has {topology.world_size} ranks, the world {world_size}. Give the nodes of "
+                f"ranks 0 to {world_size - 1}, or topology='auto', by the launcher and the host names."
             )
     return discover() if choice == "auto" else topology
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from typing import Any
@@ -101,7 +102,10 @@ def test_a_lowered_beta1_is_told_once_on_rank_zero(betas: list[float], options: 
 def what_stays_whole(min_numel: int, exclude: list[str]) -> tuple[list[str], float]:
     """Return what is said of tensors that stay whole, and the density that is shown."""
     strategy = make_strategy("dgc", min_numel=min_numel, exclude=exclude)
-    logged = messages_of_fit(strategy, Tiny())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logged = messages_of_fit(strategy, Tiny())
+    logged += [str(each.message) for each in caught]
     (worker,) = strategy.workers  # type: ignore[attr-defined]
     return [each for each in logged if "sent sparse" in each], float(worker.metrics(is_due=True)["density"])
 
@@ -119,6 +123,26 @@ def test_that_little_can_be_compressed_is_told_with_the_numbers() -> None:
         )
         assert (len(first), second) == (1, [])
         assert density == pytest.approx(1 - share / 2)  # of sparse tensors a half is sent in the fourth step
+        advice = "With a smaller min_numel or less exclude more" if exclude else "With a smaller min_numel more"
+        assert advice in first[0]
+        assert (f"exclude={exclude}" in first[0]) == bool(exclude)
     ((said, density), _) = run_ranks(what_stays_whole, 2, numels[largest], [])
     assert said == []
     assert density == pytest.approx(1 - numels[largest] / total / 2)
+
+
+def warned_and_logged() -> tuple[list[str], list[str]]:
+    strategy = make_strategy("dgc", exclude=["*"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logged = messages_of_fit(strategy, Tiny(functools.partial(torch.optim.Adam, lr=1e-3)))
+    return [str(each.message) for each in caught if "sent sparse" in str(each.message)], logged
+
+
+def test_that_nothing_can_be_compressed_is_a_warning() -> None:
+    (warned, logged), (others, _) = run_ranks(warned_and_logged, 2)
+    (message,) = warned
+    assert others == []
+    assert message.startswith("0 of ")
+    assert "exclude=['*']" in message
+    assert not any("beta1" in each for each in logged)

@@ -56,6 +56,14 @@ def test_the_error_about_unused_parameters_names_this_strategy(make: Callable[[]
         assert "(spare.weight, spare.bias)" in message
 
 
+def test_in_the_process_that_has_started_the_ranks_an_error_stays_what_it_is() -> None:
+    """There the module has no Trainer."""
+    strategy, error = DGCStrategy(), RuntimeError("boom of rank 1")
+    strategy.connect(Unused())
+    strategy.on_exception(error)
+    assert error.args == ("boom of rank 1",)
+
+
 # Samplers -------------------------------------------------------------------------------------------------------------
 
 
