@@ -232,12 +232,14 @@ def gradient_error(
     elif peers.nodes is not None:
         where = f"of node {rank} (ranks {list(peers.nodes[rank])})"
     sent = "What was sent during backward is not applied."  # each rank takes its own back
+    is_from_start = slot.is_sparse and worker.when.rampup_begin_step == 0 and len(worker.when.stairs) <= 1
+    warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
     return NonFiniteGradientError(
         f"Step {worker.step}: the gradient of {slot.name!r} {where} is not finite"
         f"{', or too large to be added to the residual' if slot.is_sparse else ''}. "
         f"{sent if is_sent else 'Nothing was exchanged.'} "
-        "Lower the learning rate, clip the gradient, or look at the data there; with precision='16-mixed' such steps "
-        "are skipped."
+        f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with precision='16-mixed' "
+        "such steps are skipped."
     )
 
 
