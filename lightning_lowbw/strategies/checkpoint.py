@@ -216,7 +216,7 @@ class Checkpoints:
         save_id = None if metadata is None else metadata["save_id"]
         agree("checkpoint that is resumed", {"global_step": checkpoint["global_step"], "save_id": save_id})
         if not self._takes_over(metadata, path):
-            self._begin_with(checkpoint)
+            self._begin_with(checkpoint, metadata)
             return
         assert metadata is not None
         assert path is not None
@@ -245,13 +245,19 @@ class Checkpoints:
         self._strategy.auto.load_state_dict(metadata.get("chosen"))
         return bool(metadata["kind"] == self.kind)
 
-    def _begin_with(self, checkpoint: Mapping[str, Any]) -> None:
+    def _begin_with(self, checkpoint: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
         """Begin with a checkpoint that another method, version or package has written."""
         self._strategy.auto.load_state_dict(None, is_foreign=True)
         self._set_workers(checkpoint, [])
+        if metadata is None:
+            writer = "not by a strategy of this package"
+        elif metadata.get("format") != FORMAT:
+            writer = "by another version of this package"
+        else:
+            writer = f"by a method whose ranks keep {_kept(metadata['kind'])}"
         rank_zero_info(
-            f"The checkpoint was not written by this method and version: {type(self._strategy).__name__} starts with "
-            "the weights, the optimizer and the step in it, and with nothing else."
+            f"The checkpoint was written {writer}. {type(self._strategy).__name__}, whose ranks keep "
+            f"{_kept(self.kind)}, begins with the weights, the optimizer and the step in it, and with nothing else."
         )
 
     def _go_on_alone(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]], reason: str) -> None:
@@ -394,3 +400,7 @@ def _by_rank(texts: Sequence[str]) -> str:
 
 def _on(nodes: list[list[int]] | None) -> str:
     return "" if nodes is None else f" on nodes {nodes}"
+
+
+def _kept(kind: str) -> str:
+    return {"replicas": "weights of their own", "gradients": "unsent gradients"}.get(kind.split()[0], "nothing")

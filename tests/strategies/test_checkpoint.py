@@ -17,7 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_lowbw import ConfigurationError
+from lightning_lowbw import ConfigurationError, LocalSGDStrategy
+from lightning_lowbw.strategies import checkpoint
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
@@ -263,7 +264,20 @@ def resume_from_ddp(path: str) -> tuple[int, str]:
     stock = make_trainer(make_strategy("ddp"), num_ranks, callbacks=[Watcher(path, (4,))], **options)
     stock.fit(Tiny(), make_data(num_ranks, STEPS))
     trainer = make_trainer(make_strategy("dgc"), num_ranks, **options)
-    trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        said: list[str] = []
+        monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
+        trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
+        assert said == [
+            "The checkpoint was written not by a strategy of this package. DGCStrategy, whose ranks keep unsent "
+            "gradients, begins with the weights, the optimizer and the step in it, and with nothing else."
+        ]
+        local = make_trainer(LocalSGDStrategy(k_steps=2, begin_step=0), num_ranks, max_steps=2)
+        local.fit(Tiny(), make_data(num_ranks, 2), ckpt_path=None)
+        local.save_checkpoint(path)
+        again = make_trainer(make_strategy("dgc"), num_ranks, max_steps=3)
+        again.fit(Tiny(), make_data(num_ranks, 3), ckpt_path=path)
+        assert "was written by a method whose ranks keep weights of their own. DGCStrategy" in said[-1]
     return trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)
 
 
