@@ -253,18 +253,16 @@ class Averaging:
         return control
 
     def _check(self, control: Control, parameters: list[Parameter], begun_at: int) -> None:
-        marks = [divmod(mark, MODULUS) for mark in control.marks]
-        if len({step for _, step in marks}) > 1:
+        counts, checksums = control.differences()
+        if counts:
             raise DisagreementError(
-                f"The ranks average after different steps: their counts are, modulo {MODULUS}, "
-                f"{', '.join(f'{step} on rank {rank}' for rank, (_, step) in enumerate(marks))}. Each rank must "
-                "take the same optimizer steps."
+                f"The ranks average after different steps: their counts are, modulo {MODULUS}, {counts}. Each rank "
+                "must take the same optimizer steps."
             )
-        if len(set(marks)) > 1:
+        if checksums:
             raise DisagreementError(
-                "The ranks measure their changes from different weights; checksums of these are "
-                f"{', '.join(f'{bits} on rank {rank}' for rank, (bits, _) in enumerate(marks))}. Begin with the same "
-                "weights on all ranks, also of parameters that are added later."
+                f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "
+                "with the same weights on all ranks, also of parameters that are added later."
             )
         check_faults(control, self._worker, OF_WEIGHTS, parameters, begun_at)
 

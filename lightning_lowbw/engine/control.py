@@ -58,6 +58,11 @@ class Control:
         requests, marks = zip(*(divmod(number, MODULUS**2) for number in others[num_ranks:]), strict=True)
         return cls(sums, others[:num_ranks], list(marks), functools.reduce(operator.or_, requests))
 
+    def differences(self) -> tuple[str, str]:
+        """Return the counts and the checksums in the marks of all ranks, for a message; each empty if all are equal."""
+        checksums, counts = zip(*(divmod(mark, MODULUS) for mark in self.marks), strict=True)
+        return _by_rank(counts), _by_rank(checksums)
+
 
 def control_message(
     sums: Sequence[float],
@@ -80,6 +85,11 @@ def control_message(
     for place, number in places.items():
         message[place] = number
     return message
+
+
+def _by_rank(numbers: Sequence[int]) -> str:
+    shown = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+    return shown if len(set(numbers)) > 1 else ""
 
 
 def _is_whole(value: float) -> bool:

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_top_k
-from lightning_lowbw.engine.control import Control, make_mark
+from lightning_lowbw.engine.control import MODULUS, Control, make_mark
 from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, first_reported, gradient_error, gradient_fault, numbers_of
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
@@ -358,12 +358,17 @@ class GradientWorker(Worker):
         means, summed = MeanWork(gradients, message, 1.0 / num_ranks, self.peers, exact=exact).wait()
         control = Control.read(summed, num_ranks)
         self.agree_on(control.requests)
-        if len(set(control.marks)) > 1:
+        counts, checksums = control.differences()
+        if counts:
             raise DisagreementError(
-                f"Step {self.step}: the ranks have come here after different numbers of backward passes, or their "
-                f"weights differ (marks {control.marks}). Begin with the same weights on all ranks, and change them "
-                "alike. In the sparse phase .grad is a rank's own until the exchange: never branch on it, for instance "
-                "to skip a step, because ranks that disagree hang."
+                f"Step {self.step}: the ranks have come here after different numbers of backward passes (modulo "
+                f"{MODULUS}: {counts}). In the sparse phase .grad is a rank's own until the exchange: never branch on "
+                "it, for instance to skip a step, because ranks that disagree hang."
+            )
+        if checksums:
+            raise DisagreementError(
+                f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
+                f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
             )
         numbers = numbers_of(OF_GRADIENTS, len(self._slots))
         fault = first_reported(control.faults, numbers)

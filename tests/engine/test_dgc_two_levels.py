@@ -193,4 +193,4 @@ def train_with_weights_that_differ(nodes: Nodes) -> str | None:
 
 def test_weights_that_differ_are_found_out() -> None:
     for message in run_ranks(train_with_weights_that_differ, 2, FLAT):
-        assert "their weights differ" in (message or "")
+        assert "the weights differ between the ranks" in (message or "")
