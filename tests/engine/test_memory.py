@@ -62,7 +62,6 @@ def measure() -> dict[str, float]:
     return ratios
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_one_residual_and_two_percent_are_all_that_is_added() -> None:
     for ratios in run_ranks(measure, 2, fresh=True):
