@@ -653,16 +653,19 @@ class Cell:
 
     @property
     def seeds(self) -> list[int]:
-        """Those of which all methods have been trained."""
-        return sorted(set.intersection(*(set(rows) for rows in self.rows.values())))
+        """Those of which all methods have been trained, apart from methods that have not been trained at all."""
+        return sorted(set.intersection(*(set(rows) for rows in self.rows.values() if rows)))
 
     def values(self, method: str, key: str) -> list[float]:
-        return [self.rows[method][seed][key] for seed in self.seeds]
+        """Return the values of a method by seed; none if it has not been trained."""
+        return [self.rows[method][seed][key] for seed in self.seeds] if self.rows[method] else []
 
     def difference(self, key: str, method: str = "auto") -> Difference:
         sign = -1.0 if key == "test_accuracy" else 1.0
-        pairs = zip(self.values(method, key), self.values("ddp", key), strict=True)
-        differences = [sign * (own - dense) for own, dense in pairs]
+        values = self.values(method, key)
+        if not values:
+            return Difference(math.nan, math.nan)
+        differences = [sign * (own - dense) for own, dense in zip(values, self.values("ddp", key), strict=True)]
         return Difference(statistics.mean(differences), error_of(differences))
 
 
@@ -672,7 +675,7 @@ def error_of(values: Sequence[float]) -> float:
 
 
 def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]:
-    """Return the cells for which there are rows of all methods."""
+    """Return the cells for which there are rows of ddp and auto."""
     cells = []
     for task in TASKS:
         for num_steps in STEPS:
@@ -693,7 +696,7 @@ def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]
                     key = {"method": name, "schedule": sent, "payload": payload_of(name, task)}
                     rows[method] = {row["seed"]: row for row in same if is_same(row, **key)}
                 cell = Cell(task, num_steps, links, schedule, rows)
-                if cell.seeds:
+                if rows["ddp"] and rows["auto"] and cell.seeds:
                     cells.append(cell)
     return cells
 
@@ -721,7 +724,7 @@ def accuracy_to_markdown(cells: list[Cell]) -> str:
         for key, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
             for method in METHODS:
                 values = [scale * value for value in cell.values(method, key)]
-                texts.append(with_error(statistics.mean(values), error_of(values), form))
+                texts.append(with_error(statistics.mean(values), error_of(values), form) if values else "-")
             difference = cell.difference(key)
             texts.append(with_error(scale * difference.mean, scale * difference.error, "+" + form))
             texts.append("-" if math.isnan(difference.error) else f"{difference.in_errors:+.1f}")
@@ -746,7 +749,7 @@ def variants_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
                 if is_same(row, **key, payload=payload_of(variant, cell.task))
             }
             both = replace(cell, rows={**cell.rows, variant: rows})
-            if not both.seeds:
+            if not (rows and both.seeds):
                 continue
             texts = [cell.task, f"{cell.steps:,}", in_words(cell.schedule), variant, str(len(both.seeds))]
             for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
@@ -769,7 +772,7 @@ def control_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
         key = {"task": task, "steps": num_steps, "method": CONTROL}
         perturbed = {row["seed"]: row for row in results["rows"] if is_same(row, **key)}
         both = replace(cell, rows={"ddp": cell.rows["ddp"], CONTROL: perturbed})
-        if not both.seeds:
+        if not (perturbed and both.seeds):
             continue
         texts = [task, f"{num_steps:,}", str(len(both.seeds))]
         for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
