@@ -27,7 +27,7 @@ def train(
     sgd = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
     method = DGC(
         sparsity=sparsity,
-        rampup_step=steps,
+        rampup_step=steps if len(sparsity) > 1 else 1,
         min_numel=1,
         exchange=exchange,
         value_dtype=value_dtype,

@@ -204,5 +204,4 @@ def test_the_classes_of_the_readme_need_no_import(tmp_path: Path) -> None:
     by_cli, by_hydra = (line for line in lines if line.startswith("DGCStrategy"))
     assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_cli
     assert "from step 500" in by_cli
-    assert "find_unused_parameters=True" in by_cli
     assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_hydra
