@@ -82,9 +82,9 @@ class EveryStep:
                 f"sparsity='auto' with rampup_begin_step={self.rampup_begin_step}, rampup_step={self.rampup_step}: "
                 "these are chosen, too. Leave them out, or give the stairs of sparsity."
             )
-        of_auto = {"budget": 0.05, "pretrained": False}
-        given = ", ".join(f"{name}={getattr(self, name)}" for name in of_auto if getattr(self, name) != of_auto[name])
-        if not self.is_auto and given:
+        of_auto = [name for name in ("budget", "pretrained") if getattr(self, name) != getattr(EveryStep, name)]
+        if not self.is_auto and of_auto:
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in of_auto)
             raise ConfigurationError(f"{given} with {shown}: this is for sparsity='auto'. Leave one of them out.")
 
     @property
