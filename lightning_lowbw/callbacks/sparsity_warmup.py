@@ -32,8 +32,8 @@ class SparsityWarmup(Callback):
         sparsity: the stairs.
 
     Raises:
-        ConfigurationError: epochs and steps are mixed, a value is out of range, the strategy compresses no
-            gradients, or the number of steps in an epoch cannot be known.
+        ConfigurationError: epochs and steps are mixed, a value is out of range, one value is to be spread, the strategy
+            compresses no gradients, or the number of steps in an epoch cannot be known.
 
     Source: the defaults are those advised for ImageNet by PaddlePaddle Fleet.
 
@@ -73,6 +73,12 @@ class SparsityWarmup(Callback):
             raise ConfigurationError(
                 f"SparsityWarmup(steps={steps}, sparsity={list(self._sparsity)}): some values would never be used. "
                 f"Give at least {len(self._sparsity)} steps, fewer values, or leave steps out."
+            )
+        if len(self._sparsity) == 1 and (epochs or (steps is not None and steps > 1)):
+            spread = f"epochs={epochs}" if epochs else f"steps={steps}"
+            raise ConfigurationError(
+                f"SparsityWarmup({spread}, sparsity={list(self._sparsity)}): one value cannot be spread. Give several "
+                f"that increase, such as sparsity=[0.984375, 0.996, 0.999], or leave out {spread.split('=')[0]}."
             )
         of_steps = len(self._sparsity) if steps is None else steps
         self._length: float = of_steps if in_steps else 3 if epochs is None else epochs

@@ -36,8 +36,7 @@ from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, 
 def test_epochs_become_steps() -> None:
     assert SparsityWarmup().schedule(1252) == EveryStep(2504, 3756, (0.984375, 0.996, 0.999))
     assert SparsityWarmup(begin_epoch=0.5, epochs=0).schedule(10) == EveryStep(5, 2, (0.984375, 0.996, 0.999))
-    in_steps = SparsityWarmup(begin_step=7, steps=9, sparsity=[0.9])
-    assert in_steps.schedule(1252) == EveryStep(7, 1, (0.9,))  # nothing to spread
+    assert SparsityWarmup(begin_step=7, sparsity=[0.9]).schedule(1252) == EveryStep(7, 1, (0.9,))  # nothing to spread
     assert SparsityWarmup(begin_step=7, sparsity=[0.5, 0.9, 0.99]).schedule(1252) == EveryStep(7, 3, (0.5, 0.9, 0.99))
 
 
@@ -61,6 +60,15 @@ def test_a_warmup_shorter_than_its_list_is_refused(steps: int) -> None:
     with pytest.raises(ConfigurationError, match=rf"SparsityWarmup\(steps={steps}, .* never be used"):
         SparsityWarmup(steps=steps)
     assert SparsityWarmup(steps=steps, sparsity=[0.9]).schedule(10) == EveryStep(0, 1, (0.9,))
+
+
+@pytest.mark.parametrize("spread", [{"epochs": 3}, {"epochs": 0.5}, {"steps": 2}])
+def test_one_value_cannot_be_spread(spread: dict[str, Any]) -> None:
+    ((name, number),) = spread.items()
+    message = rf"SparsityWarmup\({name}={number}, sparsity=\[0\.9\]\): one value .* or leave out {name}\."
+    with pytest.raises(ConfigurationError, match=message):
+        SparsityWarmup(**spread, sparsity=[0.9])
+    assert SparsityWarmup(**dict.fromkeys(spread, 0), sparsity=[0.9]).schedule(10).rampup_step == 1
 
 
 class Densities(pl.Callback):
