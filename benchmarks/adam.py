@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from benchmarks.slow_link import RESULTS, describe_environment, replace_block
+from benchmarks.harness import RESULTS, describe_environment, replace_block
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
@@ -399,8 +399,7 @@ def main() -> None:
     options = parser.parse_args()
     path = RESULTS / "adam.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.quick else {"rows": []}
-    results["environment"] = describe_environment()
-    del results["environment"]["link"]
+    results["environment"] = describe_environment(link=None)
     results["command"] = " ".join(sys.argv)
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         running = {}

@@ -32,7 +32,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +49,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.models import GPT2, WORKLOADS, Scored, Timed, loader, small_resnet
 from lightning_lowbw import DGCStrategy, EveryStep
 from lightning_lowbw.engine import auto as rule
@@ -64,7 +64,6 @@ from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
-RESULTS = Path(__file__).with_name("results")
 NUM_RANKS = 2
 CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
 STEPS = (100, 800, 5000)
@@ -352,7 +351,7 @@ def train_all(job: Row, path: Path) -> None:
                 for wanted in wanted_runs(task, chosen, job["methods"], is_first=seed == job["seeds"][0]):
                     if not any(is_same(row, **cell, seed=seed, **wanted["key"]) for row in results["rows"]):
                         run = {**cell, "seed": seed, "method": wanted["key"]["method"], "link": wanted["link"]}
-                        row = {**run, **train(run, nominal)}
+                        row = {**run, **train(run, nominal), "environment": job["environment"]}
                         assert is_same(row, **wanted["key"]), (row, wanted)
                         results["rows"].append(row)
                         if os.environ["RANK"] == "0":
@@ -412,6 +411,14 @@ def write(results: dict[str, Any], path: Path) -> None:
     temporary.replace(path)
 
 
+def this_environment(results: dict[str, Any]) -> int:
+    """Return the number of this environment among those of the results, and add it if it is new."""
+    environment = {name: each for name, each in describe_environment(link=None).items() if name != "date"}
+    if environment not in results["environments"]:
+        results["environments"].append(environment)
+    return int(results["environments"].index(environment))
+
+
 def start_on_loopback(command: Sequence[str]) -> None:
     """Start a command once per rank, with the environment that torchrun would give; if one fails, end the others."""
     with socket.socket() as free:
@@ -446,7 +453,8 @@ def measure_accuracy(options: argparse.Namespace, results: dict[str, Any], path:
     measure_nominal(results["nominal"], tasks)
     write(results, path)
     job = {"tasks": tasks, "steps": options.steps, "links": options.links, "seeds": options.seeds}
-    job |= {"methods": options.methods, "constants": constants_of(options)}
+    job |= {"methods": options.methods, "constants": constants_of(options), "environment": this_environment(results)}
+    write(results, path)
     start_on_loopback([sys.executable, __file__, "rank", json.dumps(job), str(path)])
 
 
@@ -536,7 +544,8 @@ def time_all(job: Row, path: Path) -> None:
     model = TIMED_TASKS[task].make_model()
     nbytes = all_reduce_bytes(4 * sum(parameter.numel() for parameter in model.parameters()), NUM_RANKS)
     if not record:
-        record = {"task": task, "link": job["link"], "timed": {}, **choose_for_real(task)}
+        record = {"task": task, "link": job["link"], "environment": job["environment"], "timed": {}}
+        record |= choose_for_real(task)
     wanted = {1.0: 0, 0.001: 0}
     for num_steps in job["steps"]:
         wanted |= densities_of(planned(record, num_steps)[0], num_steps)
@@ -572,20 +581,15 @@ def step_s_of(record: Row, name: str, number: int | None = None) -> float:
 
 def measure_wall_clock(options: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
     """Measure each task on each link in a lab of its own; what has been measured stays."""
-    from lightning_lowbw.lab import Network, launch
-
+    number = this_environment(results)
     for task in options.timed_tasks:
         for link in options.links:
             same = [each for each in results["wall_clock"] if is_same(each, task=task, link=link)]
-            job = {"task": task, "link": link, "steps": options.steps, "record": same[0] if same else None}
+            job = {"task": task, "link": link, "steps": options.steps, "environment": number}
+            job["record"] = same[0] if same else None
             rate = 8 * LINKS[link].bandwidth_bytes_per_s
-            with tempfile.TemporaryDirectory() as folder, Network([rate] * NUM_RANKS) as network:
-                output, given = Path(folder) / "record.json", Path(folder) / "job.json"
-                given.write_text(json.dumps(job))
-                command = [sys.executable, __file__, "timed-rank", str(given), str(output)]
-                if launch(network, command, timeout_s=600.0).status != 0:
-                    raise SystemExit(f"The ranks failed on {task}, {link}.")
-                record = json.loads(output.read_text())
+            command = [__file__, "timed-rank"]
+            record = run_in_lab([rate] * NUM_RANKS, command, job=job, what=f"{task}, {link}", timeout_s=600.0)
             results["wall_clock"] = [each for each in results["wall_clock"] if each not in same] + [record]
             print(f"{task}, {link}: {planned(record, max(options.steps))[1]}", flush=True)
             write(results, path)
@@ -960,8 +964,12 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
             wall_clock_to_markdown(records),
             phases_to_markdown(records),
         ]
-    environment = ", ".join(f"{name} {value}" for name, value in results["environment"].items())
-    return "\n\n".join([*parts, f"Environment: {environment}."]) + "\n"
+    for number, environment in enumerate(results["environments"]):
+        runs, links = (sum(is_same(each, environment=number) for each in results[of]) for of in ("rows", "wall_clock"))
+        told = ", ".join(f"{name} {value}" for name, value in environment.items())
+        of = [f"{runs} runs"] * (runs > 0) + [f"the times of {links} rows of the last table"] * (links > 0)
+        parts.append(f"Environment of {' and of '.join(of)}: {told}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def sorted_records(results: dict[str, Any]) -> list[Row]:
@@ -1016,14 +1024,11 @@ def main() -> None:
     parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE", help="of engine/auto.py")
     parser.add_argument("--name", default="auto", help="of the results; the card is written for the default alone")
     options = parser.parse_args()
-    from benchmarks.slow_link import describe_environment, replace_block
-
     path = RESULTS / f"{options.name}.json"
-    results: dict[str, Any] = {"nominal": {}, "choices": [], "rows": [], "wall_clock": []}
+    results: dict[str, Any] = {"nominal": {}, "choices": [], "rows": [], "wall_clock": [], "environments": []}
     if path.exists():
         results = json.loads(path.read_text())
     if options.part != "report":
-        results["environment"] = {name: each for name, each in describe_environment().items() if name != "link"}
         measure_part = {"accuracy": measure_accuracy, "wall-clock": measure_wall_clock}[options.part]
         measure_part(options, results, path)
         results = json.loads(path.read_text())

@@ -27,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.time_to_loss import RESULTS, smooth, train
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.time_to_loss import smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
+from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.strategies.names import NAMES
 from lightning_lowbw.zoo import StdlibText
 
@@ -81,19 +83,19 @@ METHODS: dict[str, Callable[[], Any]] = {
 }
 
 
-def train_all(runs: list[tuple[str, str, int]], rate: str, max_steps: int | None, path: Path) -> None:
+def train_all(job: dict[str, Any], path: Path) -> None:
     """One rank: train from each start with each method and seed in turn; rank 0 writes the curves."""
     curves = []
-    for start, method, seed in runs:
+    for start, method, seed in job["runs"]:
         num_steps, lr, goes_on = STARTS[start]
-        num_steps = max_steps or num_steps
+        num_steps = job["max_steps"] or num_steps
         # One epoch, and of other crops where it goes on.
         data = StdlibText(BATCH, num_train=NUM_RANKS * BATCH * num_steps, seed=2 * seed + goes_on)
-        weights = path.with_name(f"{seed}.pt") if goes_on or method == "ddp" else None
+        weights = Path(job["folder"]) / f"{seed}.pt" if goes_on or method == "ddp" else None
         if goes_on and weights is not None and not weights.exists():
             raise SystemExit(f"{weights} is not there: let DDP train from scratch first, with the same --folder.")
         run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=lr, **MODEL)
-        curves.append({"start": start, "method": method, "rate": rate, **run})
+        curves.append({"start": start, "method": method, "rate": job["rate"], **run})
         if os.environ["RANK"] == "0":
             path.write_text(json.dumps(curves))
             print(start, method, seed, curves[-1]["val_loss"], curves[-1]["seconds"][-1], flush=True)
@@ -203,14 +205,9 @@ def measure(
     runs: Sequence[tuple[str, str, int]], rate: str, max_steps: int | None, folder: Path
 ) -> list[dict[str, Any]]:
     """Start the ranks in the lab; return the curves of rank 0. The folder keeps weights from one start to the next."""
-    from lightning_lowbw.lab import Network, launch, parse_rate
-
-    path = folder / "curves.json"
-    job = json.dumps({"runs": runs, "rate": rate, "max_steps": max_steps, "path": str(path)})
-    with Network([parse_rate(rate)] * NUM_RANKS) as network:
-        if launch(network, [sys.executable, __file__, "--job", job]).status != 0:
-            raise SystemExit("The ranks failed.")
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
+    job = {"runs": runs, "rate": rate, "max_steps": max_steps, "folder": str(folder)}
+    curves: list[dict[str, Any]] = run_in_lab([parse_rate(rate)] * NUM_RANKS, [__file__, "--job"], job=job)
+    return curves
 
 
 def main() -> None:
@@ -222,14 +219,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, help="another number of steps, for a look; writes nothing")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for DDP's weights")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # in the ranks
+    parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
     if options.job is not None:
-        job = json.loads(options.job)
-        train_all(job["runs"], job["rate"], job["max_steps"], Path(job["path"]))
+        given, path = options.job
+        train_all(json.loads(given.read_text()), path)
         return
-    from benchmarks.slow_link import describe_environment, replace_block
-
     path = RESULTS / "bits_to_loss.json"
     results: dict[str, Any] = {"curves": []}
     if path.exists() and options.steps is None:

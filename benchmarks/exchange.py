@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.slow_link import RESULTS, describe_environment
+from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import DGC
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
@@ -142,7 +142,7 @@ def main() -> None:
     for num_ranks in BY_FORMULA:
         for name, nbytes in formulas(codec, num_ranks).items():
             rows.append({"ranks": num_ranks, "exchange": name, "received_bytes": None, "formula_bytes": nbytes})
-    environment = {**describe_environment(), "link": "loopback, gloo"}
+    environment = describe_environment(link="loopback, gloo")
     results = {"environment": environment, "command": " ".join(sys.argv), "numels": NUMELS, "k": sum(COUNTS)}
     results |= {"value_dtype": codec.value_dtype, "message_bytes": codec.nbytes(COUNTS, NUMELS), "rows": rows}
     (RESULTS / "exchange.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.auto import COMMON, MODEL_25M, NUM_RANKS, TIMED_TASKS, be_quiet
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.models import WORKLOADS, loader
-from benchmarks.slow_link import RESULTS, describe_environment, replace_block
 from lightning_lowbw import DGCStrategy
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.strategies import auto_sparsity
@@ -55,7 +54,7 @@ class Steps(pl.Callback):
         assert isinstance(worker, GradientWorker)
         self.rows.append({"at_s": now_s, "density": worker.last_density, "sent_bytes": strategy.ledger.sent_bytes})
         if trainer.global_step % 10 == 0:
-            is_over = torch.tensor(float(now_s > float(sys.argv[3]) + END_S))
+            is_over = torch.tensor(float(now_s > float(sys.argv[2]) + END_S))
             dist.broadcast(is_over, 0)
             trainer.should_stop = bool(is_over)
 
@@ -134,24 +133,13 @@ def table(results: Row) -> str:
 def main() -> None:
     """Measure in the lab, and write."""
     if sys.argv[1:2] == ["rank"]:
-        run_rank(Path(sys.argv[2]))
+        run_rank(Path(sys.argv[3]))
         return
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from lightning_lowbw.lab import Network, launch
-
-    with tempfile.TemporaryDirectory() as folder, Network([FAST] * NUM_RANKS) as network:
-        path, started_s = Path(folder) / "steps.json", time.time()
-        report = launch(
-            network,
-            [sys.executable, __file__, "rank", str(path), str(started_s)],
-            changes=[(SLOW_AT_S, SLOW), (FAST_AT_S, FAST)],
-            timeout_s=END_S + 120.0,
-        )
-        if report.status != 0:
-            raise SystemExit("The ranks failed.")
-        measured = json.loads(path.read_text())
-    environment = {name: each for name, each in describe_environment().items() if name != "link"}
-    results = {"started_s": started_s, **measured, "environment": environment}
+    started_s = time.time()
+    command, changes = [__file__, "rank", str(started_s)], [(SLOW_AT_S, SLOW), (FAST_AT_S, FAST)]
+    measured = run_in_lab([FAST] * NUM_RANKS, command, changes=changes, timeout_s=END_S + 120.0)
+    results = {"started_s": started_s, **measured, "environment": describe_environment(link=None)}
     text = table(results)
     (RESULTS / "link_change.json").write_text(json.dumps(results) + "\n")
     (RESULTS / "link_change.md").write_text(text)

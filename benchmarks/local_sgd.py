@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.time_to_loss import RESULTS, train
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.time_to_loss import train
 from lightning_lowbw import AdaptiveLocalSGDStrategy, LocalSGDStrategy
+from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.zoo import StdlibText
 
 NUM_STEPS = 600
@@ -98,7 +99,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def put_into_card() -> None:
     """Replace the marked block of the method card by what the benchmarks have written."""
-    from benchmarks.slow_link import Cell, replace_block
+    from benchmarks.slow_link import Cell
     from benchmarks.slow_link import to_markdown as lab_table
 
     results = json.loads((RESULTS / "local_sgd.json").read_text())
@@ -141,15 +142,8 @@ def main() -> None:
     if options.rank_output is not None:
         train_all(options.seeds, options.rank_output)
         return
-    from benchmarks.slow_link import describe_environment
-    from lightning_lowbw.lab import Network, launch, parse_rate
-
-    with tempfile.TemporaryDirectory() as folder, Network([parse_rate(options.rate)] * options.nodes) as network:
-        path = Path(folder) / "rows.json"
-        command = [sys.executable, __file__, "--rank-output", str(path), "--seeds", *map(str, options.seeds)]
-        if launch(network, command).status != 0:
-            raise SystemExit("The ranks failed.")
-        rows = json.loads(path.read_text())
+    command = [__file__, "--seeds", *map(str, options.seeds), "--rank-output"]
+    rows = run_in_lab([parse_rate(options.rate)] * options.nodes, command)
     result = RESULTS / "local_sgd.json"
     if options.resume and result.exists():
         rows = [row for row in json.loads(result.read_text())["rows"] if row["seed"] not in options.seeds] + rows

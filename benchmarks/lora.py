@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.slow_link import describe_environment, replace_block
+from benchmarks.harness import describe_environment, replace_block
 from lightning_lowbw.lab import Network, launch, parse_rate
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lora.py"

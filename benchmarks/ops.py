@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.slow_link import RESULTS, describe_environment
+from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.ops import compiled, compiler, cpu
 from lightning_lowbw.ops.averages import scatter_mean_
 from lightning_lowbw.ops.reference import SecondMoment, Segment, correct_, take_
@@ -247,7 +247,7 @@ def to_markdown(rows: list[Row]) -> str:
 
 def write(name: str, rows: list[Row], **more: Any) -> str:
     """Write the JSON and the table; return the table."""
-    environment = {key: value for key, value in describe_environment().items() if key != "link"}
+    environment = describe_environment(link=None)
     results = {"environment": environment, "command": " ".join(sys.argv), "sizes": SIZES, "density": DENSITY, **more}
     results["rows"] = [asdict(row) for row in rows]
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from benchmarks.slow_link import RESULTS, describe_environment
 from lightning_lowbw.engine.averaging import NUM_SAMPLED
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.positions import pack, unpack
@@ -255,7 +255,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     timed = measure(options.repetitions)
-    environment: dict[str, Any] = {key: value for key, value in describe_environment().items() if key != "link"}
+    environment: dict[str, Any] = describe_environment(link=None)
     results = {"environment": environment, "command": " ".join(sys.argv), "k_steps": K_STEPS, "ms": timed}
     (RESULTS / "round.json").write_text(json.dumps(results, indent=1) + "\n")
     table = to_markdown(timed)

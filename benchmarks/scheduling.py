@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.auto import NUM_RANKS, be_quiet, time_steps, timed_strategy
-from benchmarks.slow_link import RESULTS, describe_environment, replace_block
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 
 TASKS = {"digits": 40, "resnet": 40, "text": 20, "mlp-25M": 4}  # and how many steps are timed in a round
 STRATEGIES = {"ddp": "ddp", "dgc 99.9 %": "0.001"}  # as `timed_strategy` knows them
@@ -95,16 +94,8 @@ def main() -> None:
         run_rank(Path(sys.argv[2]))
         return
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    from lightning_lowbw.lab import Network, launch
-
-    with tempfile.TemporaryDirectory() as folder, Network([RATE] * NUM_RANKS) as network:
-        path = Path(folder) / "rows.json"
-        report = launch(network, [sys.executable, __file__, "rank", str(path)], timeout_s=1200.0)
-        if report.status != 0:
-            raise SystemExit("The ranks failed.")
-        rows = json.loads(path.read_text())
-    environment = {name: each for name, each in describe_environment().items() if name != "link"}
-    results = {"rows": rows, "environment": environment}
+    rows = run_in_lab([RATE] * NUM_RANKS, [__file__, "rank"], timeout_s=1200.0)
+    results = {"rows": rows, "environment": describe_environment(link=None)}
     (RESULTS / "scheduling.json").write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)
     (RESULTS / "scheduling.md").write_text(text)

@@ -28,11 +28,12 @@ import lightning.pytorch as pl
 from torch.distributed.fsdp import fully_shard
 
 import lightning_lowbw as lowbw
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
+from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
-RESULTS = Path(__file__).with_name("results")
 NODES, RANKS_PER_NODE, RATE = 2, 2, "100mbit"
 MODEL: dict[str, Any] = {"d_model": 512, "num_layers": 6, "num_heads": 8, "optimizer": "adamw"}
 BATCH = 2
@@ -117,14 +118,9 @@ def train(name: str, folder: Path, steps: int, trained: int) -> dict[str, Any]:
 
 def measure(name: str, rate: str | None, folder: Path, steps: int, trained: int = 0) -> dict[str, Any]:
     """Start the ranks in the lab."""
-    from lightning_lowbw.lab import Network, launch, parse_rate
-
-    path = folder / "row.json"
-    job = json.dumps({"name": name, "folder": str(folder), "steps": steps, "trained": trained})
-    with Network([None if rate is None else parse_rate(rate)] * NODES) as network:
-        if launch(network, [sys.executable, __file__, "--job", job], ranks_per_node=RANKS_PER_NODE).status != 0:
-            raise SystemExit("The ranks failed.")
-    row: dict[str, Any] = json.loads(path.read_text())
+    job = {"name": name, "folder": str(folder), "steps": steps, "trained": trained}
+    rates = [None if rate is None else parse_rate(rate)] * NODES
+    row: dict[str, Any] = run_in_lab(rates, [__file__, "--job"], job=job, ranks_per_node=RANKS_PER_NODE)
     return row
 
 
@@ -166,19 +162,18 @@ def main() -> None:
     """Train and write after each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="of all runs, for a look; writes nothing")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # in the ranks
+    parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
     if options.job is not None:
         for logger in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(logger).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-        job = json.loads(options.job)
+        given, path = options.job
+        job = json.loads(given.read_text())
         row = train(job["name"], Path(job["folder"]), job["steps"], job["trained"])
         if os.environ["RANK"] == "0":
-            (Path(job["folder"]) / "row.json").write_text(json.dumps(row))
+            path.write_text(json.dumps(row))
         return
-    from benchmarks.slow_link import describe_environment, replace_block
-
     with tempfile.TemporaryDirectory() as name:
         trained = measure("trained", None, Path(name), options.steps or PRETRAINING)
         print(trained, flush=True)

@@ -14,31 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
-import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import lightning
 import matplotlib
-import torch
 
-import lightning_lowbw
 from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
-from lightning_lowbw.lab import Network, launch, parse_rate
+from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.where.volume import all_reduce_bytes
 
 matplotlib.use("Agg")  # draws without a display
 import matplotlib.pyplot as plt
 
-RESULTS = Path(__file__).with_name("results")
 WORKER = Path(__file__).with_name("worker.py")
 WINDOW_S = 12.0  # what one measurement may take, roughly
 MIN_STEPS, MAX_STEPS = 2, 10
@@ -100,14 +94,14 @@ def run_cells(
             {"name": each.name, "num_steps": num_steps(each, dense_bytes, bits_per_s, 0.4)} for each in contestants
         ],
     }
-    with tempfile.TemporaryDirectory() as folder, Network([bits_per_s] * num_nodes) as network:
-        job_path, records_path = Path(folder) / "job.json", Path(folder) / "records.json"
-        job_path.write_text(json.dumps(job))
-        command = [sys.executable, str(WORKER), str(job_path), str(records_path)]
-        report = launch(network, command, ranks_per_node=ranks_per_node, timeout_s=3600.0)
-        if report.status != 0:
-            raise SystemExit(f"The ranks failed on {workload}, {num_nodes} nodes, {rate}.")
-        records = json.loads(records_path.read_text())
+    records = run_in_lab(
+        [bits_per_s] * num_nodes,
+        [str(WORKER)],
+        job=job,
+        what=f"{workload}, {num_nodes} nodes, {rate}",
+        ranks_per_node=ranks_per_node,
+        timeout_s=3600.0,
+    )
     cells = []
     for contestant in contestants:
         mine = [record for record in records if record["method"] == contestant.name]
@@ -131,25 +125,6 @@ def run_cells(
             )
         )
     return cells
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return what the numbers depend on."""
-    model = "unknown"
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    return {
-        "lightning_lowbw": lightning_lowbw.__version__,
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cpu": model,
-        "num_cpus": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-        "link": "network namespaces, token bucket filter in both directions, no added delay",
-    }
 
 
 def to_markdown(cells: list[Cell]) -> str:
@@ -235,14 +210,6 @@ def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     )
     parts += [(RESULTS / "time_to_loss.md").read_text(), "![loss against time](benchmarks/results/time_to_loss.png)"]
     replace_block("README.md", "slow_link", "\n".join(parts) + "\n")
-
-
-def replace_block(document: str, name: str, text: str) -> None:
-    """Replace what lies between the marks of a name in one of the repository's documents."""
-    path = Path(__file__).resolve().parents[1] / document
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = path.read_text().split(begin)
-    path.write_text(f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
 
 
 def put_into_card(results: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.time_to_loss import RESULTS
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from lightning_lowbw import LocalSGDStrategy
 from lightning_lowbw.zoo import DigitsClassifier, DigitsData
 
@@ -114,15 +113,8 @@ def main() -> None:
     if options.rank_output is not None:
         measure_all(options.repetitions, options.rank_output)
         return
-    from benchmarks.slow_link import describe_environment
-    from lightning_lowbw.lab import Network, launch
-
-    with tempfile.TemporaryDirectory() as folder, Network([None] * options.nodes) as network:
-        path = Path(folder) / "rows.json"
-        repetitions = ["--repetitions", str(options.repetitions)]
-        if launch(network, [sys.executable, __file__, *repetitions, "--rank-output", str(path)]).status != 0:
-            raise SystemExit("The ranks failed.")
-        rows = json.loads(path.read_text())
+    command = [__file__, "--repetitions", str(options.repetitions), "--rank-output"]
+    rows = run_in_lab([None] * options.nodes, command)
     results = {
         "environment": describe_environment(),
         "command": " ".join(sys.argv),

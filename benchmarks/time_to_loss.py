@@ -19,7 +19,6 @@ import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -30,12 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw import DGCStrategy, NarrowGradients, Strategy
+from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
-RESULTS = Path(__file__).with_name("results")
 NUM_STEPS = 600
 SMOOTHING = 20  # steps of the running mean
 TARGET_SLACK = 1.02  # the loss that counts as reached: DDP's last, and 2 %
@@ -212,19 +212,11 @@ def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
     """Start the ranks, keep what there is of other tasks and seeds, write the results, and put them into the card."""
-    from benchmarks.slow_link import describe_environment
-    from lightning_lowbw.lab import Network, launch
-
     result = RESULTS / "narrow_accuracy.json"
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
-    with tempfile.TemporaryDirectory() as folder, Network([None] * 2) as network:
-        path = Path(folder) / "rows.json"
-        command = [sys.executable, __file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds)]
-        command += ["--rank-output", str(path)]
-        if launch(network, command, timeout_s=3600.0).status != 0:
-            raise SystemExit("The ranks failed.")
-        rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
-        rows += json.loads(path.read_text())
+    command = [__file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
+    rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
+    rows += run_in_lab([None] * 2, command, timeout_s=3600.0)
     results = {"environment": describe_environment(), "command": " ".join(sys.argv), "rows": rows}
     result.write_text(json.dumps(results, indent=1) + "\n")
     result.with_suffix(".md").write_text(accuracy_to_markdown(rows))
@@ -234,8 +226,6 @@ def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
 
 def put_into_card() -> None:
     """Replace the marked block of docs/methods/narrow.md by what the benchmarks have written."""
-    from benchmarks.slow_link import replace_block
-
     accuracy, lab = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("narrow_accuracy", "slow_link_narrow")
     )
@@ -340,15 +330,8 @@ def main() -> None:
     if options.rank_output is not None:
         train_all(list(range(options.seeds)), options.rank_output)
         return
-    from benchmarks.slow_link import describe_environment
-    from lightning_lowbw.lab import Network, launch, parse_rate
-
-    with tempfile.TemporaryDirectory() as folder, Network([parse_rate(options.rate)] * 2) as network:
-        path = Path(folder) / "curves.json"
-        command = [sys.executable, __file__, "--seeds", str(options.seeds), "--rank-output", str(path)]
-        if launch(network, command).status != 0:
-            raise SystemExit("The ranks failed.")
-        curves = json.loads(path.read_text())
+    command = [__file__, "--seeds", str(options.seeds), "--rank-output"]
+    curves = run_in_lab([parse_rate(options.rate)] * 2, command)
     table, rows = summarise(curves)
     RESULTS.mkdir(exist_ok=True)
     results = {"environment": describe_environment(), "rate": options.rate, "rows": rows, "curves": curves}

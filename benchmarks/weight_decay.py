@@ -37,6 +37,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 
+from benchmarks.harness import RESULTS, describe_environment, replace_block
 from lightning_lowbw import DGC
 from lightning_lowbw.zoo.digits import load_digit_tensors
 
@@ -223,8 +224,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps; write nothing")
     options = parser.parse_args()
-    from benchmarks.slow_link import RESULTS, describe_environment, replace_block  # what a rank has no use for
-
     path, num_steps = RESULTS / "weight_decay.json", 50 if options.quick else NUM_STEPS
     results: Row = {"rows": []}
     if path.exists() and not options.quick:
@@ -238,8 +237,7 @@ def main() -> None:
     if options.quick:
         return
     results = json.loads(path.read_text())
-    results["environment"] = describe_environment()
-    del results["environment"]["link"]
+    results["environment"] = describe_environment(link=None)
     path.write_text(json.dumps(results, indent=1) + "\n")
     environment = ", ".join(f"{key} {value}" for key, value in results["environment"].items())
     caption = (

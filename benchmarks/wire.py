@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import mlp_25m
-from benchmarks.slow_link import RESULTS, describe_environment
 from lightning_lowbw.ops.averages import scatter_mean_
 from lightning_lowbw.ops.reference import correct_, remove_sent_
 from lightning_lowbw.what.codec import SparseCodec
@@ -277,8 +277,7 @@ def main() -> None:
     torch.set_num_threads(1)
     path = RESULTS / "wire.json"
     results = json.loads(path.read_text()) if path.exists() else {"wire": [], "accuracy": []}
-    results["environment"] = describe_environment()
-    del results["environment"]["link"]
+    results["environment"] = describe_environment(link=None)
     results["command"] = " ".join(sys.argv)
     for part in options.parts:  # the other stays as it was measured before
         results[part] = measure_wire() if part == "wire" else measure_accuracy(options.seeds)

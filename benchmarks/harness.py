@@ -1,0 +1,79 @@
+"""What the benchmarks have in common: ranks in the lab, the environment of a measurement, and where results go.
+
+Ranks import this module, too: no plots here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+import lightning_lowbw
+from lightning_lowbw.lab import Network, launch
+
+RESULTS = Path(__file__).with_name("results")
+LAB = "network namespaces, token bucket filter in both directions, no added delay"
+
+
+def run_in_lab(
+    rates: Sequence[float | None], command: Sequence[str], *, job: Any = None, what: str = "", **options: Any
+) -> Any:
+    """Start a Python script on every node of the lab; return what rank 0 has written.
+
+    Args:
+        rates: bit/s of the nodes' links; None is not throttled.
+        command: the script and its arguments. The path of the JSON file that rank 0 is to write is appended.
+        job: for the ranks; the path of a JSON file with it comes before that of the result.
+        what: is measured, for the message of a failure.
+        **options: of `lightning_lowbw.lab.launch`.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder, Network(rates) as network:
+        written = Path(folder) / "written.json"
+        paths = [str(written)]
+        if job is not None:
+            given = Path(folder) / "job.json"
+            given.write_text(json.dumps(job))
+            paths = [str(given), *paths]
+        if launch(network, [sys.executable, *command, *paths], **options).status != 0:
+            raise SystemExit(f"The ranks failed{f' on {what}' if what else ''}.")
+        return json.loads(written.read_text())
+
+
+def describe_environment(link: str | None = LAB) -> dict[str, Any]:
+    """Return what the numbers depend on; without a link if they do not depend on it, or rows name it."""
+    model = "unknown"
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    environment = {
+        "lightning_lowbw": lightning_lowbw.__version__,
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": model,
+        "num_cpus": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    return environment if link is None else {**environment, "link": link}
+
+
+def replace_block(document: str, name: str, text: str) -> None:
+    """Replace what lies between the marks of a name in one of the repository's documents."""
+    path = Path(__file__).resolve().parents[1] / document
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = path.read_text().split(begin)
+    path.write_text(f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
