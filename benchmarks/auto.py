@@ -49,7 +49,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, as_plain, describe_environment, in_words, replace_block, run_in_lab
 from benchmarks.models import GPT2, WORKLOADS, Scored, Timed, loader, small_resnet
 from lightning_lowbw import DGCStrategy, EveryStep
 from lightning_lowbw.engine import auto as rule
@@ -247,7 +247,7 @@ def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[l
 def schedule_of(strategy: Any) -> Row | None:
     """Return the schedule that a strategy has come to have as plain values; None where all steps are dense."""
     when = strategy.method.when if isinstance(strategy, DGCStrategy) else EveryStep(sparsity="auto")
-    return as_plain(None if when.is_auto else when)
+    return as_plain(when)
 
 
 def small_numel_of(task: str) -> int:
@@ -270,11 +270,6 @@ def payload_of(method: str, task: str) -> Row:
     default = asdict(TopK())
     payload = {name: value for name, value in asdict(what).items() if value != default[name]}
     return payload if least == MOST_NUMEL else {**payload, "small_numel": least}  # rows from before are of `MOST_NUMEL`
-
-
-def as_plain(when: EveryStep | None) -> Row | None:
-    """Return a schedule as plain values."""
-    return None if when is None else {name: json.loads(json.dumps(getattr(when, name))) for name in FIXED}
 
 
 def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> Row:
@@ -328,9 +323,7 @@ def train_all(job: Row, path: Path) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     for name, value in job["constants"].items():
-        for module in (rule, auto_sparsity):  # which has some by name
-            if hasattr(module, name):
-                setattr(module, name, value)
+        setattr(rule, name, value)
     results = json.loads(path.read_text())
     nominal, constants = results["nominal"], job["constants"]
     dist.init_process_group("gloo")
@@ -496,7 +489,7 @@ def choose_for_real(task: str) -> Row:
     found: Row = {}
 
     def planning(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-        found.update(measured=as_numbers(measured), steps_per_epoch=run.steps_per_epoch, times_sent=run.times_sent)
+        found.update(measured=as_numbers(measured), steps_per_epoch=run.steps_per_epoch, is_adam=run.is_adam)
         return plan(measured, run, budget)
 
     strategy = DGCStrategy(sparsity="auto", **COMMON)
@@ -521,7 +514,7 @@ def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str, bool]:
     kept = record["measured"]
     sparse_s = dict(zip(DENSITIES, kept["sparse_s"], strict=True))
     measured = Measured(kept["step_s"], kept["dense_s"], sparse_s, Link(**kept["link"]))
-    lengths = {name: record[name] for name in ("steps_per_epoch", "times_sent") if name in record}
+    lengths = {name: record[name] for name in ("steps_per_epoch", "is_adam") if name in record}
     run = Run(num_done=CHOSEN_AFTER, num_steps=num_steps, **lengths)
     reason = why_dense(measured.step_s, measured.dense_s, run, EveryStep().budget)
     return (*plan(measured, run, EveryStep().budget), True) if reason is None else (None, reason, False)
@@ -705,16 +698,6 @@ def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]
     return cells
 
 
-def in_words(schedule: Row | None) -> str:
-    """Return what is sent, and when."""
-    if schedule is None:
-        return "all, as ddp"
-    *stairs, last = (f"{100 * (1 - each):.4g} %" for each in schedule["sparsity"])
-    begin, per_stair = schedule["rampup_begin_step"], schedule["rampup_step"] // len(schedule["sparsity"])
-    before = f", before it {per_stair} steps each at {', '.join(stairs)}" if stairs else ""
-    return f"{last}{before}; all until step {begin}"
-
-
 def accuracy_to_markdown(cells: list[Cell]) -> str:
     """Return the table of losses and accuracies."""
     lines = [
@@ -760,6 +743,31 @@ def variants_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
                 texts.append(f"{scale * statistics.mean(both.values('ddp', name)):{form}}")
                 for each in (both.difference(name, variant), both.difference(name)):
                     texts.append(with_error(scale * each.mean, scale * each.error, "+" + form))
+            lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def former_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
+    """Return the table of schedules that auto has chosen before its rule was changed; empty where there are none."""
+    lines = [
+        "| task | steps | auto sent | seeds | loss, auto - ddp | in SE | test accuracy, ddp - auto, points | in SE |",
+        "| --- |" + " --- |" * 7,
+    ]
+    for cell in {(cell.task, cell.steps): cell for cell in cells}.values():
+        key = {"task": cell.task, "steps": cell.steps, "method": "auto", "payload": payload_of("auto", cell.task)}
+        rows = [row for row in results["rows"] if is_same(row, **key) and row["schedule"] is not None]
+        known = [each.schedule for each in cells if (each.task, each.steps) == (cell.task, cell.steps)]
+        former: list[Row] = []
+        for row in rows:
+            if row["schedule"] not in [*known, *former]:
+                former.append(row["schedule"])
+        for schedule in former:
+            of = {row["seed"]: row for row in rows if row["schedule"] == schedule}
+            old = replace(cell, schedule=schedule, rows={**cell.rows, "auto": of})
+            texts = [cell.task, f"{cell.steps:,}", in_words(schedule), str(len(old.seeds))]
+            for name, scale, form in (("val_loss", 1.0, "+.4f"), ("test_accuracy", 100.0, "+.2f")):
+                each = old.difference(name)
+                texts += [with_error(scale * each.mean, scale * each.error, form), f"{each.in_errors:+.1f}"]
             lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
@@ -947,8 +955,8 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
         parts += [
             "What chance does: ddp beside ddp whose first parameter is multiplied by 1 + "
             f"{PERTURBATION:g} at the start. Runs that differ by rounding alone diverge within some hundred steps. "
-            "Of the ten seeds of resnet, 5,000 steps, five were added, for all methods, after auto was worse than ddp "
-            "with the first five.",
+            "Of the ten seeds of resnet and of text, 5,000 steps, five were added after auto was worse than ddp with "
+            "the first five.",
             control,
         ]
     if variants := variants_to_markdown(results, cells):
@@ -956,6 +964,8 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
             "The same schedules with `keep_momentum=False`, velocities cleared at every density:",
             variants,
         ]
+    if former := former_to_markdown(results, cells):
+        parts += ["What auto chose before its rule was changed because of these runs:", former]
     if results["wall_clock"]:
         records = sorted_records(results)
         parts += [

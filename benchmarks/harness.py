@@ -20,6 +20,7 @@ import torch
 
 import lightning_lowbw
 from lightning_lowbw.lab import Network, launch
+from lightning_lowbw.when.every_step import EveryStep
 
 RESULTS = Path(__file__).with_name("results")
 LAB = "network namespaces, token bucket filter in both directions, no added delay"
@@ -69,6 +70,27 @@ def describe_environment(link: str | None = LAB) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
     }
     return environment if link is None else {**environment, "link": link}
+
+
+def as_plain(when: EveryStep | None) -> dict[str, Any] | None:
+    """Return a schedule of sparsity as plain values; None where all steps are dense."""
+    if when is None or when.is_auto:
+        return None
+    return {
+        "rampup_begin_step": when.rampup_begin_step,
+        "rampup_step": when.rampup_step,
+        "sparsity": list(when.stairs),
+    }
+
+
+def in_words(schedule: dict[str, Any] | None) -> str:
+    """Return what is sent, and when; of what `as_plain` returns."""
+    if schedule is None:
+        return "all, as ddp"
+    *stairs, last = (f"{100 * (1 - each):.4g} %" for each in schedule["sparsity"])
+    begin, per_stair = schedule["rampup_begin_step"], schedule["rampup_step"] // len(schedule["sparsity"])
+    before = f", before it {per_stair} steps each at {', '.join(stairs)}" if stairs else ""
+    return f"{last}{before}; all until step {begin}"
 
 
 def replace_block(document: str, name: str, text: str) -> None:

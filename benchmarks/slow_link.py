@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import matplotlib
 
 from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, in_words, replace_block, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.where.volume import all_reduce_bytes
 
 matplotlib.use("Agg")  # draws without a display
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
 
 WORKER = Path(__file__).with_name("worker.py")
 WINDOW_S = 12.0  # what one measurement may take, roughly
@@ -161,13 +162,30 @@ def to_markdown(cells: list[Cell]) -> str:
     return "\n".join([*lines, ""])
 
 
+def to_short_markdown(cells: list[Cell]) -> str:
+    """Return what a newcomer looks for in the table, for one model and number of nodes."""
+    lines = ["| link | method | s per step | x alone | speed-up over ddp | kB per step |", "| --- |" + " --- |" * 5]
+    for cell in cells:
+        alone, dense = (
+            next(each.median_s for each in cells if (each.rate, each.method) == (cell.rate, of.name))
+            for of in (ALONE, DDP)
+        )
+        lines.append(
+            f"| {cell.rate} | {cell.method} | {cell.median_s:.3f} | {cell.median_s / alone:.2f} | "
+            f"{dense / cell.median_s:.2f} | {statistics.median(cell.interface_bytes) / 1e3:,.0f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
 def draw(cells: list[Cell], path: Path) -> None:
     """Plot step time against bandwidth: a panel per model and number of nodes, a line per method."""
     cells = [cell for cell in cells if parse_rate(cell.rate) is not None]  # "unlimited" has no place on the axis
     panels = list(dict.fromkeys((cell.workload, cell.num_nodes) for cell in cells))
     if not panels:
         return
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels) + 2.0, 4.2), squeeze=False, layout="constrained"
+    )
     for axis, (workload, num_nodes) in zip(axes[0], panels, strict=True):
         mine = [cell for cell in cells if (cell.workload, cell.num_nodes) == (workload, num_nodes)]
         for method in dict.fromkeys(cell.method for cell in mine):
@@ -177,8 +195,13 @@ def draw(cells: list[Cell], path: Path) -> None:
             axis.plot([rate for rate, _ in limited], [seconds for _, seconds in limited], style, label=method, ms=4)
         axis.set(title=f"{workload}, {num_nodes} nodes", xscale="log", yscale="log")
         axis.set(xlabel="link, Gb/s", ylabel="seconds per step")
+        rates = sorted({(parse_rate(cell.rate) or 0.0) / 1e9 for cell in mine})
+        axis.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+        axis.set_xticks([], minor=True)
+        for of_axis in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            of_axis(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""))
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -197,16 +220,28 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
 
 def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     """Replace the marked block of README.md, so that no number in it is typed by hand."""
-    where = "Nodes on one machine ({cpu}, {num_cpus} cores), torch {torch}, {date}; measured by `{command}`."
+    model, num_nodes = cells[0].workload, cells[0].num_nodes
+    where = (
+        f"{model}, {num_nodes} nodes on one machine ({{cpu}}, {{num_cpus}} cores), torch {{torch}}, {{date}}; measured "
+        'by `{command}` ([more columns](benchmarks/results/slow_link.md)). "alone" is a process that trains by itself, '
+        "without DDP, dgc is `DGCStrategy(sparsity=[0.999])`; kB: 1000 bytes, sent by one node, measured on its "
+        "network interface."
+    )
     note = where.format(**results["environment"], command=results["command"])
-    parts = [to_markdown(cells), note, "\n![step time against bandwidth](benchmarks/results/slow_link.png)\n"]
+    parts = [to_short_markdown(cells), note, "\n![step time against bandwidth](benchmarks/results/slow_link.png)\n"]
     headline_results = json.loads((RESULTS / "headline.json").read_text())
     headline_cells = [Cell(**cell) for cell in headline_results["cells"]]
     parts.append(summarise_headline(headline_cells, headline_results["batch"], headline_cells[0].rate))
     curves = json.loads((RESULTS / "time_to_loss.json").read_text())
+    chosen = {method: set[str]() for method in ("dgc", "dgc, longer")}
+    for each in curves["curves"]:
+        if each["method"] in chosen:
+            chosen[each["method"]].add(in_words(each["schedule"]))
+    told = " ".join(f"{name} has chosen to send {' or '.join(sorted(of))}." for name, of in chosen.items())
     parts.append(
-        f"Loss against wall-clock at {curves['rate']}: a byte-level transformer on Python's own source, 2 nodes; "
-        "losses are means over seeds, seconds medians (`python benchmarks/time_to_loss.py`):\n"
+        f"Loss against wall-clock at {curves['rate']}, with `strategy='dgc'`: a byte-level transformer on the source "
+        "of Python's library, SGD with momentum, 2 nodes; losses are means over seeds, seconds medians "
+        f"(`python benchmarks/time_to_loss.py`). {told}\n"
     )
     parts += [(RESULTS / "time_to_loss.md").read_text(), "![loss against time](benchmarks/results/time_to_loss.png)"]
     replace_block("README.md", "slow_link", "\n".join(parts) + "\n")
@@ -256,8 +291,8 @@ def summarise_headline(cells: list[Cell], batch: int, rate: str) -> str:
         )
     lines += [
         "",
-        "What DGC takes over the limit is correction and selection, here on the CPU core that also computes the "
-        "gradient.",
+        "The limit is DDP with its communication switched off. DGC can take less: in sparse steps it leaves out DDP's "
+        "copies into buckets, and steps the sparse tensors itself, where something was sent.",
         "",
     ]
     return "\n".join(lines)
@@ -292,7 +327,9 @@ def main() -> None:
         if options.two_level:
             put_into_card(results)
             return
-        put_into_readme([Cell(**cell) for cell in results["cells"]], results)
+        cells = [Cell(**cell) for cell in results["cells"]]
+        draw(cells, options.readme_from.with_suffix(".png"))
+        put_into_readme(cells, results)
         return
     grid = {
         "models": options.models or (list(WORKLOADS) if options.full else ["mlp-25M"]),

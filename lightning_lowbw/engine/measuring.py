@@ -129,7 +129,7 @@ def agreed(measured: Measured, run: Run, peers: Peers, device: torch.device) -> 
             num_steps=int(num_steps) if math.isfinite(num_steps) else None,
             steps_per_epoch=int(steps_per_epoch) if math.isfinite(steps_per_epoch) else None,
             is_pretrained=bool(is_pretrained),
-            times_sent=run.times_sent,
+            is_adam=run.is_adam,
         ),
     )
 

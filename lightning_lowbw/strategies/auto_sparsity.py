@@ -16,16 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Adam, AdamW
 
-from lightning_lowbw.engine.auto import (
-    LEAST_TIMES_SENT,
-    LEAST_TIMES_SENT_ADAM,
-    Measured,
-    Run,
-    in_time,
-    plan,
-    plan_anew,
-    why_dense,
-)
+from lightning_lowbw.engine.auto import Measured, Run, in_time, plan, plan_anew, why_dense
 from lightning_lowbw.engine.auto_method import code_of_ddp, pick
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
@@ -318,7 +309,7 @@ class AutoSparsity:
             num_steps=worker.step + max(0, int(left)) if math.isfinite(left) else None,
             steps_per_epoch=steps_per_epoch_of(trainer),
             is_pretrained=self._is_pretrained or self._schedule.pretrained,
-            times_sent=LEAST_TIMES_SENT_ADAM if isinstance(worker.optimizer, (Adam, AdamW)) else LEAST_TIMES_SENT,
+            is_adam=isinstance(worker.optimizer, (Adam, AdamW)),
         )
 
     def _num_steps_of(self, trainer: pl.Trainer) -> float:
