@@ -345,6 +345,8 @@ def train_all(job: Row, path: Path) -> None:
                     if not any(is_same(row, **cell, seed=seed, **wanted["key"]) for row in results["rows"]):
                         run = {**cell, "seed": seed, "method": wanted["key"]["method"], "link": wanted["link"]}
                         row = {**run, **train(run, nominal), "environment": job["environment"]}
+                        if constants:
+                            row["constants"] = constants
                         assert is_same(row, **wanted["key"]), (row, wanted)
                         results["rows"].append(row)
                         if os.environ["RANK"] == "0":
@@ -536,13 +538,11 @@ def time_all(job: Row, path: Path) -> None:
     task, link, record = job["task"], LINKS[job["link"]], job["record"]
     model = TIMED_TASKS[task].make_model()
     nbytes = all_reduce_bytes(4 * sum(parameter.numel() for parameter in model.parameters()), NUM_RANKS)
-    if not record:
+    missing = missing_in(record, job["steps"]) if record else []
+    if not record or (missing and record["environment"] != job["environment"]):  # no row is of two machines
         record = {"task": task, "link": job["link"], "environment": job["environment"], "timed": {}}
         record |= choose_for_real(task)
-    wanted = {1.0: 0, 0.001: 0}
-    for num_steps in job["steps"]:
-        wanted |= densities_of(planned(record, num_steps)[0], num_steps)
-    missing = [name for name in (DDP_KEY, *map(str, sorted(wanted))) if name not in record["timed"]]
+        missing = missing_in(record, job["steps"])
     for number in range(NUM_ROUNDS):  # in turn, there and back: a slow moment of the machine is no method's own
         for name in missing if number % 2 == 0 else reversed(missing):
             num_steps = num_timed_steps(nbytes, 1.0 if name == DDP_KEY else float(name), link)
@@ -553,6 +553,14 @@ def time_all(job: Row, path: Path) -> None:
         path.write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def missing_in(record: Row, all_steps: Sequence[int]) -> list[str]:
+    """Return what has not been timed yet of what runs of these lengths go through."""
+    wanted = {1.0: 0, 0.001: 0}
+    for num_steps in all_steps:
+        wanted |= densities_of(planned(record, num_steps)[0], num_steps)
+    return [name for name in (DDP_KEY, *map(str, sorted(wanted))) if name not in record["timed"]]
 
 
 def timed_strategy(name: str) -> Any:
@@ -755,7 +763,7 @@ def former_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     ]
     for cell in {(cell.task, cell.steps): cell for cell in cells}.values():
         key = {"task": cell.task, "steps": cell.steps, "method": "auto", "payload": payload_of("auto", cell.task)}
-        rows = [row for row in results["rows"] if is_same(row, **key) and row["schedule"] is not None]
+        rows = [row for row in results["rows"] if is_same(row, **key, constants=None) and row["schedule"] is not None]
         known = [each.schedule for each in cells if (each.task, each.steps) == (cell.task, cell.steps)]
         former: list[Row] = []
         for row in rows:
@@ -765,6 +773,8 @@ def former_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
             of = {row["seed"]: row for row in rows if row["schedule"] == schedule}
             old = replace(cell, schedule=schedule, rows={**cell.rows, "auto": of})
             texts = [cell.task, f"{cell.steps:,}", in_words(schedule), str(len(old.seeds))]
+            if len(old.seeds) < 2:
+                continue
             for name, scale, form in (("val_loss", 1.0, "+.4f"), ("test_accuracy", 100.0, "+.2f")):
                 each = old.difference(name)
                 texts += [with_error(scale * each.mean, scale * each.error, form), f"{each.in_errors:+.1f}"]
@@ -975,10 +985,13 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
             phases_to_markdown(records),
         ]
     for number, environment in enumerate(results["environments"]):
-        runs, links = (sum(is_same(each, environment=number) for each in results[of]) for of in ("rows", "wall_clock"))
-        told = ", ".join(f"{name} {value}" for name, value in environment.items())
-        of = [f"{runs} runs"] * (runs > 0) + [f"the times of {links} rows of the last table"] * (links > 0)
-        parts.append(f"Environment of {' and of '.join(of)}: {told}.")
+        num_runs = sum(is_same(row, environment=number) for row in results["rows"])
+        timed = [each for each in sorted_records(results) if is_same(each, environment=number)]
+        of = [f"{num_runs} runs of training"] * (num_runs > 0)
+        of += ["the times of " + ", ".join(f"{each['task']} at {each['link']}" for each in timed)] * bool(timed)
+        if of:
+            told = ", ".join(f"{name} {value}" for name, value in environment.items())
+            parts.append(f"Environment of {' and of '.join(of)}: {told}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -54,9 +55,15 @@ class Steps(pl.Callback):
         assert isinstance(worker, GradientWorker)
         self.rows.append({"at_s": now_s, "density": worker.last_density, "sent_bytes": strategy.ledger.sent_bytes})
         if trainer.global_step % 10 == 0:
-            is_over = torch.tensor(float(now_s > float(sys.argv[2]) + END_S))
+            is_over = torch.tensor(float(now_s > process_start_s() + END_S))
             dist.broadcast(is_over, 0)
             trainer.should_stop = bool(is_over)
+
+
+def process_start_s() -> float:
+    """Return when this process was started, with which the changes of the link are timed; Linux."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def run_rank(path: Path) -> None:
@@ -85,7 +92,7 @@ def run_rank(path: Path) -> None:
     with tell:
         trainer.fit(TIMED_TASKS[MODEL_25M].make_model(), loader(WORKLOADS[MODEL_25M], STEPS_PER_EPOCH))
     if dist.get_rank() == 0:
-        path.write_text(json.dumps({"steps": steps.rows, "said": said}))
+        path.write_text(json.dumps({"started_s": process_start_s(), "steps": steps.rows, "said": said}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -133,13 +140,12 @@ def table(results: Row) -> str:
 def main() -> None:
     """Measure in the lab, and write."""
     if sys.argv[1:2] == ["rank"]:
-        run_rank(Path(sys.argv[3]))
+        run_rank(Path(sys.argv[2]))
         return
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    started_s = time.time()
-    command, changes = [__file__, "rank", str(started_s)], [(SLOW_AT_S, SLOW), (FAST_AT_S, FAST)]
-    measured = run_in_lab([FAST] * NUM_RANKS, command, changes=changes, timeout_s=END_S + 120.0)
-    results = {"started_s": started_s, **measured, "environment": describe_environment(link=None)}
+    changes = [(SLOW_AT_S, SLOW), (FAST_AT_S, FAST)]
+    measured = run_in_lab([FAST] * NUM_RANKS, [__file__, "rank"], changes=changes, timeout_s=END_S + 120.0)
+    results = {**measured, "environment": describe_environment(link=None)}
     text = table(results)
     (RESULTS / "link_change.json").write_text(json.dumps(results) + "\n")
     (RESULTS / "link_change.md").write_text(text)

@@ -186,13 +186,16 @@ def draw(cells: list[Cell], path: Path) -> None:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels) + 2.0, 4.2), squeeze=False, layout="constrained"
     )
+    colors = {method: f"C{number}" for number, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
+    shown: dict[str, Any] = {}
     for axis, (workload, num_nodes) in zip(axes[0], panels, strict=True):
         mine = [cell for cell in cells if (cell.workload, cell.num_nodes) == (workload, num_nodes)]
         for method in dict.fromkeys(cell.method for cell in mine):
             points = [((parse_rate(cell.rate) or 0.0) / 1e9, cell.median_s) for cell in mine if cell.method == method]
             limited = sorted(points)
-            style = "k--" if method == NO_COMMUNICATION.name else "o-"
-            axis.plot([rate for rate, _ in limited], [seconds for _, seconds in limited], style, label=method, ms=4)
+            is_limit = method == NO_COMMUNICATION.name
+            style = {"color": "k", "ls": "--"} if is_limit else {"color": colors[method], "marker": "o", "ms": 4}
+            (shown[method],) = axis.plot([rate for rate, _ in limited], [seconds for _, seconds in limited], **style)
         axis.set(title=f"{workload}, {num_nodes} nodes", xscale="log", yscale="log")
         axis.set(xlabel="link, Gb/s", ylabel="seconds per step")
         rates = sorted({(parse_rate(cell.rate) or 0.0) / 1e9 for cell in mine})
@@ -201,7 +204,7 @@ def draw(cells: list[Cell], path: Path) -> None:
         for of_axis in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
             of_axis(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""))
         axis.grid(alpha=0.3, which="both")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -220,12 +223,17 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
 
 def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     """Replace the marked block of README.md, so that no number in it is typed by hand."""
-    model, num_nodes = cells[0].workload, cells[0].num_nodes
+    (model, num_nodes), *others = {(cell.workload, cell.num_nodes) for cell in cells}
+    least = {ALONE.name, DDP.name}
+    if others or any(least - {each.method for each in cells if each.rate == cell.rate} for cell in cells):
+        raise SystemExit(f"README.md shows one model and number of nodes, with {' and '.join(sorted(least))}.")
+    draw(cells, RESULTS / "slow_link.png")
     where = (
         f"{model}, {num_nodes} nodes on one machine ({{cpu}}, {{num_cpus}} cores), torch {{torch}}, {{date}}; measured "
-        'by `{command}` ([more columns](benchmarks/results/slow_link.md)). "alone" is a process that trains by itself, '
-        "without DDP, dgc is `DGCStrategy(sparsity=[0.999])`; kB: 1000 bytes, sent by one node, measured on its "
-        "network interface."
+        "by `{command}` ([more columns](benchmarks/results/slow_link.md)). kB: 1000 bytes, sent by one node, measured "
+        'on its network interface. dgc is `DGCStrategy(sparsity=[0.999])`. "alone" is a process that trains by itself, '
+        "without DDP. dgc can take less: SGD's own step reads and writes every weight, a sparse step only those that "
+        "were sent."
     )
     note = where.format(**results["environment"], command=results["command"])
     parts = [to_short_markdown(cells), note, "\n![step time against bandwidth](benchmarks/results/slow_link.png)\n"]
@@ -291,8 +299,7 @@ def summarise_headline(cells: list[Cell], batch: int, rate: str) -> str:
         )
     lines += [
         "",
-        "The limit is DDP with its communication switched off. DGC can take less: in sparse steps it leaves out DDP's "
-        "copies into buckets, and steps the sparse tensors itself, where something was sent.",
+        "The limit is DDP with its communication switched off, which copies gradients into buckets; DGC does not.",
         "",
     ]
     return "\n".join(lines)
@@ -328,7 +335,6 @@ def main() -> None:
             put_into_card(results)
             return
         cells = [Cell(**cell) for cell in results["cells"]]
-        draw(cells, options.readme_from.with_suffix(".png"))
         put_into_readme(cells, results)
         return
     grid = {

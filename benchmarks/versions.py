@@ -117,7 +117,7 @@ def measure_accuracy(before: Path, tasks: list[str], num_steps: int, seeds: list
     ):
         old, new = ([unit * row[when][key] for row in rows if row["task"] == task] for when in ("before", "after"))
         change = [b - a for a, b in zip(old, new, strict=True)]
-        mean, error = statistics.mean(change), statistics.stdev(change) / len(change) ** 0.5
+        mean, error = statistics.mean(change), statistics.stdev(change) / len(change) ** 0.5 if len(change) > 1 else 0.0
         lines.append(
             f"| {task}, {name} | {len(change)} | {statistics.mean(old):.4f} | {statistics.mean(new):.4f} | "
             f"{mean:+.4f} ± {error:.4f} | {mean / error if error else 0.0:+.1f} |"

@@ -72,13 +72,14 @@ class SparsityWarmup(Callback):
         if steps is not None and steps < len(self._sparsity) - 1:
             raise ConfigurationError(
                 f"SparsityWarmup(steps={steps}, sparsity={list(self._sparsity)}): some values would never be used. "
-                f"Give at least {len(self._sparsity)} steps, fewer values, or leave steps out."
+                f"Give at least {len(self._sparsity)} steps, fewer values, or {_leave_out('steps', begin_step)}."
             )
         if len(self._sparsity) == 1 and (epochs or (steps is not None and steps > 1)):
-            spread = f"epochs={epochs}" if epochs else f"steps={steps}"
+            name, number = ("epochs", epochs) if epochs else ("steps", steps)
             raise ConfigurationError(
-                f"SparsityWarmup({spread}, sparsity={list(self._sparsity)}): one value cannot be spread. Give several "
-                f"that increase, such as sparsity=[0.984375, 0.996, 0.999], or leave out {spread.split('=')[0]}."
+                f"SparsityWarmup({name}={number}, sparsity={list(self._sparsity)}): one value cannot be spread. Give "
+                "several that increase, such as sparsity=[0.984375, 0.996, 0.999], or "
+                f"{_leave_out(name, begin_epoch if epochs else begin_step)}."
             )
         of_steps = len(self._sparsity) if steps is None else steps
         self._length: float = of_steps if in_steps else 3 if epochs is None else epochs
@@ -111,3 +112,8 @@ class SparsityWarmup(Callback):
             f"{type(strategy).__name__}: dense up to step {schedule.rampup_begin_step}, then sparsity "
             f"{list(self._sparsity)} over {schedule.rampup_step} steps."
         )
+
+
+def _leave_out(name: str, begin: float | None) -> str:
+    """Return what to do without `steps` or `epochs`, so that the first sparse step stays the same."""
+    return "give begin_step=0 in place of steps" if name == "steps" and begin is None else f"leave out {name}"

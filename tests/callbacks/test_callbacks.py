@@ -65,9 +65,12 @@ def test_a_warmup_shorter_than_its_list_is_refused(steps: int) -> None:
 @pytest.mark.parametrize("spread", [{"epochs": 3}, {"epochs": 0.5}, {"steps": 2}])
 def test_one_value_cannot_be_spread(spread: dict[str, Any]) -> None:
     ((name, number),) = spread.items()
-    message = rf"SparsityWarmup\({name}={number}, sparsity=\[0\.9\]\): one value .* or leave out {name}\."
+    instead = "give begin_step=0 in place of steps" if name == "steps" else "leave out epochs"
+    message = rf"SparsityWarmup\({name}={number}, sparsity=\[0\.9\]\): one value .* or {instead}\."
     with pytest.raises(ConfigurationError, match=message):
         SparsityWarmup(**spread, sparsity=[0.9])
+    with pytest.raises(ConfigurationError, match=rf"or leave out {name}\."):  # which the first sparse step stays with
+        SparsityWarmup(**{"begin_step" if name == "steps" else "begin_epoch": 1}, **spread, sparsity=[0.9])
     assert SparsityWarmup(**dict.fromkeys(spread, 0), sparsity=[0.9]).schedule(10).rampup_step == 1
 
 

@@ -15,6 +15,7 @@ from lightning_lowbw.engine.auto import (
     DENSITIES,
     LEAST_SAVED,
     LEAST_TIMES_SENT,
+    LEAST_TIMES_SENT_ADAM,
     STAIRS_SHARE,
     Measured,
     Run,
@@ -166,16 +167,18 @@ def test_a_larger_budget_sends_more() -> None:
 @pytest.mark.parametrize("num_steps", [60, 100, 1000, 10_000, 1_000_000])
 @pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e7, 1e8, 1e9, 1e10])
 @pytest.mark.parametrize("step_s", [0.01, 1.0])
-def test_promises(num_steps: int, bandwidth: float, step_s: float) -> None:
+@pytest.mark.parametrize("is_adam", [False, True])
+def test_promises(num_steps: int, bandwidth: float, step_s: float, is_adam: bool) -> None:
     """No element is sent too seldom, no sparse step takes longer than a dense one, density never rises."""
     numel, link = 25_000_000, Link(1e-4, bandwidth)
     dense_s = step_s + link.time_s(2, 4 * numel)
     exchange_s = [link.time_s(1, 3.5 * numel * density) for density in DENSITIES]
     measured = Measured(step_s, dense_s, sparse_seconds(exchange_s, [0.1 * density for density in DENSITIES]), link)
-    run = Run(num_done=6, num_steps=num_steps, steps_per_epoch=num_steps)
+    run = Run(num_done=6, num_steps=num_steps, steps_per_epoch=num_steps, is_adam=is_adam)
+    times_sent = LEAST_TIMES_SENT_ADAM if is_adam else LEAST_TIMES_SENT
     when, _ = plan(measured, run, 0.05)
     if when is None:
-        at_least = min(d for d in (*DENSITIES, 1.0) if d * run.num_left >= LEAST_TIMES_SENT)
+        at_least = min((d for d in DENSITIES if d * run.num_left >= times_sent), default=1.0)
         fits = dense_s - step_s <= 0.05 * step_s
         saves = [s <= (1 - LEAST_SAVED) * (dense_s - step_s) for d, s in measured.sparse_s.items() if d >= at_least]
         assert fits or at_least == 1.0 or not any(saves)
@@ -184,8 +187,9 @@ def test_promises(num_steps: int, bandwidth: float, step_s: float) -> None:
     assert densities[: run.num_done] == [1.0] * run.num_done
     assert all(after <= before for before, after in pairwise(densities))
     last = when.density(10**9)
-    assert last * run.num_left >= LEAST_TIMES_SENT * (1 - 1e-9)
+    assert last * run.num_left >= times_sent * (1 - 1e-9)
     taken = {round(density, 6) for density in densities} - {1.0}
+    assert not is_adam or taken - {round(last, 6)} <= {d for d in DENSITIES if d <= 0.2}
     assert taken <= {round(density, 6) for density in DENSITIES}
     assert all(
         measured.sparse_s[d] <= (1 - LEAST_SAVED) * (dense_s - step_s) for d in DENSITIES if round(d, 6) in taken

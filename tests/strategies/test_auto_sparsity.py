@@ -27,7 +27,7 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, weights_of
+from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, sgd, weights_of
 
 CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
 STEPS, END = 130, 20  # a run is planned for so many steps, and stopped after so many: all is chosen by then
@@ -44,6 +44,8 @@ def fit(
     resume: str | None = None,
     callbacks: tuple[Any, ...] = (),
     ddp: bool = False,
+    optimizer: Any = sgd,
+    num_steps: int = STEPS,
     **knobs: Any,
 ) -> dict[str, Any]:
     """Train; what is measured is given, but for None."""
@@ -52,9 +54,9 @@ def fit(
     runs = list[Run]()
     knobs = {"min_numel": MIN_NUMEL, "selection": "exact", **knobs}
     strategy: Any = DDPStrategy() if ddp else DGCStrategy(**knobs)
-    model = Tiny(data_by_step=True)
+    model = Tiny(optimizer, data_by_step=True)
     ends = [Watcher(path, save_at), Stop(END)]
-    trainer = make_trainer(strategy, num_ranks, max_steps=STEPS, max_epochs=-1, callbacks=[*ends, *callbacks])
+    trainer = make_trainer(strategy, num_ranks, max_steps=num_steps, max_epochs=-1, callbacks=[*ends, *callbacks])
     with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # the ranks live on
         given = [] if measured is None else give_measured(monkeypatch, measured)
@@ -92,6 +94,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s
         return path, run_ranks(partial(fit, path=path, save_at=(3, BEFORE, AFTER), **RUNS[name]), 2)
 
     return run
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_with_adam_elements_are_sent_more_often(optimizer: Any) -> None:
+    (result, _) = run_ranks(partial(fit, SLOW, optimizer=partial(optimizer, lr=1e-3), num_steps=300), 2)
+    assert [run.is_adam for run in result["runs"]] == [True]
+    assert result["when"].stairs == pytest.approx([1 - 0.256])  # 60 of the steps that are left
+    assert "each element must be sent 60 times on average" in result["said"][0]
 
 
 def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(trained: Any) -> None:
