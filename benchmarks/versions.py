@@ -60,7 +60,7 @@ for seed in map(int, seeds):
     stairs = {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999]}
     strategy = DGCStrategy(rampup_begin_step=steps // 20, rampup_step=steps // 5, **stairs)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, num_nodes=int(os.environ["WORLD_SIZE"]), max_steps=steps,
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=steps,
         num_sanity_val_steps=0, check_val_every_n_epoch=None, val_check_interval=steps + 1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
