@@ -772,9 +772,9 @@ def former_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
         for schedule in former:
             of = {row["seed"]: row for row in rows if row["schedule"] == schedule}
             old = replace(cell, schedule=schedule, rows={**cell.rows, "auto": of})
-            texts = [cell.task, f"{cell.steps:,}", in_words(schedule), str(len(old.seeds))]
             if len(old.seeds) < 2:
                 continue
+            texts = [cell.task, f"{cell.steps:,}", in_words(schedule), str(len(old.seeds))]
             for name, scale, form in (("val_loss", 1.0, "+.4f"), ("test_accuracy", 100.0, "+.2f")):
                 each = old.difference(name)
                 texts += [with_error(scale * each.mean, scale * each.error, form), f"{each.in_errors:+.1f}"]

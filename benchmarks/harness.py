@@ -84,13 +84,13 @@ def as_plain(when: EveryStep | None) -> dict[str, Any] | None:
 
 
 def in_words(schedule: dict[str, Any] | None) -> str:
-    """Return what is sent, and when; of what `as_plain` returns."""
+    """Return what is sent of each gradient, in the order of the steps; of what `as_plain` returns."""
     if schedule is None:
         return "all, as ddp"
     *stairs, last = (f"{100 * (1 - each):.4g} %" for each in schedule["sparsity"])
     begin, per_stair = schedule["rampup_begin_step"], schedule["rampup_step"] // len(schedule["sparsity"])
-    before = f", before it {per_stair} steps each at {', '.join(stairs)}" if stairs else ""
-    return f"{last}{before}; all until step {begin}"
+    between = f"then {per_stair} steps each at {', '.join(stairs)}, " if stairs else ""
+    return f"all until step {begin}, {between}then {last}"
 
 
 def replace_block(document: str, name: str, text: str) -> None:

@@ -221,22 +221,24 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
     return table
 
 
-def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
-    """Replace the marked block of README.md, so that no number in it is typed by hand."""
+def put_into_readme(cells: list[Cell], results: dict[str, Any], name: str) -> None:
+    """Replace the marked block of README.md by the results of a name: no number in it is typed by hand."""
     (model, num_nodes), *others = {(cell.workload, cell.num_nodes) for cell in cells}
     least = {ALONE.name, DDP.name}
     if others or any(least - {each.method for each in cells if each.rate == cell.rate} for cell in cells):
         raise SystemExit(f"README.md shows one model and number of nodes, with {' and '.join(sorted(least))}.")
-    draw(cells, RESULTS / "slow_link.png")
+    draw(cells, RESULTS / f"{name}.png")
     where = (
         f"{model}, {num_nodes} nodes on one machine ({{cpu}}, {{num_cpus}} cores), torch {{torch}}, {{date}}; measured "
-        "by `{command}` ([more columns](benchmarks/results/slow_link.md)). kB: 1000 bytes, sent by one node, measured "
-        'on its network interface. dgc is `DGCStrategy(sparsity=[0.999])`. "alone" is a process that trains by itself, '
-        "without DDP. dgc can take less: SGD's own step reads and writes every weight, a sparse step only those that "
-        "were sent."
+        "by `{command}` "
+        f"([more columns](benchmarks/results/{name}.md)). kB: 1000 bytes, sent by one node, measured on its network "
+        'interface. "alone" is a process that trains by itself, without DDP; "no communication" is DDP with its '
+        'communication switched off. dgc is `DGCStrategy(sparsity=[0.999])`, "plain torch" is without numba. dgc can '
+        "take less time than alone: SGD's own step reads and writes every weight, a sparse step only those that were "
+        "sent."
     )
     note = where.format(**results["environment"], command=results["command"])
-    parts = [to_short_markdown(cells), note, "\n![step time against bandwidth](benchmarks/results/slow_link.png)\n"]
+    parts = [to_short_markdown(cells), note, f"\n![step time against bandwidth](benchmarks/results/{name}.png)\n"]
     headline_results = json.loads((RESULTS / "headline.json").read_text())
     headline_cells = [Cell(**cell) for cell in headline_results["cells"]]
     parts.append(summarise_headline(headline_cells, headline_results["batch"], headline_cells[0].rate))
@@ -245,7 +247,7 @@ def put_into_readme(cells: list[Cell], results: dict[str, Any]) -> None:
     for each in curves["curves"]:
         if each["method"] in chosen:
             chosen[each["method"]].add(in_words(each["schedule"]))
-    told = " ".join(f"{name} has chosen to send {' or '.join(sorted(of))}." for name, of in chosen.items())
+    told = " ".join(f"`{method}` chose to send {' or '.join(sorted(of))}." for method, of in chosen.items())
     parts.append(
         f"Loss against wall-clock at {curves['rate']}, with `strategy='dgc'`: a byte-level transformer on the source "
         "of Python's library, SGD with momentum, 2 nodes; losses are means over seeds, seconds medians "
@@ -299,7 +301,8 @@ def summarise_headline(cells: list[Cell], batch: int, rate: str) -> str:
         )
     lines += [
         "",
-        "The limit is DDP with its communication switched off, which copies gradients into buckets; DGC does not.",
+        "The limit is DDP with its communication switched off. Such a step still copies gradients into DDP's buckets; "
+        "a sparse step of DGC does not.",
         "",
     ]
     return "\n".join(lines)
@@ -335,7 +338,7 @@ def main() -> None:
             put_into_card(results)
             return
         cells = [Cell(**cell) for cell in results["cells"]]
-        put_into_readme(cells, results)
+        put_into_readme(cells, results, options.readme_from.stem)
         return
     grid = {
         "models": options.models or (list(WORKLOADS) if options.full else ["mlp-25M"]),

@@ -77,8 +77,8 @@ class SparsityWarmup(Callback):
         if len(self._sparsity) == 1 and (epochs or (steps is not None and steps > 1)):
             name, number = ("epochs", epochs) if epochs else ("steps", steps)
             raise ConfigurationError(
-                f"SparsityWarmup({name}={number}, sparsity={list(self._sparsity)}): one value cannot be spread. Give "
-                "several that increase, such as sparsity=[0.984375, 0.996, 0.999], or "
+                f"SparsityWarmup({name}={number}, sparsity={list(self._sparsity)}): one value of sparsity "
+                "cannot be spread over steps. Give several that increase, such as [0.984375, 0.996, 0.999], or "
                 f"{_leave_out(name, begin_epoch if epochs else begin_step)}."
             )
         of_steps = len(self._sparsity) if steps is None else steps

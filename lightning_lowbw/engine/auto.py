@@ -74,7 +74,7 @@ class Run:
         num_steps: of the whole run; None where it is not known.
         steps_per_epoch: None where it is not known.
         is_pretrained: whether it starts from trained weights, which need no warm-up.
-        is_adam: whether the optimizer is Adam or AdamW, which need more.
+        is_adam: whether the optimizer is Adam or AdamW; see `times_sent` and `most_stair`.
     """
 
     num_done: int
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def most_stair(self) -> float:
-        """The highest density of a warm-up that is not dense."""
+        """The highest density of a stair of the warm-up; dense steps take the place of higher ones."""
         return MOST_STAIR_ADAM if self.is_adam else MOST_STAIR
 
 
@@ -246,7 +246,7 @@ def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float],
         return [density], 0, 0
     epoch = run.steps_per_epoch or run.num_left
     above, most_s = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR][::-1], _most_seconds(measured)
-    # A stair that costs accuracy, or would not be faster than dense steps, is taken by these: they are the first.
+    # Dense steps take the place of stairs that cost accuracy, or would not be faster; these stairs are the first ones.
     before = [stair for stair in above if stair <= run.most_stair and measured.sparse_s[stair] <= most_s]
     num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
     per_stair = round(num_steps / len(above)) if above else 0
