@@ -188,7 +188,7 @@ class Averaging:
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
-        sums = [weight, 0.0, 0.0, worker.lr, worker.stop_requested, worker.save_requested, finished, over]
+        sums = [weight, 0.0, 0.0, worker.phase.lr, worker.stop_requested, worker.save_requested, finished, over]
         message = control_message(
             [float(each) for each in sums], fault, mark, self._peers.rank, self._peers.num_ranks, device
         )

@@ -32,11 +32,11 @@ from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, NUM
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control, requests_of
 from lightning_lowbw.engine.delay import Delay
+from lightning_lowbw.engine.phase import Phase
 from lightning_lowbw.engine.running_loss import RunningLoss
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, RELATIVE_CHANGE, Period
 from lightning_lowbw.when.every_k import AUTO, EveryK
 from lightning_lowbw.when.fragments import steps_before
 from lightning_lowbw.where.mean import average_gradients_
@@ -51,6 +51,7 @@ class ReplicaWorker(Worker):
 
     Attributes:
         averaging: what is kept between averages.
+        phase: where it is in its schedule.
         loss: the mean since the last average, for the adaptive rules.
         delay: how many steps hide an average.
         fragments: the parameters, by the averages that they belong to.
@@ -84,11 +85,8 @@ class ReplicaWorker(Worker):
         self.num_finished = 0
         self.is_over = False
         self.meet: Callable[[ReplicaWorker], None] | None = None
-        self._local_since: int | None = None  # the step from which on it is local, once that has come
-        self._period: Period | None = None
-        self._highest_lr = 0.0
         self._reduced: frozenset[Parameter] = frozenset()
-        self.loss, self.delay = RunningLoss(), Delay(self)
+        self.phase, self.loss, self.delay = Phase(self), RunningLoss(), Delay(self)
         if isinstance(method.what, TopK):
             method.what.check_names(self._names.values())
         self.averaging = Averaging(self, named_buffers)
@@ -108,17 +106,7 @@ class ReplicaWorker(Worker):
     @property
     def is_local(self) -> bool:  # type: ignore[override]
         """Whether the coming step communicates nothing before the optimizer has stepped."""
-        return (
-            self.peers.num_participants > 1
-            and not self.when.schedule.is_always_synchronous
-            and self._begin is not None
-            and self.step >= self._begin
-        )
-
-    @property
-    def _begin(self) -> int | None:
-        begin = self.when.begin_step
-        return self._local_since if self._local_since is not None else begin if isinstance(begin, int) else None
+        return self.peers.num_participants > 1 and self.phase.is_local
 
     @property
     def reduces_in_backward(self) -> bool:  # type: ignore[override]
@@ -133,19 +121,12 @@ class ReplicaWorker(Worker):
     @property
     def k_steps(self) -> int:
         """The period in use; 1 while synchronous."""
-        if not self.is_local:
-            return 1
-        return (self._period or self.when.schedule.first()).k if self.when.rule != "fixed" else self.when.k_steps
+        return self.phase.k_steps if self.is_local else 1
 
     @property
     def delay_steps(self) -> int:
         """Local steps that hide an average; 0 while "auto" measures."""
         return self.delay.steps
-
-    @property
-    def lr(self) -> float:
-        """The largest learning rate of the param groups; 1 where there is none."""
-        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
 
     @property
     def parameters_agree(self) -> bool:  # type: ignore[override]
@@ -223,15 +204,12 @@ class ReplicaWorker(Worker):
             if self.reduces_in_node and mine:
                 average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
             return True
-        lr = self.lr
-        has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
-        self._highest_lr = max(lr, self._highest_lr)
-        flags = [float(self.stop_requested), float(self.save_requested), float(has_decayed)]
+        flags = [float(self.stop_requested), float(self.save_requested), float(self.phase.note_lr())]
         num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
         self.peers.count_dense(sum(p.nbytes for p in mine))
         self.agree_on(requests_of(num_stop, num_save))
-        if num_decayed and self.when.begin_step == FIRST_LR_DECAY and self._begin is None:
-            self._local_since = self.step + 1  # this step's gradients are the mean already
+        if num_decayed:
+            self.phase.lr_has_decayed()
         return True
 
     @torch.no_grad()
@@ -283,7 +261,7 @@ class ReplicaWorker(Worker):
         """
         if not self.is_local:
             return
-        self._local_since = self._begin
+        self.phase.begin_local()
         for number, fragment in enumerate(self.fragments):
             if fragment.steps is None:
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
@@ -384,16 +362,8 @@ class ReplicaWorker(Worker):
         if not sums[WEIGHT]:  # no rank has trained since the last average
             return
         self.num_averages += 1
-        if self.when.rule == "fixed":
-            return
-        num_training = num_ranks - self.num_finished
-        if self.when.rule != "qsr" and sums[NUM_LOSSES] < num_training and not self.weighs_samples:
-            raise ConfigurationError(
-                f"rule={self.when.rule!r} chooses k by the training loss, and there was none: return it from "
-                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
-            )
-        loss, schedule = sums[LOSS] / max(sums[NUM_LOSSES], 1.0), self.when.schedule
-        self._period = schedule.next(self._period or schedule.first(), sums[LR] / num_ranks, loss)
+        has_losses = self.weighs_samples or sums[NUM_LOSSES] >= num_ranks - self.num_finished
+        self.phase.adapt(sums[LR] / num_ranks, sums[LOSS] / max(sums[NUM_LOSSES], 1.0), has_losses)
 
     # Consensus and state --------------------------------------------------------------------------------------------
 

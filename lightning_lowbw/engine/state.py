@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import order_of
 from lightning_lowbw.ops.reference import as_real, is_finite
-from lightning_lowbw.when.adaptive import Period
 from lightning_lowbw.where.topology import part_of
 
 if TYPE_CHECKING:
@@ -234,9 +232,7 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
         **{name: getattr(worker, name) for name in COUNTERS},
         "small_numel": worker.small_numel,
         "torn": worker.torn,
-        "local_since": worker._local_since,
-        "highest_lr": worker._highest_lr,
-        "period": None if worker._period is None else asdict(worker._period),
+        **worker.phase.state_dict(),
         "loss": worker.loss.state_dict(),
         "own": own,
         "local_rank": _local_rank(worker),
@@ -318,8 +314,7 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
         targets[name].copy_(own)
     for name in COUNTERS:
         setattr(worker, name, state[name])
-    worker._local_since, worker._highest_lr = state["local_since"], state["highest_lr"]
-    worker._period = None if state["period"] is None else Period(**state["period"])
+    worker.phase.load_state_dict(state)
     worker.loss.load_state_dict(state["loss"], device)
     averaging.buffers.start = {name: start.to(device) for name, start in state["buffers"].items()}
     averaging.start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
@@ -395,9 +390,7 @@ def equal_state(worker: Any) -> dict[str, Any]:
     """Return what is the same on all ranks: numbers, for the checkpoint itself."""
     state: dict[str, Any] = {"step": worker.step, "small_numel": worker.small_numel}
     if worker.method.averages_weights:
-        state |= {name: getattr(worker, f"_{name}") for name in ("local_since", "highest_lr")}
-        state["num_averages"] = worker.num_averages
-        state["period"] = None if worker._period is None else asdict(worker._period)
+        state |= {**worker.phase.state_dict(), "num_averages": worker.num_averages}
     return state
 
 
@@ -405,8 +398,7 @@ def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
     """Take over what `equal_state` returned."""
     worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
     if worker.method.averages_weights:
-        worker._local_since, worker._highest_lr = state["local_since"], state["highest_lr"]
-        worker._period = None if state["period"] is None else Period(**state["period"])
+        worker.phase.load_state_dict(state)
 
 
 def _small_numel(worker: Worker, state: Mapping[str, Any]) -> int:
