@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, make_mark
+from lightning_lowbw.engine.control import MODULUS, Control, control_message, counts_of, make_mark
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.offload import Offload
@@ -188,10 +188,8 @@ class Averaging:
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
-        sums = [weight, 0.0, 0.0, worker.phase.lr, worker.stop_requested, worker.save_requested, finished, over]
-        message = control_message(
-            [float(each) for each in sums], fault, mark, self._peers.rank, self._peers.num_ranks, device
-        )
+        sums = [weight, 0.0, 0.0, worker.phase.lr, *counts_of(worker.requests), float(finished), float(over)]
+        message = control_message(sums, fault, mark, self._peers.rank, self._peers.num_ranks, device)
         loss = worker.loss.mean()
         if loss is not None:
             is_positive = torch.isfinite(loss) & (loss > 0)

@@ -4,6 +4,9 @@ Some numbers are sums (the number of ranks that have a gradient, the mean loss, 
 each rank has two elements of its own: the number of its first fault, such as an inf in a gradient (see `faults`), and a
 mark, which is equal on all ranks at the same step with the same weights. If requests to stop or to save are not among
 the sums, they are the bits above the mark, and need no extra bytes.
+
+Where ranks must agree and exchange nothing else, for instance after a step whose gradients DDP reduces, they exchange
+`flags` alone.
 """
 
 from __future__ import annotations
@@ -96,9 +99,34 @@ def _is_whole(value: float) -> bool:
     return abs(value) < EXACT and value == round(value)
 
 
+def counts_of(requests: int) -> list[float]:
+    """Return what a rank adds to the sums of a message: whether it has requested to stop, and to save."""
+    return [float(bool(requests & each)) for each in (STOP, SAVE)]
+
+
 def requests_of(num_stop: float, num_save: float) -> int:
     """Return the requests, if the sums of a message contain the number of ranks with each."""
     return STOP * (num_stop > 0) | SAVE * (num_save > 0)
+
+
+def flags(requests: int, device: torch.device, fault: Tensor | None = None) -> Tensor:
+    """Return a message without sums and marks: float32, shape (3,); its maximum over ranks is read by `read_flags`.
+
+    Args:
+        requests: of this rank.
+        device: of the message.
+        fault: the number of this rank's first fault; a scalar. None counts as 0.
+    """
+    message = upload([0.0, *counts_of(requests)], torch.float32, device)
+    if fault is not None:
+        message[0] = fault
+    return message
+
+
+def read_flags(message: Tensor) -> tuple[int, int]:
+    """Return the largest fault number of any rank, and the requests of all; waits for the device."""
+    fault, *counts = message.tolist()
+    return round(fault), requests_of(*counts)
 
 
 def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:

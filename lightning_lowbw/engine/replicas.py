@@ -30,7 +30,7 @@ from lightning_lowbw.engine import state
 from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
 from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, OVER, WEIGHT, Averaging
 from lightning_lowbw.engine.consensus import Consensus
-from lightning_lowbw.engine.control import Control, requests_of
+from lightning_lowbw.engine.control import Control, counts_of, requests_of
 from lightning_lowbw.engine.delay import Delay
 from lightning_lowbw.engine.phase import Phase
 from lightning_lowbw.engine.running_loss import RunningLoss
@@ -204,7 +204,7 @@ class ReplicaWorker(Worker):
             if self.reduces_in_node and mine:
                 average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
             return True
-        flags = [float(self.stop_requested), float(self.save_requested), float(self.phase.note_lr())]
+        flags = [*counts_of(self.requests), float(self.phase.note_lr())]
         num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
         self.peers.count_dense(sum(p.nbytes for p in mine))
         self.agree_on(requests_of(num_stop, num_save))

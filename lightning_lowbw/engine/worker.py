@@ -199,8 +199,12 @@ class Worker:
 
     @property
     def requests(self) -> int:
-        """The requests of this rank, for a control message."""
+        """`stop_requested` and `save_requested` as one number, for a control message."""
         return STOP * self.stop_requested | SAVE * self.save_requested
+
+    @requests.setter
+    def requests(self, requests: int) -> None:
+        self.stop_requested, self.save_requested = bool(requests & STOP), bool(requests & SAVE)
 
     def agree_on(self, requests: int) -> None:
         """Read the requests of all ranks from a control message."""

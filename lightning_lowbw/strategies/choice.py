@@ -65,6 +65,6 @@ def adopt(strategy: Strategy, method: Method) -> None:
     strategy._make_workers()
     for worker, old in zip(strategy.workers, before, strict=True):
         worker.step = old.step
-        worker.stop_requested, worker.save_requested = old.stop_requested, old.save_requested
+        worker.requests = old.requests
     if strategy.regime is not regime:
         strategy.regime.set_up(strategy.trainer)

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_lowbw.engine.control import flags, read_flags
 from lightning_lowbw.engine.faults import (
     OF_LAST,
     OF_WEIGHTS,
@@ -27,7 +27,6 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kept import forget, may_report
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.ops.table import upload
 from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.regime import Regime
 
@@ -74,14 +73,12 @@ class ShardedMoments(Regime):
         Collective: the ranks of the node, blocking; three numbers.
         """
         fault = worker.fault if isinstance(worker, GradientWorker) else None
-        requests = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
-        nothing = torch.zeros((), dtype=torch.float32, device=worker.device)
-        numbers = torch.cat([(nothing if fault is None else fault.float()).reshape(1), requests])
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.strategy.groups.node)
+        message = flags(worker.requests, worker.device, fault)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.strategy.groups.node)
         if fault is not None:
             assert isinstance(worker, GradientWorker)
-            worker.fault = numbers[0]
-        worker.stop_requested, worker.save_requested = (bool(each) for each in numbers[1:].tolist())
+            worker.fault = message[0]
+        _, worker.requests = read_flags(message)
         if worker.peers.num_ranks == 1:
             worker.agree_on(worker.requests)
 
@@ -95,21 +92,20 @@ class ShardedMoments(Regime):
         """
         parameters = [each for each in worker.parameters() if each.requires_grad]
         fault = weight_fault(worker, parameters)
-        requests = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
-        numbers = torch.cat([fault.float().reshape(1), requests])
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        num_faulty, stop, save = numbers.tolist()
-        if num_faulty:
+        message = flags(worker.requests, worker.device, fault)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        is_faulty, requests = read_flags(message)
+        if is_faulty:
             number, rank = _first_in_world(fault, numbers_of(OF_WEIGHTS, len(parameters)))
             node = self.strategy.groups.topology.node_of(rank)
             raise error_of(worker, number, rank, OF_WEIGHTS, parameters, worker.step, node)
-        worker.stop_requested, worker.save_requested = bool(stop), bool(save)
+        worker.requests = requests
 
     def check_kept(self) -> None:
         """Report the faults that the last step has found after its control message; see `engine.kept`.
 
-        Collective: all ranks, blocking; one number for each optimizer whose gradients are exchanged. `show` does it for
-        the others.
+        Collective: all ranks, blocking; three numbers for each optimizer whose gradients are exchanged. `show` does it
+        for the others.
 
         Raises:
             NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
@@ -195,9 +191,10 @@ class ShardedMoments(Regime):
 def _check_kept(worker: Worker) -> None:
     """Do what `engine.kept.check_kept` does, for all ranks: also those with other shards than the peers."""
     fault = last_fault(worker)
-    most = fault.float().reshape(1)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if float(most):
+    message = flags(0, worker.device, fault)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    is_faulty, _ = read_flags(message)
+    if is_faulty:
         parameters = worker.parameters()
         number, rank = _first_in_world(fault, numbers_of(OF_LAST, len(parameters)))
         raise error_of(worker, number, rank, OF_LAST, parameters, worker.step)

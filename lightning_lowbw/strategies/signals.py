@@ -20,9 +20,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_lowbw.engine.control import SAVE, STOP, requests_of
+from lightning_lowbw.engine.control import SAVE, STOP, flags, read_flags
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.ops.table import upload
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -88,7 +87,7 @@ class Signals:
     def end_step(self, worker: Worker) -> None:
         """Read the requests of all ranks; send this rank's own if the coming step has no control message.
 
-        Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of two
+        Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of three
         numbers is begun if DDP reduces the coming gradients, and the one begun a step ago is waited for.
         """
         if self._strategy.world_size == 1:
@@ -99,10 +98,10 @@ class Signals:
         self.read_requests(worker)
         worker.agree_on(0)  # a step without a control message would repeat it
         if worker.reduces_in_backward and not agreed & STOP:
-            flags = upload([float(worker.stop_requested), float(worker.save_requested)], torch.float32, worker.device)
-            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)
+            message = flags(worker.requests, worker.device)
+            work = dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True)
             assert work is not None
-            self._asked = work, flags
+            self._asked = work, message
 
     def settle(self) -> int:
         """Wait for the message that has been begun, if any; return its requests.
@@ -111,13 +110,14 @@ class Signals:
         """
         if self._asked is None:
             return 0
-        work, flags = self._asked
+        work, message = self._asked
         self._asked = None
         # On its own stream; otherwise the host would wait for the whole step that has been launched meanwhile.
-        is_cuda = flags.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(flags.device)) if is_cuda else contextlib.nullcontext():
+        is_cuda = message.device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(message.device)) if is_cuda else contextlib.nullcontext():
             work.wait()
-            return requests_of(*flags.tolist())
+            _, requests = read_flags(message)
+            return requests
 
     def read_requests(self, worker: Worker) -> None:
         """Read the requests to stop or to save from the last control message."""

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message, make_mark
+from lightning_lowbw.engine.control import (
+    MODULUS,
+    SAVE,
+    STOP,
+    Control,
+    control_message,
+    counts_of,
+    flags,
+    make_mark,
+    read_flags,
+    requests_of,
+)
 from lightning_lowbw.engine.faults import (
     OF_GRADIENTS,
     OF_LAST,
@@ -59,6 +70,15 @@ def test_requests_are_told_beside_the_largest_mark_at_no_cost(rank: int) -> None
     assert control == Control([], [0, 0], [mark, mark], STOP | SAVE)
     assert Control.read(quiet, 2).requests == 0
     assert len(quiet) == len(rows[rank])
+
+
+@pytest.mark.parametrize("requests", [0, STOP, SAVE, STOP | SAVE])
+def test_requests_are_told_as_counts_and_as_flags(requests: int) -> None:
+    assert requests_of(*(sum(each) for each in zip(counts_of(requests), counts_of(0), strict=True))) == requests
+    rows = [flags(0, CPU), flags(requests, CPU, torch.tensor(5)), flags(0, CPU, torch.tensor(3.0))]
+    assert all(row.dtype == torch.float32 and row.shape == (3,) for row in rows)
+    assert read_flags(torch.stack(rows).amax(0)) == (5, requests)
+    assert read_flags(flags(requests, CPU)) == (0, requests)
 
 
 def test_marks_tell_counts_and_weights_apart() -> None:
