@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
-from lightning_lowbw.engine.buffers import ReplicaBuffers, wide
+from lightning_lowbw.engine.buffers import ReplicaBuffers, wide, wide_copies
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, counts_of, make_mark
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
@@ -28,6 +28,7 @@ from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.reference import as_real, flat
+from lightning_lowbw.ops.table import upload
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
@@ -125,7 +126,7 @@ class Averaging:
         control = self._control(parameters, weight, finished, over)
         moments = self.moments(parameters) if worker.when.inner_momentum == "average" else []
         buffers = self.buffers.changes() if fragment.takes_buffers else []
-        changes = {worker.name_of(p): self.change(p) for p in parameters if self.takes(p)}
+        changes = self._changes([p for p in parameters if self.takes(p)])
         rest: list[Tensor] = [*(p for p in parameters if not self.takes(p)), *moments, *buffers]
         # The control message is part of the message of the changes if no fragment sends anything else: ranks at
         # different steps must issue the same collectives, so that the difference is detected.
@@ -138,7 +139,7 @@ class Averaging:
             whole or _ControlWork(work),
             work if not isinstance(work, SparseWork) else _MeanChanges(work),
             moments,
-            [wide(p) for p in parameters] if is_hidden else None,
+            wide_copies(parameters) if is_hidden else None,
             self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
         )
 
@@ -177,9 +178,12 @@ class Averaging:
             return False
         return all(self.takes(p) or not (p.requires_grad and p.numel()) for each in fragments for p in each.parameters)
 
-    def change(self, parameter: Parameter) -> Tensor:
-        """Return a parameter's change since the last consensus, rounded to the parameter's type, in float32."""
-        return as_real(parameter.detach()).float() - self.start[parameter].to(as_real(parameter).dtype).float()
+    def _changes(self, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
+        """Return each parameter's change since the last consensus, rounded to the parameter's type, in float32."""
+        names, now = [self._worker.name_of(p) for p in parameters], [as_real(p.detach()) for p in parameters]
+        before = [self.start[p].to(each.dtype).float() for p, each in zip(parameters, now, strict=True)]
+        changes = torch._foreach_sub([each.float() for each in now], before) if now else ()
+        return dict(zip(names, changes, strict=True))
 
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
@@ -229,17 +233,17 @@ class Averaging:
         if worker.weighs_samples:
             if not control.sums[WEIGHT]:
                 return control
-            for mean in means:
-                mean.div_(control.sums[WEIGHT])
+            if means:
+                torch._foreach_div_(means, control.sums[WEIGHT])
         changes, remaining = average.changes.wait(), iter(means)
         if fragment.takes_buffers:
             self.buffers.agree_counts(self._peers)
         # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
         names = {p: worker.name_of(p) for p in average.parameters}
-        of_parameters = [
-            self.start[p] + changes[name].view(self.start[p].shape) if name in changes else next(remaining)
-            for p, name in names.items()
-        ]
+        starts = {name: self.start[p] for p, name in names.items() if name in changes}
+        moves = [changes[name].view(start.shape) for name, start in starts.items()]
+        moved = dict(zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True))
+        of_parameters = [moved[name] if name in moved else next(remaining) for name in names.values()]
         self._apply_parameters(average, of_parameters, control.sums[LR] / num_ranks)
         for moment in average.moments:
             as_real(moment).copy_(next(remaining))
@@ -266,27 +270,28 @@ class Averaging:
 
     def _apply_parameters(self, average: Average, means: list[Tensor], lr: float) -> None:
         when = self._worker.when
-        distance = torch.zeros((), dtype=torch.float64, device=self._worker.device)
-        norm = torch.zeros_like(distance)
-        for index, (parameter, mean) in enumerate(zip(average.parameters, means, strict=True)):
-            own = as_real(parameter.detach()) if average.snapshots is None else average.snapshots[index]
-            stride = max(1, mean.numel() // NUM_SAMPLED)
-            sample = mean.reshape(-1)[::stride]
-            distance += stride * torch.linalg.vector_norm(own.reshape(-1)[::stride] - sample).double() ** 2
-            norm += stride * torch.linalg.vector_norm(sample).double() ** 2
-            if self.needs_start:
-                start = self.start[parameter]
-                if when.outer != "none":
-                    velocity = self.velocity.setdefault(parameter, torch.zeros_like(start))
-                    when.outer_optimizer.step_(mean, start, velocity, lr)
-                start.copy_(mean)
-            if average.snapshots is None:
-                as_real(parameter).copy_(mean)
-            elif when.mixing is None:
-                as_real(parameter).add_((mean - own).to(own.dtype))
-            else:
-                as_real(parameter).copy_(mean.lerp_(wide(parameter), when.mixing))
-        self.consensus_distance = (distance / norm).sqrt().float() if average.parameters else None
+        if not average.parameters:
+            self.consensus_distance = None
+            return
+        now, before = [as_real(p.detach()) for p in average.parameters], average.snapshots
+        self.consensus_distance = _relative_distance(now if before is None else before, means)
+        if self.needs_start:
+            starts, velocities = [self.start[p] for p in average.parameters], []
+            if when.outer != "none":
+                for p, start in zip(average.parameters, starts, strict=True):
+                    if p not in self.velocity:
+                        self.velocity[p] = torch.zeros_like(start)
+                velocities = [self.velocity[p] for p in average.parameters]
+            when.outer_optimizer.step_(starts, means, velocities, lr)
+        if before is None:
+            torch._foreach_copy_(now, means)
+        elif when.mixing is None:
+            torch._foreach_sub_(means, before)
+            torch._foreach_add_(now, means)
+        else:
+            wide_now = [each.to(mean.dtype) for each, mean in zip(now, means, strict=True)]
+            torch._foreach_lerp_(means, wide_now, when.mixing)
+            torch._foreach_copy_(now, means)
 
     def drop(self, average: Average) -> None:
         """Drop an average that will not be applied; elements taken from residuals are put back.
@@ -341,8 +346,8 @@ class Averaging:
             tensors += fragment.work.snapshots or []
         node, nothing = self._peers.node, torch.zeros(1, dtype=torch.float32, device=self._worker.device)
         means, _ = MeanWork(tensors, nothing, 1.0 / node.num_ranks, node).wait()
-        for tensor, mean in zip(tensors, means, strict=True):
-            tensor.copy_(mean)
+        if tensors:
+            torch._foreach_copy_(tensors, means)
 
     # Momentum of the inner optimizer --------------------------------------------------------------------------------
 
@@ -370,6 +375,16 @@ class Averaging:
         """Move what is kept between averages."""
         self.offload.move(device)
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
+
+
+def _relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
+    """Return ``||own - mean|| / ||mean||`` of all tensors together, of large ones from a sample; a scalar."""
+    strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
+    sampled = [mean.reshape(-1)[::stride] for mean, stride in zip(means, strides, strict=True)]
+    apart = torch._foreach_sub([each.reshape(-1)[::stride] for each, stride in zip(own, strides, strict=True)], sampled)
+    norms = torch.stack([*torch._foreach_norm(apart), *torch._foreach_norm(sampled)]).double().view(2, -1)
+    squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
+    return (squares[0] / squares[1]).sqrt().float()
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:

@@ -105,5 +105,14 @@ def wide(tensor: Tensor) -> Tensor:
     return as_real(tensor.detach()).to(wide_dtype(tensor), copy=True)
 
 
+def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `wide` returns of each; all together, a few launches on a GPU."""
+    reals = [as_real(tensor.detach()) for tensor in tensors]
+    copies = [torch.empty_like(real, dtype=wide_dtype(real)) for real in reals]
+    if copies:
+        torch._foreach_copy_(copies, reals)
+    return copies
+
+
 def _difference(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(now == before, 0.0, now - before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import is_number
@@ -49,24 +50,31 @@ class OuterOptimizer:
         if self.momentum is not None and not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ConfigurationError(f"outer_momentum={self.momentum!r}: give a number in [0, 1).")
 
-    def step_(self, mean: Tensor, start: Tensor, velocity: Tensor, inner_lr: float) -> None:
-        """Turn the mean into the new consensus.
+    def step_(self, starts: list[Tensor], means: list[Tensor], velocities: list[Tensor], inner_lr: float) -> None:
+        """Move the last consensus to the new one, of all tensors at once.
 
         In place:
-            `mean`, which becomes x; `velocity`, which is u.
+            `starts` and `means`, which become x; `velocities`, which are u. No memory is allocated.
 
         Args:
-            mean: of the replicas; float32 or float64, any shape.
-            start: x0, the last consensus; as `mean`.
-            velocity: as `mean`.
+            starts: x0, the last consensus; float32 or float64, any shapes, at least one.
+            means: of the replicas; as `starts`.
+            velocities: as `starts`; empty with "none".
             inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays.
         """
         lr = DEFAULT_LR[self.name] if self.lr is None else self.lr
         momentum = DEFAULT_MOMENTUM[self.name] if self.momentum is None else self.momentum
-        if self.name == "slowmo" and inner_lr > 0:
-            velocity.mul_(momentum).add_(start - mean, alpha=1.0 / inner_lr)
-            mean.copy_(start).sub_(velocity, alpha=lr * inner_lr)
-        elif self.name == "nesterov":
-            pseudo_gradient = start - mean
-            velocity.mul_(momentum).add_(pseudo_gradient)
-            mean.copy_(start).sub_(pseudo_gradient.add_(velocity, alpha=momentum), alpha=lr)
+        if self.name == "none" or (self.name == "slowmo" and inner_lr <= 0):
+            torch._foreach_copy_(starts, means)
+            return
+        moves = means
+        torch._foreach_sub_(moves, starts)  # mean - x0: the pseudo-gradient, negated
+        torch._foreach_mul_(velocities, momentum)
+        if self.name == "slowmo":
+            torch._foreach_sub_(velocities, moves, alpha=1.0 / inner_lr)
+            torch._foreach_sub_(starts, velocities, alpha=lr * inner_lr)
+        else:
+            torch._foreach_sub_(velocities, moves)
+            torch._foreach_sub_(moves, velocities, alpha=momentum)
+            torch._foreach_add_(starts, moves, alpha=lr)
+        torch._foreach_copy_(means, starts)

@@ -25,11 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.presets import DGC, LocalSGD
+from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.ops import gpu, table
 from lightning_lowbw.what import positions
 from lightning_lowbw.what.momentum import MomentumCorrection
-from lightning_lowbw.what.top_k import small_numel
+from lightning_lowbw.what.top_k import TopK, small_numel
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.node_peers import NodePeers
@@ -165,14 +167,8 @@ class Event:
         pass
 
 
-def count_step(
-    monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
-) -> Counter[str]:
-    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer.
-
-    What waits inside DDP's hook, with `overlap`, has "in the hook" in its name.
-    """
-    has_scaler, num_buckets = also == GRAD_SCALER, NUM_BUCKETS if also == OVERLAP else 0
+def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
+    """Replace the device, its kernels and its queues; return what counts what they would have done."""
     count: Counter[str] = Counter()
     for module in (triton_kernels, triton_messages):
         for name in vars(module):
@@ -183,17 +179,35 @@ def count_step(
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(SideQueue, "begin", run_now)
-    stand_in_for_the_device(monkeypatch, count, peers.num_ranks)
+    stand_in_for_the_device(monkeypatch, count, num_ranks)
+    return count
+
+
+def fake_parameters(model: str) -> list[Parameter]:
+    """Return the parameters of a model on a device that is not there; inside of `FakeTensorMode`."""
+    last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
+    formats = [last if len(shape) == 4 else torch.contiguous_format for shape in shapes_of(model)]
+    empty = [
+        torch.empty(shape, device="cuda", memory_format=each)
+        for shape, each in zip(shapes_of(model), formats, strict=True)
+    ]
+    parameters = [Parameter(each, requires_grad=False) for each in empty]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    return parameters
+
+
+def count_step(
+    monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
+) -> Counter[str]:
+    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer.
+
+    What waits inside DDP's hook, with `overlap`, has "in the hook" in its name.
+    """
+    has_scaler, num_buckets = also == GRAD_SCALER, NUM_BUCKETS if also == OVERLAP else 0
+    count = stand_in(monkeypatch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count):
-        last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
-        formats = [last if len(shape) == 4 else torch.contiguous_format for shape in shapes_of(model)]
-        empty = [
-            torch.empty(shape, device="cuda", memory_format=each)
-            for shape, each in zip(shapes_of(model), formats, strict=True)
-        ]
-        parameters = [Parameter(each, requires_grad=False) for each in empty]
-        for parameter in parameters:
-            parameter.requires_grad_()
+        parameters = fake_parameters(model)
         ours = optimizer(parameters)
         worker = GradientWorker(
             DGC(exchange="all_gather", overlap=num_buckets > 0),
@@ -220,6 +234,25 @@ def count_step(
                     worker.check_gradients()
                 worker.exchange(skip_nonfinite=has_scaler, applies=True)
         return count
+
+
+def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method, peers: Any) -> Counter[str]:
+    """Return what one average has launched and waited for, from its begin to the weights that it changes."""
+    count, of_average = stand_in(monkeypatch, peers.num_ranks), Counter[str]()
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        parameters = fake_parameters(model)
+        named = [(str(i), each) for i, each in enumerate(parameters)]
+        worker = ReplicaWorker(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, {})
+        for step in range(2 * K_STEPS + 1):  # the first average makes what is kept
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            with worker.stepping():
+                worker.exchange()
+                count.clear()
+            if step > K_STEPS:
+                of_average.update(count)
+        assert worker.num_averages == 2
+        return of_average
 
 
 def run_now(queue: Any, collectives: Callable[[], object], result: Tensor, *reads: Any, in_thread: bool) -> Done:
@@ -314,11 +347,45 @@ def test_launches(
     assert num_waits == 1, count
     assert not any(name.endswith("in the hook") for name in count), count
     name = ", ".join([optimizer, model, where, *[also] * bool(also)])
+    check_row(name, num_launches, num_waits, rows, request)
+
+
+def check_row(
+    name: str, num_launches: int, num_waits: int, rows: dict[str, str], request: pytest.FixtureRequest
+) -> None:
     before = json.loads(BEFORE.read_text())["launches"].get(name, ["", ""])
     row = f"| {name} | {before[0]} | {before[1]} | {num_launches} | {num_waits} |"
     if request.config.getoption("--rewrite-golden"):
         rows[name] = row
     assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
+
+
+K_STEPS = 2
+AVERAGES = {
+    "local SGD": LocalSGD(K_STEPS, 0),
+    "local SGD, outer Nesterov": LocalSGD(K_STEPS, 0, outer="nesterov"),
+    "local SGD, hidden by a step": LocalSGD(K_STEPS, 0, delay_steps=1),
+    "top-k": LocalSGD(K_STEPS, 0, compression=TopK(density=0.01)),
+}
+
+
+@pytest.mark.parametrize("method", AVERAGES)
+def test_launches_of_an_average(
+    method: str, rows: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the table says, and at most one that depends on the number of tensors: a sum for the checksum of each."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        count = count_average(monkeypatch, "ResNet-50", AVERAGES[method], FlatPeers())
+    finally:
+        dist.destroy_process_group()
+    num_waits = sum(number for name, number in count.items() if name.startswith("wait"))
+    num_launches, num_tensors = count.total() - num_waits, len(shapes_of("ResNet-50"))
+    assert num_waits == 1, count
+    assert num_launches <= 60 + (num_tensors if AVERAGES[method].when.outer != "none" or method == "top-k" else 0), (
+        count
+    )
+    check_row(f"an average of {method}, ResNet-50, 8 ranks", num_launches, num_waits, rows, request)
 
 
 def test_a_learning_rate_on_the_device_is_read_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
