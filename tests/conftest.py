@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 from tests.ranks import end_ranks, idle_processes
 from tests.reliability import Recorder, deselect_stock
@@ -27,6 +28,8 @@ LONG = (
     *("strategies/test_sharded.py", "test_sharded_checkpoint.py", "strategies/test_large_models.py"),
     *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_ends.py"),
 )
+if not hasattr(torch.distributed.fsdp, "fully_shard"):  # until torch 2.6
+    collect_ignore_glob = ["strategies/*sharded*.py", "strategies/test_large_models.py"]
 GRACE_S = 2.0  # for a thread or process that is about to end
 
 torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks

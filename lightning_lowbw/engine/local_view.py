@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
+
+try:
+    from torch.distributed.tensor import DTensor as DTensor
+    from torch.distributed.tensor import Shard as Shard
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor as DTensor
+    from torch.distributed._tensor import Shard as Shard
 
 
 class LocalTensors:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.types import _PATH
-from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
+from lightning_lowbw.engine.local_view import DTensor, Shard
 from lightning_lowbw.engine.resharding import Coordinate, reshard
 from lightning_lowbw.engine.state import merge
 from lightning_lowbw.errors import ConfigurationError

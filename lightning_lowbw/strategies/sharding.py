@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lightning_lowbw.engine.local_view import LocalTensors
+from lightning_lowbw.engine.local_view import DTensor, LocalTensors
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.where.agreement import checksum, failing_together
 from lightning_lowbw.where.collectives import Collectives

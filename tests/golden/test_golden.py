@@ -26,7 +26,7 @@ from tests.golden.record import FIELDS, merge_ranks, record_all
 from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent / "trajectories"
-RTOL = 5e-3
+RTOL = 1e-2  # of norms, on other machines and releases: what is rounded to int8 there may be a step away
 REDUCE_SCATTER = "reduce-scatter"  # in the names of cases with that exchange
 TIMEOUT_S = 300.0
 

@@ -35,7 +35,7 @@ from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
-from tests.tiny import Stop, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, weights_of
+from tests.tiny import Stop, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
 
 STEPS, END = 130, 40  # a run is planned for so many steps, and stopped after so many: all is chosen by then
 LATER = NUM_STEPS + 20
@@ -192,6 +192,7 @@ def resume_by_dgc(path: str) -> Method:
     return strategy.method
 
 
+@since_lightning_2_5
 @pytest.mark.parametrize("case", ["int8", "local_sgd"])
 def test_the_next_fit_chooses_anew(case: str, chosen: Any) -> None:
     (_, once), twice = chosen(case), run_ranks(partial(fit, case, fits=2), 2)

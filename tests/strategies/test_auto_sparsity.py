@@ -27,7 +27,7 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, sgd, weights_of
+from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
 
 CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
 STEPS, END = 130, 20  # a run is planned for so many steps, and stopped after so many: all is chosen by then
@@ -372,6 +372,7 @@ def fit_twice() -> int:
     return len(steps)
 
 
+@since_lightning_2_5
 def test_the_next_fit_chooses_anew() -> None:
     assert run_ranks(fit_twice, 2) == [2, 2]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbw.what.top_k import small_numel
 from tests.ranks import run_ranks
 from tests.strategies.adapted import METHODS, SAVED_AT, STEPS, DropsFrozen, SavesAdapters, fit
-from tests.tiny import Watcher, weights_of
+from tests.tiny import Watcher, since_lightning_2_5, weights_of
 
 
 def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -52,6 +52,7 @@ def keep(name: str, folder: str) -> dict[str, Any]:
     return found
 
 
+@since_lightning_2_5
 @pytest.mark.parametrize("name", METHODS)
 def test_adapters_alone_are_kept_saved_and_resumed(name: str, tmp_path: Path) -> None:
     names = [f"{layer}.lora_{part}.weight" for layer in ("first", "last") for part in "ab"]

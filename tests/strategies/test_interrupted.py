@@ -28,7 +28,7 @@ from lightning_lowbw.where.collectives import Gathering, Reduction
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of, without_places
 from tests.strategies.watching import SPARSE
-from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, weights_of
+from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, since_lightning_2_5, weights_of
 
 STEPS = 10
 SAVES = (5, 7)  # to one place
@@ -520,6 +520,7 @@ def save_faster_than_the_disk(path: str) -> tuple[int, list[str], str]:
     return disk.num_looks, disk.missing, weights
 
 
+@since_lightning_2_5
 def test_saves_that_queue_up_leave_the_shards_of_the_checkpoint_on_disk(tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     first, second = run_ranks(save_faster_than_the_disk, 2, path)

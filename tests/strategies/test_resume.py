@@ -23,7 +23,7 @@ from lightning_lowbw import (
 )
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE
-from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, weights_of
+from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, since_lightning_2_5, weights_of
 
 EPOCH = 5  # steps
 SAVED = 7  # the step
@@ -100,6 +100,7 @@ def save_then_resume(name: str, folder: str) -> dict[str, Any]:
     return {**train(make(name, resume=RESUME), f"{folder}/again", path), "message": message}
 
 
+@since_lightning_2_5
 @pytest.mark.parametrize("name", ["dgc", "int8", "hierarchical", "lowbw", "local_sgd", "diloco", "sparse_loco"])
 def test_a_checkpoint_alone_is_resumed_where_that_is_asked_for(name: str, tmp_path: Path) -> None:
     first, second = results = run_ranks(save_then_resume, 2, name, str(tmp_path))
@@ -127,6 +128,7 @@ def save(folder: str, name: str) -> None:
     train(make(name), f"{folder}/{name}.ckpt")
 
 
+@since_lightning_2_5
 @pytest.mark.parametrize("name", ["dgc", "sparse_loco"])
 def test_another_number_of_ranks_resumes_it_too(name: str, tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path), name)
@@ -140,6 +142,7 @@ def resume_of_another_version(folder: str) -> tuple[str, dict[str, Any]]:
     return refused("dgc", f"{folder}/dgc.ckpt"), resume_alone(folder, "dgc")
 
 
+@since_lightning_2_5
 def test_a_checkpoint_of_another_version_is_resumed_too(tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path), "dgc")
     checkpoint = torch.load(tmp_path / "dgc.ckpt", weights_only=True)
