@@ -36,6 +36,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import shlex
 import statistics
 import sys
 import time
@@ -400,7 +401,7 @@ def main() -> None:
     path = RESULTS / "adam.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.quick else {"rows": []}
     results["environment"] = describe_environment(link=None)
-    results["command"] = " ".join(sys.argv)
+    results["command"] = shlex.join(sys.argv)
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         running = {}
         for task_name, name, seed in wanted(options):

@@ -71,6 +71,7 @@ LATENCY_S = 1e-4
 LINKS = {name: Link(LATENCY_S, gbit * 1e9 / 8) for name, gbit in (("100mbit", 0.1), ("1gbit", 1.0), ("10gbit", 10.0))}
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
+LATER_SEEDS = 10  # the first of those that were added to judge the others by
 CONTROL = "ddp, perturbed"  # the first parameter by a millionth: how much runs differ that are equal but for rounding
 PERTURBATION = 1e-6
 VARIANTS: dict[str, dict[str, Any]] = {  # arguments of DGCStrategy
@@ -659,7 +660,8 @@ class Cell:
     @property
     def seeds(self) -> list[int]:
         """Those of which all methods have been trained, apart from methods that have not been trained at all."""
-        return sorted(set.intersection(*(set(rows) for rows in self.rows.values() if rows)))
+        of_methods = [set(rows) for rows in self.rows.values() if rows]
+        return sorted(set.intersection(*of_methods)) if of_methods else []
 
     def values(self, method: str, key: str) -> list[float]:
         """Return the values of a method by seed; none if it has not been trained."""
@@ -755,15 +757,18 @@ def variants_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def former_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
-    """Return the table of schedules that auto has chosen before its rule was changed; empty where there are none."""
-    lines = [
-        "| task | steps | auto sent | seeds | loss, auto - ddp | in SE | test accuracy, ddp - auto, points | in SE |",
-        "| --- |" + " --- |" * 7,
-    ]
+def former_of(results: dict[str, Any], cells: list[Cell], *, are_trials: bool) -> list[Cell]:
+    """Return cells with schedules that auto does not choose now, of two seeds at least.
+
+    Args:
+        results: with their runs.
+        cells: what auto chooses.
+        are_trials: whether these schedules are of constants that were given, or of former ones of the package.
+    """
+    found: list[Cell] = []
     for cell in {(cell.task, cell.steps): cell for cell in cells}.values():
         key = {"task": cell.task, "steps": cell.steps, "method": "auto", "payload": payload_of("auto", cell.task)}
-        rows = [row for row in results["rows"] if is_same(row, **key, constants=None) and row["schedule"] is not None]
+        rows = [row for row in results["rows"] if is_same(row, **key) and row["schedule"] is not None]
         known = [each.schedule for each in cells if (each.task, each.steps) == (cell.task, cell.steps)]
         former: list[Row] = []
         for row in rows:
@@ -771,14 +776,39 @@ def former_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
                 former.append(row["schedule"])
         for schedule in former:
             of = {row["seed"]: row for row in rows if row["schedule"] == schedule}
-            old = replace(cell, schedule=schedule, rows={**cell.rows, "auto": of})
-            if len(old.seeds) < 2:
-                continue
-            texts = [cell.task, f"{cell.steps:,}", in_words(schedule), str(len(old.seeds))]
-            for name, scale, form in (("val_loss", 1.0, "+.4f"), ("test_accuracy", 100.0, "+.2f")):
-                each = old.difference(name)
-                texts += [with_error(scale * each.mean, scale * each.error, form), f"{each.in_errors:+.1f}"]
-            lines.append("| " + " | ".join(texts) + " |")
+            links = tuple(dict.fromkeys(row["link"] for row in of.values()))
+            old = replace(cell, links=links, schedule=schedule, rows={"ddp": cell.rows["ddp"], "auto": of})
+            is_trial = all(row.get("constants") for row in of.values())
+            found += [old] * (len(old.seeds) > 1 and is_trial == are_trials)
+    return found
+
+
+def later_of(cells: list[Cell]) -> list[Cell]:
+    """Return the sparse cells of many seeds, with those alone that were added to judge the others."""
+    found = []
+    for cell in cells:
+        rows = {
+            method: {seed: row for seed, row in cell.rows[method].items() if seed >= LATER_SEEDS}
+            for method in ("ddp", "auto")
+        }
+        later = replace(cell, rows=rows)
+        found += [later] * (cell.schedule is not None and len(later.seeds) > 1)
+    return found
+
+
+def differences_to_markdown(cells: list[Cell]) -> str:
+    """Return a table of the differences alone; empty where there are none."""
+    lines = [
+        "| task | steps | link | auto sends | seeds | loss, auto - ddp | in SE "
+        "| test accuracy, ddp - auto, points | in SE |",
+        "| --- |" + " --- |" * 8,
+    ]
+    for cell in cells:
+        texts = [cell.task, f"{cell.steps:,}", ", ".join(cell.links), in_words(cell.schedule), str(len(cell.seeds))]
+        for name, scale, form in (("val_loss", 1.0, "+.4f"), ("test_accuracy", 100.0, "+.2f")):
+            each = cell.difference(name)
+            texts += [with_error(scale * each.mean, scale * each.error, form), f"{each.in_errors:+.1f}"]
+        lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -965,8 +995,8 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
         parts += [
             "What chance does: ddp beside ddp whose first parameter is multiplied by 1 + "
             f"{PERTURBATION:g} at the start. Runs that differ by rounding alone diverge within some hundred steps. "
-            "Of the ten seeds of resnet and of text, 5,000 steps, five were added after auto was worse than ddp with "
-            "the first five.",
+            "Of the first ten seeds of resnet and of text, 5,000 steps, five were added after auto was worse than ddp "
+            "with the first five.",
             control,
         ]
     if variants := variants_to_markdown(results, cells):
@@ -974,8 +1004,14 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
             "The same schedules with `keep_momentum=False`, velocities cleared at every density:",
             variants,
         ]
-    if former := former_to_markdown(results, cells):
+    if later := differences_to_markdown(later_of(cells)):
+        parts += [f"Seeds from {LATER_SEEDS} on alone, which were added to judge the others by:", later]
+    if constants:  # cells are what these choose
+        return "\n\n".join(parts) + "\n"
+    if former := differences_to_markdown(former_of(results, cells, are_trials=False)):
         parts += ["What auto chose before its rule was changed because of these runs:", former]
+    if trials := differences_to_markdown(former_of(results, cells, are_trials=True)):
+        parts += ["Other rules, which were tried and not taken (`--constant`):", trials]
     if results["wall_clock"]:
         records = sorted_records(results)
         parts += [

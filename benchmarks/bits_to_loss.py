@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -237,7 +238,7 @@ def main() -> None:
         if runs[0][:2] == ("scratch", "ddp"):
             (options.folder / f"{seed}.pt").unlink(missing_ok=True)
         results["curves"] += measure(runs, options.rate, options.steps, options.folder)
-        results |= {"environment": describe_environment(), "command": " ".join(sys.argv)}
+        results |= {"environment": describe_environment(), "command": shlex.join(sys.argv)}
         if options.steps is None:
             path.write_text(json.dumps(results) + "\n")
             table = to_markdown(results["curves"])

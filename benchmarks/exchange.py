@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -143,7 +144,7 @@ def main() -> None:
         for name, nbytes in formulas(codec, num_ranks).items():
             rows.append({"ranks": num_ranks, "exchange": name, "received_bytes": None, "formula_bytes": nbytes})
     environment = describe_environment(link="loopback, gloo")
-    results = {"environment": environment, "command": " ".join(sys.argv), "numels": NUMELS, "k": sum(COUNTS)}
+    results = {"environment": environment, "command": shlex.join(sys.argv), "numels": NUMELS, "k": sum(COUNTS)}
     results |= {"value_dtype": codec.value_dtype, "message_bytes": codec.nbytes(COUNTS, NUMELS), "rows": rows}
     (RESULTS / "exchange.json").write_text(json.dumps(results, indent=1) + "\n")
     table = to_markdown(rows, codec)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -103,22 +104,16 @@ def put_into_card() -> None:
     from benchmarks.slow_link import to_markdown as lab_table
 
     results = json.loads((RESULTS / "local_sgd.json").read_text())
-    lab = json.loads((RESULTS / "slow_link_full.json").read_text())
-    methods = ("no communication", "ddp", "dgc", "torch local SGD / 8", "local_sgd / 8", "local_sgd / 8, hidden")
-    cells = [
-        cell
-        for cell in (Cell(**cell) for cell in lab["cells"])
-        if (cell.workload, cell.num_nodes) == ("mlp-25M", 2)
-        and cell.rate in ("1gbit", "100mbit")
-        and cell.method in methods
-    ]
+    lab = json.loads((RESULTS / "slow_link_local.json").read_text())
+    cells = [Cell(**cell) for cell in lab["cells"]]
     num_seeds = len({row["seed"] for row in results["rows"]})
     parts = [
         f"2 nodes at {results['rate']}, byte-level transformer on Python's own source, {NUM_STEPS} steps, {num_seeds} "
         f'seeds (`benchmarks/local_sgd.py`, torch {results["environment"]["torch"]}); "there": ResNet-50 on ImageNet, '
         "4 nodes of 8 V100, in the documentation of PaddlePaddle Fleet:\n",
         to_markdown(results["rows"]),
-        'In the lab, 25M MLP (`benchmarks/slow_link.py --full`; "hidden" is `delay_steps=7`):\n',
+        f"In the lab, 25M MLP, torch {lab['environment']['torch']}, {lab['environment']['date']} (`{lab['command']}`; "
+        '"hidden" is `delay_steps=7`):\n',
         lab_table(cells),
         "With ranks that are slow now and then (`benchmarks/straggler.py`): "
         + (RESULTS / "straggler.md").read_text().rstrip(),
@@ -147,7 +142,12 @@ def main() -> None:
     result = RESULTS / "local_sgd.json"
     if options.resume and result.exists():
         rows = [row for row in json.loads(result.read_text())["rows"] if row["seed"] not in options.seeds] + rows
-    results = {"environment": describe_environment(), "command": " ".join(sys.argv), "rate": options.rate, "rows": rows}
+    results = {
+        "environment": describe_environment(),
+        "command": shlex.join(sys.argv),
+        "rate": options.rate,
+        "rows": rows,
+    }
     result.write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "local_sgd.md").write_text(to_markdown(rows))
     print(to_markdown(rows))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -248,7 +249,7 @@ def to_markdown(rows: list[Row]) -> str:
 def write(name: str, rows: list[Row], **more: Any) -> str:
     """Write the JSON and the table; return the table."""
     environment = describe_environment(link=None)
-    results = {"environment": environment, "command": " ".join(sys.argv), "sizes": SIZES, "density": DENSITY, **more}
+    results = {"environment": environment, "command": shlex.join(sys.argv), "sizes": SIZES, "density": DENSITY, **more}
     results["rows"] = [asdict(row) for row in rows]
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     table = to_markdown(rows)

@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -342,7 +343,7 @@ def main() -> None:
     for size in options.sizes:
         rows += measure(size, decoder_shapes(*WIDTHS[size]), device, options.repetitions)
     environment = describe_environment(device)
-    results = {"environment": environment, "command": " ".join(sys.argv), "rows": [asdict(row) for row in rows]}
+    results = {"environment": environment, "command": shlex.join(sys.argv), "rows": [asdict(row) for row in rows]}
     options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
     draw(rows, options.out.with_suffix(".png"))

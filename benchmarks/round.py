@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from lightning_lowbw.engine.averaging import NUM_SAMPLED
+from lightning_lowbw.ops.lists import NUM_SAMPLED
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.positions import pack, unpack
 from lightning_lowbw.what.selection import Selection, exact_top_k_of
@@ -256,7 +257,7 @@ def main() -> None:
     torch.manual_seed(0)
     timed = measure(options.repetitions)
     environment: dict[str, Any] = describe_environment(link=None)
-    results = {"environment": environment, "command": " ".join(sys.argv), "k_steps": K_STEPS, "ms": timed}
+    results = {"environment": environment, "command": shlex.join(sys.argv), "k_steps": K_STEPS, "ms": timed}
     (RESULTS / "round.json").write_text(json.dumps(results, indent=1) + "\n")
     table = to_markdown(timed)
     (RESULTS / "round.md").write_text(table)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
@@ -212,7 +213,7 @@ def draw(cells: list[Cell], path: Path) -> None:
 def write(name: str, cells: list[Cell], **more: Any) -> str:
     """Write the JSON, the table and the plot; return the table."""
     RESULTS.mkdir(exist_ok=True)
-    results = {"environment": describe_environment(), "command": " ".join(sys.argv), **more}
+    results = {"environment": describe_environment(), "command": shlex.join(sys.argv), **more}
     results["cells"] = [asdict(cell) for cell in cells]
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     table = to_markdown(cells)

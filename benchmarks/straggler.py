@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -117,7 +118,7 @@ def main() -> None:
     rows = run_in_lab([None] * options.nodes, command)
     results = {
         "environment": describe_environment(),
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "nodes": options.nodes,
         "rows": rows,
     }

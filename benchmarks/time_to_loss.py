@@ -17,6 +17,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -214,7 +215,7 @@ def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
     command = [__file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
     rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
     rows += run_in_lab([None] * 2, command, timeout_s=3600.0)
-    results = {"environment": describe_environment(), "command": " ".join(sys.argv), "rows": rows}
+    results = {"environment": describe_environment(), "command": shlex.join(sys.argv), "rows": rows}
     result.write_text(json.dumps(results, indent=1) + "\n")
     result.with_suffix(".md").write_text(accuracy_to_markdown(rows))
     put_into_card()

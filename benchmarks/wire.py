@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import statistics
 import sys
 import time
@@ -278,7 +279,7 @@ def main() -> None:
     path = RESULTS / "wire.json"
     results = json.loads(path.read_text()) if path.exists() else {"wire": [], "accuracy": []}
     results["environment"] = describe_environment(link=None)
-    results["command"] = " ".join(sys.argv)
+    results["command"] = shlex.join(sys.argv)
     for part in options.parts:  # the other stays as it was measured before
         results[part] = measure_wire() if part == "wire" else measure_accuracy(options.seeds)
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -75,7 +75,7 @@ class Average:
         return cls(
             state["step"],
             [parameters[name] for name in state["parameters"]],
-            Done(([mean.to(device) for mean in state["means"]], state["control"].to(device))),
+            Done(([mean.to(device, copy=True) for mean in state["means"]], state["control"].to(device))),
             Done({name: change.to(device) for name, change in state["changes"].items()}),
             snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
             buffer_snapshots={name: buffer.to(device) for name, buffer in state["buffer_snapshots"].items()},

@@ -27,8 +27,8 @@ from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.ops.lists import copy_all_, relative_distance
 from lightning_lowbw.ops.reference import as_real, flat
-from lightning_lowbw.ops.table import upload
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # The sums of the control message of an average.
 WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE, FINISHED, OVER = range(8)
-NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
 
 _logger = logging.getLogger(LOGGER)
 
@@ -180,10 +179,16 @@ class Averaging:
 
     def _changes(self, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
         """Return each parameter's change since the last consensus, rounded to the parameter's type, in float32."""
-        names, now = [self._worker.name_of(p) for p in parameters], [as_real(p.detach()) for p in parameters]
-        before = [self.start[p].to(each.dtype).float() for p, each in zip(parameters, now, strict=True)]
-        changes = torch._foreach_sub([each.float() for each in now], before) if now else ()
-        return dict(zip(names, changes, strict=True))
+        now = {p: as_real(p.detach()) for p in parameters}
+        whole = [p for p, each in now.items() if each.dtype == torch.float32]
+        changes: dict[Parameter, Tensor] = {}
+        if whole:
+            moved = torch._foreach_sub([now[p] for p in whole], [self.start[p] for p in whole])
+            changes.update(zip(whole, moved, strict=True))
+        for p, each in now.items():
+            if p not in changes:  # of a half type, one by one: it takes a copy
+                changes[p] = each.float().sub_(self.start[p].to(each.dtype))
+        return {self._worker.name_of(p): changes[p] for p in parameters}
 
     def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
         worker = self._worker
@@ -274,7 +279,7 @@ class Averaging:
             self.consensus_distance = None
             return
         now, before = [as_real(p.detach()) for p in average.parameters], average.snapshots
-        self.consensus_distance = _relative_distance(now if before is None else before, means)
+        self.consensus_distance = relative_distance(now if before is None else before, means)
         if self.needs_start:
             starts, velocities = [self.start[p] for p in average.parameters], []
             if when.outer != "none":
@@ -283,15 +288,14 @@ class Averaging:
                         self.velocity[p] = torch.zeros_like(start)
                 velocities = [self.velocity[p] for p in average.parameters]
             when.outer_optimizer.step_(starts, means, velocities, lr)
-        if before is None:
-            torch._foreach_copy_(now, means)
-        elif when.mixing is None:
+        if before is not None and when.mixing is None:
             torch._foreach_sub_(means, before)
             torch._foreach_add_(now, means)
-        else:
-            wide_now = [each.to(mean.dtype) for each, mean in zip(now, means, strict=True)]
-            torch._foreach_lerp_(means, wide_now, when.mixing)
-            torch._foreach_copy_(now, means)
+            return
+        if before is not None and when.mixing is not None:
+            for mean, each in zip(means, now, strict=True):  # one by one: half types are copied for it
+                mean.lerp_(each.to(mean.dtype), when.mixing)
+        copy_all_(now, means)
 
     def drop(self, average: Average) -> None:
         """Drop an average that will not be applied; elements taken from residuals are put back.
@@ -346,8 +350,7 @@ class Averaging:
             tensors += fragment.work.snapshots or []
         node, nothing = self._peers.node, torch.zeros(1, dtype=torch.float32, device=self._worker.device)
         means, _ = MeanWork(tensors, nothing, 1.0 / node.num_ranks, node).wait()
-        if tensors:
-            torch._foreach_copy_(tensors, means)
+        copy_all_(tensors, means)
 
     # Momentum of the inner optimizer --------------------------------------------------------------------------------
 
@@ -375,16 +378,6 @@ class Averaging:
         """Move what is kept between averages."""
         self.offload.move(device)
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
-
-
-def _relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
-    """Return ``||own - mean|| / ||mean||`` of all tensors together, of large ones from a sample; a scalar."""
-    strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
-    sampled = [mean.reshape(-1)[::stride] for mean, stride in zip(means, strides, strict=True)]
-    apart = torch._foreach_sub([each.reshape(-1)[::stride] for each, stride in zip(own, strides, strict=True)], sampled)
-    norms = torch.stack([*torch._foreach_norm(apart), *torch._foreach_norm(sampled)]).double().view(2, -1)
-    squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
-    return (squares[0] / squares[1]).sqrt().float()
 
 
 def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.ops.lists import copy_all_, differences
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.mean import wide_dtype
 from lightning_lowbw.where.peers import Peers
@@ -29,6 +30,11 @@ class ReplicaBuffers:
         self.floating = {name: b for name, b in named_buffers.items() if b.is_floating_point() or b.is_complex()}
         self.counts = [b for b in named_buffers.values() if not (b.is_floating_point() or b.is_complex())]
         self.start: dict[str, Tensor] = {}
+        means = {name: name.removesuffix("running_var") + "running_mean" for name in self.floating}
+        # The running mean that belongs to a running variance, by its name.
+        self._means = {
+            name: mean for name, mean in means.items() if name.endswith("running_var") and mean in self.floating
+        }
 
     def begin(self, peers: Peers) -> None:
         """Make the buffers from which the next changes are measured equal on all ranks.
@@ -42,7 +48,7 @@ class ReplicaBuffers:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return copies of those that are averaged."""
-        return {name: wide(buffer) for name, buffer in self.floating.items()}
+        return dict(zip(self.floating, wide_copies(list(self.floating.values())), strict=True))
 
     def changes(self) -> list[Tensor]:
         """Return the change of each floating buffer since the last average.
@@ -50,37 +56,44 @@ class ReplicaBuffers:
         For a running variance ``var + (mean - start of mean)^2``, so that the mean over ranks includes the variance
         between them. A buffer that has not changed adds exactly 0, even if it is infinite.
         """
-        changes = []
-        for name, buffer in self.floating.items():
-            change = _difference(wide(buffer), self.start[name])
-            of_mean = self._mean_of(name)
-            if of_mean is not None:
-                change = change + _difference(wide(self.floating[of_mean]), self.start[of_mean]) ** 2
-            changes.append(change)
-        return changes
+        now = self.snapshot()
+        changes = dict(zip(now, differences(list(now.values()), [self.start[name] for name in now]), strict=True))
+        variances, squares = self._squares_of_means(changes)
+        if variances:
+            torch._foreach_add_(variances, squares)
+        return list(changes.values())
 
     def apply(self, mean_changes: Sequence[Tensor], snapshots: Mapping[str, Tensor]) -> None:
         """Take over the mean over ranks of `changes`.
 
         In place:
-            The buffers and their starts.
+            The buffers and their starts; `mean_changes`, which are used up.
 
         Args:
             snapshots: of the buffers when the average was begun, where they have changed since; else empty.
         """
-        by_name = dict(zip(self.floating, mean_changes, strict=True))
-        for name, buffer in self.floating.items():
-            change, of_mean = by_name[name], self._mean_of(name)
-            if of_mean is not None:
-                change = change - by_name[of_mean] ** 2
-            start = self.start[name]
-            target = start + change
-            if snapshots:
-                target_here = wide(buffer) + _difference(target, snapshots[name])
-                as_real(buffer).copy_(target_here.clamp_min(0) if of_mean is not None else target_here)
-            else:
-                as_real(buffer).copy_(target)
-            start.copy_(target)
+        if not self.floating:
+            return
+        changes = dict(zip(self.floating, mean_changes, strict=True))
+        variances, squares = self._squares_of_means(changes)
+        if variances:
+            torch._foreach_sub_(variances, squares)
+        starts = [self.start[name] for name in changes]
+        targets = here = list(torch._foreach_add(starts, list(changes.values())))
+        buffers = [as_real(buffer) for buffer in self.floating.values()]
+        if snapshots:
+            here = wide_copies(buffers)
+            torch._foreach_add_(here, differences(targets, [snapshots[name] for name in changes]))
+            if self._means:
+                by_name = dict(zip(changes, here, strict=True))
+                torch._foreach_clamp_min_([by_name[name] for name in self._means], 0.0)
+        copy_all_(buffers, here)
+        copy_all_(starts, targets)
+
+    def _squares_of_means(self, changes: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the changes of running variances, and the squares of those of their running means."""
+        moves = [changes[mean] for mean in self._means.values()]
+        return [changes[name] for name in self._means], list(torch._foreach_mul(moves, moves)) if moves else []
 
     def agree_counts(self, peers: Peers) -> None:
         """Take the largest of integer buffers.
@@ -91,13 +104,8 @@ class ReplicaBuffers:
             return
         flat = torch.cat([count.reshape(-1).to(torch.int64) for count in self.counts])
         peers.all_reduce_(flat, dist.ReduceOp.MAX)
-        for count, largest in zip(self.counts, flat.split([count.numel() for count in self.counts]), strict=True):
-            count.copy_(largest.view(count.shape))
-
-    def _mean_of(self, name: str) -> str | None:
-        """Return the name of the running mean that a running variance belongs to; None for other buffers."""
-        other = name.removesuffix("running_var") + "running_mean"
-        return other if name.endswith("running_var") and other in self.floating else None
+        parts = flat.split([count.numel() for count in self.counts])
+        copy_all_(self.counts, [part.view(count.shape) for count, part in zip(self.counts, parts, strict=True)])
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -106,13 +114,8 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `wide` returns of each; all together, a few launches on a GPU."""
+    """Return what `wide` returns of each."""
     reals = [as_real(tensor.detach()) for tensor in tensors]
     copies = [torch.empty_like(real, dtype=wide_dtype(real)) for real in reals]
-    if copies:
-        torch._foreach_copy_(copies, reals)
+    copy_all_(copies, reals)
     return copies
-
-
-def _difference(now: Tensor, before: Tensor) -> Tensor:
-    return torch.where(now == before, 0.0, now - before)

@@ -16,6 +16,7 @@ from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import flat_in_order, in_order
+from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import Segment, as_real
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
@@ -177,8 +178,7 @@ def take_means(
                 targets.append(slot.in_order(slot.gradient))
                 sources.append(means[slot.name])
             kept.append(slot)
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    copy_all_(targets, sources)
     return kept
 
 

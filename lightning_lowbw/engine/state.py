@@ -316,9 +316,9 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
         setattr(worker, name, state[name])
     worker.phase.load_state_dict(state)
     worker.loss.load_state_dict(state["loss"], device)
-    averaging.buffers.start = {name: start.to(device) for name, start in state["buffers"].items()}
-    averaging.start = {parameters[name]: start.to(device) for name, start in state["start"].items()}
-    averaging.velocity = {parameters[name]: u.to(device) for name, u in state["velocity"].items()}
+    averaging.buffers.start = {name: start.to(device, copy=True) for name, start in state["buffers"].items()}
+    averaging.start = {parameters[name]: start.to(device, copy=True) for name, start in state["start"].items()}
+    averaging.velocity = {parameters[name]: u.to(device, copy=True) for name, u in state["velocity"].items()}
     for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
         if exchange is not None:
             numels = {name: as_real(parameters[name]).numel() for name in unsent}

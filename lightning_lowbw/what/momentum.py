@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import in_order
+from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
 
 Group = dict[str, Any]
@@ -198,6 +199,6 @@ class MomentumCorrection(ErrorFeedback):
             if constants.nesterov:
                 torch._foreach_add_(gradients, velocities, alpha=constants.momentum)
             else:
-                torch._foreach_copy_(gradients, velocities)
+                copy_all_(gradients, velocities)
         if constants.sign < 0:
             torch._foreach_neg_(gradients)

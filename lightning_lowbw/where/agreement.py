@@ -75,12 +75,13 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
     """Return the sum of the bits of some tensors, read as integers; stays on their device. Cheaper than `digest`."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
+    sums: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         real = as_real(tensor)
         bits = real.detach().view(integers[real.itemsize])
-        sums.append(bits.sum(dtype=bits.dtype))  # in its own type, or it would first be copied in 64 bits
-    return torch.stack(sums).long().sum() if sums else 0
+        # In its own type, or it would first be copied in 64 bits.
+        sums.setdefault(real.device, []).append(bits.sum(dtype=bits.dtype))
+    return sum(torch.stack(each).long().sum() for each in sums.values())
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

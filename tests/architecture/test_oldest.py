@@ -1,4 +1,4 @@
-"""What the package takes from torch and Lightning is there in the oldest releases that it accepts.
+"""The names that the package takes from torch, Lightning and Hydra are there in the oldest releases that it accepts.
 
 `oldest_names.txt` was written with these (`make test-oldest`); a name that is not in it fails here, with any release.
 """

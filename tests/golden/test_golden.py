@@ -26,7 +26,8 @@ from tests.golden.record import FIELDS, merge_ranks, record_all
 from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent / "trajectories"
-RTOL = 1e-2  # of norms, on other machines and releases: what is rounded to int8 there may be a step away
+RTOL = 5e-3
+RTOL_INT8 = 1e-2  # a value that another release rounds otherwise is a step away
 REDUCE_SCATTER = "reduce-scatter"  # in the names of cases with that exchange
 TIMEOUT_S = 300.0
 
@@ -126,7 +127,8 @@ def agree(name: str, field: str, value: Any, golden: Any, is_same_environment: b
         return True
     here, there = (torch.tensor(numbers(each), dtype=torch.float64) for each in (value, golden))
     size = max(len(here), len(there))  # one number where the ranks are equal, which need not be so elsewhere
-    return torch.allclose(here.expand(size), there.expand(size), rtol=RTOL, atol=0.0, equal_nan=True)
+    rtol = RTOL_INT8 if "int8" in name else RTOL
+    return torch.allclose(here.expand(size), there.expand(size), rtol=rtol, atol=0.0, equal_nan=True)
 
 
 def first_difference(

@@ -1,0 +1,76 @@
+"""Lists of tensors in one call each: few launches on a GPU, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.ops.table import upload
+
+NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, of the same shape; any dtypes and layouts.
+
+    One call of `torch._foreach_copy_` for each pair of dtypes: where sources of one dtype have targets of several, it
+    writes all of these in the dtype of the first, on a GPU, in releases until early 2026 (pytorch issue 173383). It
+    copies one by one where strides differ, and dimensions of one element may have any stride: those are flattened.
+
+    In place:
+        `targets`.
+    """
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.stride() != source.stride() and target.is_contiguous() and source.is_contiguous():
+            target, source = target.view(-1), source.view(-1)
+        some_targets, some_sources = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+        some_targets.append(target)
+        some_sources.append(source)
+    for some_targets, some_sources in by_dtypes.values():
+        torch._foreach_copy_(some_targets, some_sources)
+
+
+def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``now - before`` of each: exactly 0 where they are equal, also where both are infinite.
+
+    Args:
+        now: real, any floating dtypes and shapes.
+        before: of the same dtypes and shapes.
+    """
+    found = list(now)
+    for dtype in dict.fromkeys(each.dtype for each in now):
+        mine = [index for index, each in enumerate(now) if each.dtype == dtype]
+        flat, flat_before = (torch.cat([tensors[index].reshape(-1) for index in mine]) for tensors in (now, before))
+        flat = torch.where(flat == flat_before, 0.0, flat - flat_before)
+        for index, part in zip(mine, flat.split([now[index].numel() for index in mine]), strict=True):
+            found[index] = part.view(now[index].shape)
+    return found
+
+
+def relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
+    """Return ``||own - mean|| / ||mean||`` of all tensors together, of large ones from a sample.
+
+    Args:
+        own: real, at least one, any floating dtypes, shapes and layouts.
+        means: of the same shapes; contiguous.
+
+    Returns:
+        A scalar, float32.
+    """
+    strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
+    samples = [_sample(mean, stride) for mean, stride in zip(means, strides, strict=True)]
+    sampled, sizes = torch.cat(samples), [sample.numel() for sample in samples]
+    apart = torch.cat([_sample(each, stride) for each, stride in zip(own, strides, strict=True)])
+    apart = apart.to(sampled.dtype).sub_(sampled)
+    norms = torch.stack(torch._foreach_norm([*apart.split(sizes), *sampled.split(sizes)])).double().view(2, -1)
+    squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
+    return (squares[0] / squares[1]).sqrt().float()
+
+
+def _sample(tensor: Tensor, stride: int) -> Tensor:
+    """Return every so many-th element, flat; without keeping the copy of a tensor that is not contiguous."""
+    sample = tensor.reshape(-1)[::stride]
+    return sample if tensor.is_contiguous() else sample.clone()
