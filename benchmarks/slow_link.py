@@ -184,6 +184,9 @@ def draw(cells: list[Cell], path: Path) -> None:
     panels = list(dict.fromkeys((cell.workload, cell.num_nodes) for cell in cells))
     if not panels:
         return
+    if len({(cell.workload, cell.num_nodes, cell.rate) for cell in cells}) == 1:
+        draw_bars(cells, path)
+        return
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels) + 2.0, 4.2), squeeze=False, layout="constrained"
     )
@@ -206,6 +209,19 @@ def draw(cells: list[Cell], path: Path) -> None:
             of_axis(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else ""))
         axis.grid(alpha=0.3, which="both")
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_bars(cells: list[Cell], path: Path) -> None:
+    """Plot the step times of a single link, a bar per method."""
+    figure, axis = plt.subplots(figsize=(7.5, 0.4 * len(cells) + 1.2), layout="constrained")
+    bars = axis.barh([cell.method for cell in cells], [cell.median_s for cell in cells], color="C0")
+    axis.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set(title=f"{cells[0].workload}, {cells[0].num_nodes} nodes, {cells[0].rate}", xlabel="seconds per step")
+    axis.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
