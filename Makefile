@@ -55,7 +55,7 @@ bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (ne
 
 # With the torch that is there: a plain install would bring another one.
 gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
-	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests/gpu tests/what
+	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests/gpu tests/what tests/ops/test_lists.py
 	$(PYTHON) benchmarks/ops_gpu.py
 
 lint: $(STAMP)  ## check style, format and types
