@@ -723,8 +723,7 @@ def accuracy_to_markdown(cells: list[Cell]) -> str:
                 values = [scale * value for value in cell.values(method, key)]
                 texts.append(with_error(statistics.mean(values), error_of(values), form) if values else "-")
             difference = cell.difference(key)
-            texts.append(with_error(scale * difference.mean, scale * difference.error, "+" + form))
-            texts.append("-" if math.isnan(difference.error) else f"{difference.in_errors:+.1f}")
+            texts += told(difference, scale, form)
             verdicts.append("the same" if cell.schedule is None else difference.verdict)
         lines.append("| " + " | ".join([*texts, ", ".join(verdicts)]) + " |")
     return "\n".join(lines)
@@ -805,9 +804,8 @@ def differences_to_markdown(cells: list[Cell]) -> str:
     ]
     for cell in cells:
         texts = [cell.task, f"{cell.steps:,}", ", ".join(cell.links), in_words(cell.schedule), str(len(cell.seeds))]
-        for name, scale, form in (("val_loss", 1.0, "+.4f"), ("test_accuracy", 100.0, "+.2f")):
-            each = cell.difference(name)
-            texts += [with_error(scale * each.mean, scale * each.error, form), f"{each.in_errors:+.1f}"]
+        for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
+            texts += told(cell.difference(name), scale, form)
         lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
@@ -830,9 +828,15 @@ def control_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
         for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
             values, each = [scale * value for value in both.values("ddp", name)], both.difference(name, CONTROL)
             texts.append(with_error(statistics.mean(values), error_of(values), form))
-            texts += [with_error(scale * each.mean, scale * each.error, "+" + form), f"{each.in_errors:+.1f}"]
+            texts += told(each, scale, form)
         lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def told(difference: Difference, scale: float, form: str) -> list[str]:
+    """Return a difference with its standard error, and how many of these it is; a dash for one seed."""
+    in_errors = "-" if math.isnan(difference.error) else f"{difference.in_errors:+.1f}"
+    return [with_error(scale * difference.mean, scale * difference.error, "+" + form), in_errors]
 
 
 def with_error(mean: float, error: float, form: str) -> str:
