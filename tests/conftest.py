@@ -28,8 +28,8 @@ LONG = (
     *("strategies/test_sharded.py", "test_sharded_checkpoint.py", "strategies/test_large_models.py"),
     *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_ends.py"),
 )
-if not hasattr(torch.distributed.fsdp, "fully_shard"):  # until torch 2.6
-    collect_ignore_glob = ["strategies/*sharded*.py", "strategies/test_large_models.py"]
+HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
+collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py", "strategies/test_large_models.py"]
 GRACE_S = 2.0  # for a thread or process that is about to end
 
 torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks
@@ -49,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--rewrite-reliability"):
         config.pluginmanager.register(Recorder())
+
+
+def pytest_report_header() -> str | None:
+    return None if HAS_FULLY_SHARD else f"not collected, for want of fully_shard: {', '.join(collect_ignore_glob)}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import Average, Done, Fragment
-from lightning_lowbw.engine.buffers import ReplicaBuffers, wide, wide_copies
+from lightning_lowbw.engine.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, counts_of, make_mark
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
@@ -101,8 +101,8 @@ class Averaging:
 
     def _note_start(self, parameters: Sequence[Parameter]) -> None:
         """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
-        new = (p for p in parameters if p.requires_grad and p not in self.start)
-        self.start.update((parameter, wide(parameter)) for parameter in (new if self.needs_start else ()))
+        new = [p for p in parameters if p.requires_grad and p not in self.start] if self.needs_start else []
+        self.start.update(zip(new, wide_copies(new), strict=True))
 
     # Begin ----------------------------------------------------------------------------------------------------------
 

@@ -108,13 +108,8 @@ class ReplicaBuffers:
         copy_all_(self.counts, [part.view(count.shape) for count, part in zip(self.counts, parts, strict=True)])
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Return a copy of the real view in the dtype that is summed."""
-    return as_real(tensor.detach()).to(wide_dtype(tensor), copy=True)
-
-
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `wide` returns of each."""
+    """Return a copy of each real view, in the dtype in which it is summed."""
     reals = [as_real(tensor.detach()) for tensor in tensors]
     copies = [torch.empty_like(real, dtype=wide_dtype(real)) for real in reals]
     copy_all_(copies, reals)

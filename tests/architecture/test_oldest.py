@@ -1,6 +1,7 @@
 """The names that the package takes from torch, Lightning and Hydra are there in the oldest releases that it accepts.
 
-`oldest_names.txt` was written with these (`make test-oldest`); a name that is not in it fails here, with any release.
+With these releases, in the environment that `make test-oldest` makes, `--rewrite-golden` writes `oldest_names.txt`. A
+name that is not in it fails here, with any release.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent / "trajectories"
 RTOL = 5e-3
-RTOL_INT8 = 1e-2  # a value that another release rounds otherwise is a step away
+RTOL_INT8_OLDEST = 1e-2  # a value that torch 2.4 rounds otherwise is a step away
 REDUCE_SCATTER = "reduce-scatter"  # in the names of cases with that exchange
 TIMEOUT_S = 300.0
 
@@ -127,7 +127,7 @@ def agree(name: str, field: str, value: Any, golden: Any, is_same_environment: b
         return True
     here, there = (torch.tensor(numbers(each), dtype=torch.float64) for each in (value, golden))
     size = max(len(here), len(there))  # one number where the ranks are equal, which need not be so elsewhere
-    rtol = RTOL_INT8 if "int8" in name else RTOL
+    rtol = RTOL_INT8_OLDEST if "int8" in name and torch.__version__.startswith("2.4.") else RTOL
     return torch.allclose(here.expand(size), there.expand(size), rtol=rtol, atol=0.0, equal_nan=True)
 
 
