@@ -53,10 +53,10 @@ surface: $(STAMP)  ## try what Lightning offers with every strategy, and write d
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)
 	$(RUN) benchmarks/slow_link.py
 
-# With the torch that is there: a plain install would bring another one.
+# With the torch that is there: a plain install would bring another one. A test that fails does not cost the benchmark.
 gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
-	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests/gpu tests/what tests/ops/test_lists.py
-	$(PYTHON) benchmarks/ops_gpu.py
+	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests/gpu tests/what tests/ops/test_lists.py; status=$$?; \
+	$(PYTHON) benchmarks/ops_gpu.py && exit $$status
 
 lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m ruff check .

@@ -19,7 +19,7 @@ from tests.ranks import end_ranks, idle_processes
 from tests.reliability import Recorder, deselect_stock
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
-NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "TZ")
+NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
 LONG = (
     *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_convergence.py", "test_cli.py"),
     *("ops/test_gpu.py", "lab/test_lab.py", "lab/test_frozen.py", "demo/test_demo.py", "test_surface.py"),

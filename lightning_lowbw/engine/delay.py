@@ -44,12 +44,18 @@ class Delay:
         delay = self._worker.when.delay_steps
         return delay if isinstance(delay, int) else self.chosen or 0
 
+    @property
+    def _measures(self) -> bool:
+        return self._worker.when.delay_steps == AUTO and self.chosen is None
+
     def restart(self) -> None:
         """Begin to time local steps anew."""
         self._step_s, self._last_s = 0.0, time.perf_counter()
 
     def begin_after_step(self) -> None:
         """Add the time since the last step; the time that follows does not belong to a step."""
+        if self._measures and self._worker.device.type == "cuda":  # what has only been launched takes no time yet
+            torch.cuda.current_stream(self._worker.device).synchronize()
         self._step_s += time.perf_counter() - self._last_s
 
     def end_after_step(self) -> None:
@@ -72,7 +78,7 @@ class Delay:
             step_s: the mean time of the local steps before it.
         """
         worker, peers = self._worker, self._worker.peers
-        if worker.when.delay_steps != AUTO or self.chosen is not None:
+        if not self._measures:
             return
         self.average_s[fragment] = average_s
         if min(worker.num_averages // TIMED_AVERAGE, len(self.average_s)) < len(worker.fragments):

@@ -389,7 +389,8 @@ class ReplicaWorker(Worker):
         self.consensus_view.keep()
         for fragment in self.fragments:
             if fragment.work is not None:
-                self.averaging.drop(fragment.work)
+                with self.averaging.offload.at_hand(self.device):
+                    self.averaging.drop(fragment.work)
                 fragment.work = None
             fragment.moved.clear()
         self.steps_since_average = 0

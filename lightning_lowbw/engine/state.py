@@ -249,12 +249,18 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
                 "names": [worker.name_of(p) for p in fragment.parameters],
                 "steps": fragment.steps,
                 "moved": [worker.name_of(p) for p in fragment.moved],
-                "work": None if fragment.work is None else fragment.work.state_dict(worker.name_of),
+                "work": None if fragment.work is None else _of_work(worker, fragment.work),
             }
             for fragment in worker.fragments
         ],
         "optimizer": _cpu(worker.optimizer.state_dict()),
     }
+
+
+def _of_work(worker: ReplicaWorker, work: Average) -> dict[str, Any]:
+    """Return the state of an average that has been begun, once it has arrived: what it is decoded with is at hand."""
+    with worker.averaging.offload.at_hand(worker.device):
+        return work.state_dict(worker.name_of)
 
 
 def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.table import upload
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.positions import MAX_NUMEL
 
@@ -154,7 +155,7 @@ class SparseSum:
             selected: at most `num_selected` elements, distinct, ascending; values of any floating dtype.
         """
         positions, values = selected[0], selected[1].float()
-        edges = torch.tensor(self.boundaries, device=positions.device)
+        edges = upload(self.boundaries, torch.int64, positions.device)
         cuts = torch.searchsorted(positions, edges).tolist()
         nbytes = self._nbytes(self.scatter_capacity)
         message = torch.zeros((self.num_ranks, COUNT_BYTES + nbytes), dtype=torch.uint8, device=positions.device)
@@ -247,7 +248,7 @@ class SparseSum:
         """Undo `join`, for any subset of the elements in ascending order."""
         positions, values = whole
         starts = [*accumulate(self.numels, initial=0)]
-        cuts = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
+        cuts = torch.searchsorted(positions, upload(starts, torch.int64, positions.device)).tolist()
         return [
             (positions[begin:end] - start, values[begin:end])
             for start, (begin, end) in zip(starts[:-1], pairwise(cuts), strict=True)
@@ -258,7 +259,7 @@ class SparseSum:
         if positions.numel() <= capacity:
             return torch.arange(positions.numel(), device=positions.device)
         # Selecting is several times faster than sorting.
-        edges = torch.tensor([*accumulate(self.numels, initial=0)], device=positions.device)
+        edges = upload(accumulate(self.numels, initial=0), torch.int64, positions.device)
         counts = torch.searchsorted(positions, edges).diff()
         tensor = torch.repeat_interleave(counts, output_size=positions.numel())
         first = counts.cumsum(0) - counts

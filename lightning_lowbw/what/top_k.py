@@ -312,7 +312,7 @@ class TopK:
         median = (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
         scale = torch.where(norms > median, median / norms, 1.0).float()
         counts = upload([k] * num_full + [k_last] * bool(k_last), torch.int64, values.device)
-        return values * scale.repeat_interleave(counts, dim=1)
+        return values * scale.repeat_interleave(counts, dim=1, output_size=values.shape[1])
 
 
 def small_numel(numels: Iterable[int]) -> int:

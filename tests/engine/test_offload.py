@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,3 +97,33 @@ def move() -> list[bool]:
 
 def test_it_is_moved_once_to_the_device_and_back() -> None:
     assert run_ranks(move, 2) == [[True, True]] * 2
+
+
+def look_in_flight() -> list[int]:
+    """Save, then end, while an average is in flight; return how many users the offloaded state had at each time."""
+    worker, parameters = attach(LocalSGD(**{"begin_step": 0, **METHODS["sparse_loco, hidden"]}), "sgd", SHAPES)
+    assert isinstance(worker, ReplicaWorker)
+    worker.averaging.offload.is_on = True
+    for step in range(13):
+        take_step(worker, parameters, step)
+    (work,) = [fragment.work for fragment in worker.fragments]
+    assert work is not None
+    num_users = list[int]()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            num_users.append(worker.averaging.offload._num_users)
+            return function(*args)
+
+        return noted
+
+    with mock.patch.object(work, "state_dict", noting(work.state_dict)):
+        worker.state_dict()
+    with mock.patch.object(worker.averaging, "drop", noting(worker.averaging.drop)):
+        worker.finish()
+    return [*num_users, worker.averaging.offload._num_users]
+
+
+def test_it_is_at_hand_where_an_average_in_flight_is_saved_or_dropped() -> None:
+    """Both decode it, and on a GPU what lies in the host's memory cannot be used with what has arrived."""
+    assert run_ranks(look_in_flight, 2) == [[1, 1, 0]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_cuda_tensors_through_gloo(name: str) -> None:
 OFFLOADED: dict[str, Any] = {
     "hidden diloco": LocalSGD(k_steps=4, begin_step=0, delay_steps=2, outer="nesterov"),
     "sparse_loco": LocalSGD(k_steps=3, begin_step=0, compression=Compression(density=0.1)),
+    "hidden sparse_loco": LocalSGD(k_steps=4, begin_step=0, delay_steps=3, compression=Compression(density=0.1)),
 }
 
 
@@ -80,6 +82,7 @@ def train_offloaded(device: str, name: str, is_on: bool) -> tuple[str, set[tuple
     kept = [*worker.averaging.start.values(), *worker.averaging.velocity.values()]
     kept += [] if worker.averaging.sparse is None else worker.averaging.sparse.residuals.values()
     places = {(tensor.device.type, tensor.is_pinned()) for tensor in kept}
+    worker.state_dict()  # of the third, while an average is in flight, which is then dropped
     worker.finish()
     return digest(model.parameters()), places
 
@@ -91,6 +94,23 @@ def test_what_is_kept_between_averages_lies_in_pinned_memory(name: str) -> None:
     for (weights, on_gpu), (same, in_host) in zip(expected, offloaded, strict=True):
         assert weights == same
         assert (on_gpu, in_host) == ({("cuda", False)}, {("cpu", True)})
+
+
+def time_steps() -> float:
+    """Return the time of a local step that is launched at once and keeps the device busy for longer."""
+    model = nn.Linear(16, 16).to("cuda")
+    method = LocalSGD(k_steps=8, begin_step=0, delay_steps="auto")
+    worker = method.attach(sgd(model.parameters()), model.named_parameters())
+    for _ in range(5):
+        worker.optimizer.zero_grad()
+        model(torch.ones(4, 16, device="cuda")).square().mean().backward()
+        torch.cuda._sleep(50_000_000)  # cycles: at least 20 ms
+        worker.optimizer.step()
+    return worker.delay.step_s
+
+
+def test_delay_is_chosen_by_the_time_of_the_device() -> None:
+    assert min(run_ranks(time_steps, 2)) > 0.015
 
 
 def check_training(on_gpu: list[Any], on_cpu: list[Any]) -> None:
@@ -164,25 +184,30 @@ def test_methods_on_two_levels_through_nccl(name: str, tmp_path: Path) -> None:
 def through_nccl_on_one_device(store: str, function: Any, *args: Any) -> Any:
     """Call a function with NCCL between ranks of one device, which it allows where each claims a host of its own."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     torch.cuda.set_device(0)
     dist.destroy_process_group()
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     return function("cuda", *args)
 
 
+def sum_of_ones(device: str) -> float:
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
 @pytest.mark.parametrize(
     ("name", "num_ranks", "nodes"), [("dgc", 2, ()), ("local", 2, ()), ("dgc", 4, NODES["blocks"])]
 )
 def test_ranks_on_one_device_through_nccl(name: str, num_ranks: int, nodes: Nodes, tmp_path: Path) -> None:
+    on_one_device = partial(run_ranks, through_nccl_on_one_device, num_ranks, fresh=True)
     try:
-        on_gpu = run_ranks(
-            through_nccl_on_one_device, num_ranks, str(tmp_path / "store"), train, name, nodes, fresh=True
-        )
+        sums = on_one_device(str(tmp_path / "probe"), sum_of_ones, timeout_s=60.0)
     except AssertionError as error:
-        if "Duplicate GPU" in str(error) or "invalid usage" in str(error):
-            pytest.skip("this NCCL allows one rank per device only")
-        raise
+        pytest.skip(f"no NCCL between ranks of one device: {error}")
+    assert sums == [num_ranks] * num_ranks
+    on_gpu = on_one_device(str(tmp_path / "store"), train, name, nodes)
     check_training(on_gpu, run_ranks(train, num_ranks, "cpu", name, nodes))
 
 

@@ -42,13 +42,14 @@ def test_many_blocks_at_once(value_dtype: torch.dtype) -> None:
     assert missed(workspace) == []
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # said once when it is switched on
 def test_no_wait_for_the_device() -> None:
     segments, workspace = [make(*LARGE, momentum=0.9) for _ in range(5)], Workspace()
     for _ in range(2):
         gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
         redraw(segments)
-    torch.cuda.set_sync_debug_mode("warn")
     try:
+        torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
