@@ -159,7 +159,7 @@ def seconds_of_small_tensors(what: TopK, peers: Peers, device: torch.device, num
                 parameter.grad = torch.ones_like(parameter)
             started = time.perf_counter()
             worker.exchange(applies=True)
-            float(named[0][1].flatten()[0])  # on CUDA, waits for it
+            float(named[0][1].detach().flatten()[0])  # on CUDA, waits for it
             seconds.append(time.perf_counter() - started)
             worker.after_step()
     return statistics.median(seconds[1:])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, RELATIVE_CHANGE, Period
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.replicas import ReplicaWorker
+
+_logger = logging.getLogger(LOGGER)
 
 
 class Phase:
@@ -64,6 +68,8 @@ class Phase:
         """Begin the local steps, if they wait for this: the learning rate has decayed on some rank."""
         if self._worker.when.begin_step == FIRST_LR_DECAY and self.begin is None:
             self._local_since = self._worker.step + 1  # this step's gradients are the mean already
+            if self._worker.peers.rank == 0:
+                _logger.info("The learning rate has fallen: steps from %d on are local.", self._local_since)
 
     def adapt(self, lr: float, loss: float, has_losses: bool) -> None:
         """Choose the period after an average, by the rule.

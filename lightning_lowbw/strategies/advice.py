@@ -35,6 +35,11 @@ def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
     return math.ceil(num_batches / trainer.accumulate_grad_batches) if math.isfinite(num_batches) else None
 
 
+def is_dry_run(trainer: pl.Trainer) -> bool:
+    """Return whether only a few batches are tried (`fast_dev_run`): their number says nothing of the run."""
+    return bool(getattr(trainer, "fast_dev_run", False))  # set by Lightning's debugging flags
+
+
 def warn_if_alone(strategy: str, num_ranks: int) -> None:
     """Warn if there is only one rank."""
     if num_ranks == 1:
@@ -47,7 +52,9 @@ def warn_if_alone(strategy: str, num_ranks: int) -> None:
 def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer) -> None:
     """Warn where the run ends before the sparsity schedule begins."""
     num_steps = num_steps_of(trainer)
-    if not math.isnan(num_steps) and when.density(int(min(num_steps, 2.0**62)) - 1, otherwise=0.0) == 1.0:
+    if math.isnan(num_steps) or is_dry_run(trainer):
+        return
+    if when.density(int(min(num_steps, 2.0**62)) - 1, otherwise=0.0) == 1.0:
         rank_zero_warn(
             f"This run has {num_steps:.0f} optimizer steps, and the first sparse one would come after "
             f"{when.rampup_begin_step} or more (rampup_begin_step={when.rampup_begin_step}): nothing will be "
@@ -95,9 +102,14 @@ def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:
                 f"begin_step={begin!r}, and the module has no learning-rate scheduler: the rate never falls, so this "
                 "trains as DDP. Give a number of steps or a fraction of the run."
             )
+        else:
+            rank_zero_info(
+                f"Steps are synchronous until the learning rate falls (begin_step={begin!r}); a run in which it never "
+                "does trains as DDP."
+            )
         return
     num_steps = num_steps_of(trainer)
-    if when.schedule.is_always_synchronous or math.isnan(num_steps):
+    if when.schedule.is_always_synchronous or math.isnan(num_steps) or is_dry_run(trainer):
         return
     if begin >= num_steps:
         rank_zero_warn(

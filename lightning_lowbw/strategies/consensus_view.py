@@ -145,18 +145,21 @@ def _differ(lists: Sequence[Sequence[Tensor]], peers: Peers, device: torch.devic
 def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch.device) -> None:
     """Average over ranks what callbacks have averaged over steps: it is validated and saved as that of all ranks.
 
-    An average over steps is linear in the weights, so it equals that of the replicas' mean.
+    An average over steps is linear in the weights, so it equals that of the replicas' mean. Where all steps were
+    synchronous, the averages differ in their buffers alone, if at all: they stay as they are with DDP.
 
     In place:
         The averages of `AVERAGING` callbacks.
 
-    Collective: all ranks, blocking; for each callback as `agree_on_weights_`.
+    Collective: all ranks, blocking; for each callback two numbers, and if they differ as `agree_on_weights_`.
     """
-    classes = tuple(twin for cls in AVERAGING for twin in twins(cls))
+    classes, peers = tuple(twin for cls in AVERAGING for twin in twins(cls)), FlatPeers(None, ledger)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         average = getattr(callback, "_average_model", None) if isinstance(callback, classes) else None
-        if average is not None:
-            agree_on_weights_(weights_of(average), FlatPeers(None, ledger), device)
+        if average is None or peers.num_ranks == 1:
+            continue
+        if any(_differ([[parameter.detach() for parameter in average.parameters()]], peers, device)):
+            agree_on_weights_(weights_of(average), peers, device)
 
 
 def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:

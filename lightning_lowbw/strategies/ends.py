@@ -15,6 +15,7 @@ counters, schedulers and learning rates of the rank with the most batches become
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,9 @@ class Ends:
         rows = torch.zeros(strategy.world_size, len(own), dtype=torch.int64)
         rows[strategy.global_rank] = torch.tensor(own, dtype=torch.int64)
         rows = rows.to(strategy.root_device)
-        strategy.groups.gradients.all_reduce_(rows, dist.ReduceOp.MAX)
+        # Without an exchange of gradients or weights, it is no step's traffic.
+        with nullcontext() if what == SYNCHRONOUS_BATCH or what >= AVERAGE else strategy.ledger.paused():
+            strategy.groups.gradients.all_reduce_(rows, dist.ReduceOp.MAX)
         places = [
             Place(what, bool(is_last), bool(is_over), num_batches, tuple(steps))
             for what, is_last, is_over, num_batches, *steps in rows.tolist()

@@ -102,13 +102,19 @@ class LostPeers:
             ),
         ]
         if gone:
-            return f"{'; '.join(gone)}. Look at the output there; then start all ranks again, from the last checkpoint."
-        if not answers.present:
-            return "all other ranks have lost a peer, too: this one was stopped, or cut off from them. Start all again."
+            told = "; ".join(gone).rstrip(".")
+            return f"{told}. Look at the output there; then start all ranks again, from the last checkpoint."
         there = [
             *(f"rank {rank} in {phase}" for rank, phase in answers.present.items()),
             *(f"rank {rank}: {reason}" for rank, reason in answers.failed.items()),
         ]
+        if not answers.present:
+            return (
+                f"all other ranks have lost a peer, too ({'; '.join(there)}). If they were at another place than this "
+                "one, they have taken another branch, or have fewer batches or more: with Trainer("
+                "limit_train_batches=...) all have the same. If not, this one was stopped, or cut off from them. Then "
+                "start all again."
+            )
         return (
             f"all other ranks answer ({'; '.join(there)}), so the network failed, or they did not come within the "
             "timeout. Ranks in other places than this one have taken another branch, or are slow: give a longer "

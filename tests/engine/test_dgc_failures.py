@@ -186,7 +186,7 @@ def test_the_users_values_come_back_though_the_step_raised() -> None:
         ({"method": "dgc"}, r"DGC has no method: "),
         ({"momentum_masking": 1}, r"momentum_masking=1: "),
         ({"sparsity": [1.0]}, r"outside \[0, 1\)"),
-        ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of values"),
+        ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers"),
         ({"rampup_step": 0}, r"rampup_step=0: "),
         ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: "),
     ],

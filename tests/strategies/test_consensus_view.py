@@ -168,6 +168,24 @@ def test_a_checkpoint_has_the_average_over_steps_of_all_ranks(tmp_path: Path) ->
         torch.testing.assert_close(saved[name], (average + second[name]) / 2, rtol=1e-4, atol=1e-6)
 
 
+def save_while_synchronous(path: str, name: str) -> dict[str, torch.Tensor]:
+    strategy: Any = {"ddp": "ddp", "begin": LocalSGDStrategy(3, begin_step=100), "k = 1": LocalSGDStrategy(1)}[name]
+    trainer = make_trainer(strategy, 2, callbacks=[pl.callbacks.WeightAveraging()])
+    trainer.fit(Tiny(), make_data(2, STEPS))
+    trainer.save_checkpoint(path)
+    return dict(torch.load(path, weights_only=True)["state_dict"])
+
+
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="not before Lightning 2.6")
+@pytest.mark.parametrize("name", ["begin", "k = 1"])
+def test_while_steps_are_synchronous_an_average_over_steps_is_that_of_ddp(name: str, tmp_path: Path) -> None:
+    """Also its running statistics, which differ by rank with DDP."""
+    expected, _ = run_ranks(save_while_synchronous, 2, str(tmp_path / "ddp.ckpt"), "ddp")
+    saved, _ = run_ranks(save_while_synchronous, 2, str(tmp_path / "own.ckpt"), name)
+    assert expected.keys() == saved.keys()
+    assert [key for key in expected if not torch.equal(expected[key], saved[key])] == []
+
+
 class Spoil(Callback):
     """A weight of rank 1 becomes NaN after a step."""
 

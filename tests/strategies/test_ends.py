@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy, Strategy
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy, Strategy, TrafficMonitor
 from lightning_lowbw.engine.presets import preset
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Kill, Trace, uneven_loader, weights
@@ -119,6 +119,27 @@ def test_equal_lengths_that_are_unknown_are_trained_to_the_bits_of_known_ones(
 
 
 # Other lengths -----------------------------------------------------------------------------------------------------
+
+
+def monitor(k_steps: int) -> list[float]:
+    ratios = list[float]()
+
+    class Logged(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.logged_metrics.get("traffic/bytes_sent"):
+                ratios.append(float(trainer.logged_metrics["traffic/compression_ratio"]))
+
+    callbacks = [TrafficMonitor(prog_bar=False), Logged()]
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "logger": True, "callbacks": callbacks}
+    make_trainer(LocalSGDStrategy(k_steps, begin_step=0), 2, **options).fit(Tiny(), stream(7))
+    return ratios
+
+
+def test_a_message_on_the_end_is_no_exchange() -> None:
+    """Seven batches, of which the last has no average: the message after it is small, and saves nothing."""
+    for ratios in run_ranks(monitor, 2, 3):
+        assert len(ratios) >= 4
+        assert max(ratios[1:]) < 3.5  # the first is that of the buffers, which are made equal
 
 
 def fit_stream(method: str, policy: str, model: type[Tiny], lengths: list[int], **options: Any) -> dict[str, Any]:

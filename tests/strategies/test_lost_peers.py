@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
-from lightning_lowbw.strategies.lost_peers import _is_of_lost_peer
+from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
+from lightning_lowbw.where.roll_call import Answers
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.reliability import without_places
@@ -51,6 +52,8 @@ class Trouble(pl.Callback):
             raise ValueError("no such file")
         elif self.what == "dawdle":
             time.sleep(5.0)
+        elif self.what == "branch":
+            dist.barrier()
 
 
 def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, float]:
@@ -127,6 +130,27 @@ def test_ranks_that_are_only_late_are_not_accused() -> None:
     (message, _, _), _ = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "dawdle", timeout_s=60.0)
     assert "all other ranks answer (rank 1 in the training after step 3)" in message
     assert "give a longer timeout=" in message
+
+
+@pytest.mark.fault(
+    "ranks that wait for each other at different places, as with fewer batches on one",
+    "the error on each gives the position of the other; they end",
+)
+def test_ranks_that_wait_for_each_other_are_told_where() -> None:
+    messages = [message for message, _, _ in run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "branch", timeout_s=60.0)]
+    for other, message in zip((1, 0), messages, strict=True):
+        assert f"rank {other}" in message
+        assert "after step 3" in message.split(f"rank {other}")[1]
+        assert "taken another branch" in message
+        assert "is gone" not in message
+
+
+def test_ranks_that_have_all_lost_a_peer_are_told_of_their_batches() -> None:
+    """Which of them calls first is chance in the test above."""
+    failed = {1: "a peer was lost in the training after step 38"}
+    told = LostPeers(DGCStrategy())._told(Answers({}, failed, [], {0: "host a, pid 1", 1: "host a, pid 2"}))
+    assert "rank 1: a peer was lost in the training after step 38" in told
+    assert "limit_train_batches" in told
 
 
 def raised(error: Exception) -> Exception:
