@@ -40,7 +40,7 @@ from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
         ({"sparsity": [0.99], "budget": 0.1}, r"^budget=0.1 with sparsity=\[0.99\]"),
         ({"rampup_step": 300}, r"rampup_step=300 with sparsity=\[0.999\]: a warm-up needs several values"),
         ({"rampup_step": 300, "sparsity": [0.99]}, r"sparsity=\[0.99\]: a warm-up needs several values"),
-        ({"sparsity": "automatic"}, r"list of numbers in \[0, 1\), or 'auto'"),
+        ({"sparsity": "automatic"}, r"list of numbers in \[0, 1\), for instance \[0\.999\], or 'auto'"),
         ({"sparsity": "auto", "rampup_begin_step": 100}, "these are chosen, too"),
         ({"rampup_begin_step": False}, "integer >= 0"),
     ],
