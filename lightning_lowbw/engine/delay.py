@@ -53,7 +53,7 @@ class Delay:
         self._step_s, self._last_s = 0.0, time.perf_counter()
 
     def begin_after_step(self) -> None:
-        """Add the time since the last step; the time that follows does not belong to a step."""
+        """Add the time since the last step, after a local one; the time that follows does not belong to a step."""
         if self._measures and self._worker.device.type == "cuda":  # what has only been launched takes no time yet
             torch.cuda.current_stream(self._worker.device).synchronize()
         self._step_s += time.perf_counter() - self._last_s

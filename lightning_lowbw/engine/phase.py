@@ -69,7 +69,7 @@ class Phase:
         if self._worker.when.begin_step == FIRST_LR_DECAY and self.begin is None:
             self._local_since = self._worker.step + 1  # this step's gradients are the mean already
             if self._worker.peers.rank == 0:
-                _logger.info("The learning rate has fallen: steps from %d on are local.", self._local_since)
+                _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", self._local_since)
 
     def adapt(self, lr: float, loss: float, has_losses: bool) -> None:
         """Choose the period after an average, by the rule.

@@ -225,7 +225,6 @@ class ReplicaWorker(Worker):
         """
         was_local = self.is_local
         self.torn = ""
-        self.delay.begin_after_step()
         self.step += 1
         self.peers.ledger.steps += 1
         if self.peers.num_ranks == 1:
@@ -237,6 +236,7 @@ class ReplicaWorker(Worker):
                 self.loss.clear()
             self.begin_local()
             return
+        self.delay.begin_after_step()
         self.peers.count_dense(sum(p.nbytes for p in self.parameters() if p.requires_grad))
         self.steps_since_average += 1
         note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes)

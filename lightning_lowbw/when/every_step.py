@@ -13,6 +13,7 @@ from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 
 AUTO = "auto"
+NO_LIST = "give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
 
 
 @names_arguments
@@ -113,9 +114,6 @@ class EveryStep:
         return 1.0 - stairs[min(stair, len(stairs) - 1)]
 
 
-HOW = "give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
-
-
 def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
     """Return the values of `sparsity`, checked.
 
@@ -123,9 +121,7 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
         ConfigurationError: it is no list of numbers in [0, 1), or a dense stair follows a sparse one.
     """
     if isinstance(sparsity, (int, float)):
-        raise ConfigurationError(
-            f"sparsity={sparsity!r}: give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
-        )
+        raise ConfigurationError(f"sparsity={sparsity!r}: {NO_LIST}")
     # "0" is a list of digits to Python, and a set has no order.
     values = () if isinstance(sparsity, (Mapping, Set, str, bytes)) else sparsity
     try:
@@ -133,9 +129,7 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
             raise TypeError("no list of numbers")
         stairs = tuple(float(value) for value in values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(
-            f"sparsity={sparsity!r}: give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
-        ) from error
+        raise ConfigurationError(f"sparsity={sparsity!r}: {NO_LIST}") from error
     if not stairs:
         raise ConfigurationError("sparsity=[]: give at least one value in [0, 1), for instance [0.999].")
     for value in stairs:

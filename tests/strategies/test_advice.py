@@ -42,6 +42,51 @@ def test_a_run_that_never_becomes_local_or_averages_is_told(begin: Any, k_steps:
     assert all(word in message for message in messages)
 
 
+class Falling(Tiny):
+    """The learning rate falls after the third step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def lines_of_post_local_sgd() -> list[str]:
+    lines, logger = list[str](), logging.getLogger("lightning.pytorch")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    strategy = LocalSGDStrategy(2, begin_step="first_lr_decay")
+    make_trainer(strategy, 2).fit(Falling(), make_data(2, 8))
+    logger.removeHandler(handler)
+    assert strategy.workers[0].is_local
+    return [line for line in lines if "learning rate" in line]
+
+
+def test_what_local_steps_wait_for_is_told_and_when_they_begin() -> None:
+    lines, of_other = run_ranks(lines_of_post_local_sgd, 2)
+    assert of_other == []
+    assert len(lines) == 2
+    assert "synchronous until the learning rate falls (begin_step='first_lr_decay')" in lines[0]
+    assert lines[1] == "The learning rate has fallen: synchronous up to step 4, then local."
+
+
+def warned_in_a_dry_run(strategy: Strategy, is_dry: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, 2, fast_dev_run=1 if is_dry else False, max_steps=1).fit(Tiny(), make_data(2, 1))
+    return [message for each in caught if "optimizer steps, and the first" in (message := str(each.message))]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: make_strategy("dgc", rampup_begin_step=5), lambda: LocalSGDStrategy(begin_step=5)]
+)
+def test_a_dry_run_is_not_told_that_it_is_short(make: Any) -> None:
+    assert [len(lines) for lines in run_ranks(warned_in_a_dry_run, 2, make(), False)] == [1, 0]
+    assert run_ranks(warned_in_a_dry_run, 2, make(), True) == [[], []]
+
+
 def warned_alone(cls: type[Strategy]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

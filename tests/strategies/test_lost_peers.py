@@ -151,6 +151,10 @@ def test_ranks_that_have_all_lost_a_peer_are_told_of_their_batches() -> None:
     told = LostPeers(DGCStrategy())._told(Answers({}, failed, [], {0: "host a, pid 1", 1: "host a, pid 2"}))
     assert "rank 1: a peer was lost in the training after step 38" in told
     assert "limit_train_batches" in told
+    told = LostPeers(DGCStrategy())._told(
+        Answers({}, {1: "ValueError in the training: a sentence."}, [], {1: "host a"})
+    )
+    assert "a sentence. Look at the output there" in told
 
 
 def raised(error: Exception) -> Exception:
