@@ -59,6 +59,7 @@ class Trouble(pl.Callback):
 def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, float]:
     num_ranks, own = dist.get_world_size(), dist.get_rank()
     data = make_data(num_ranks, 8)
+    dist.barrier()  # the strategy's timeout is that of the rendezvous, too
     dist.destroy_process_group()  # that of the tests has no server, and no timeout
     os.environ.update(MASTER_PORT=str(port), GROUP_RANK=str(own // 2))
     trainer = make_trainer(STRATEGIES[name](), num_ranks, callbacks=[Trouble(rank, what)])
