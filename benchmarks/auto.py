@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/auto.py accuracy                     # hours on two cores; goes on where it was stopped
     .venv/bin/python benchmarks/auto.py accuracy --tasks digits --steps 100 --links 1gbit --seeds 0
     .venv/bin/python benchmarks/auto.py accuracy --constant LEAST_TIMES_SENT=100    # another rule; shares what is there
-    .venv/bin/python benchmarks/auto.py wall-clock                   # in the lab, root; a quarter of an hour
+    .venv/bin/python benchmarks/auto.py wall-clock                   # in the lab; a quarter of an hour
     .venv/bin/python benchmarks/auto.py report                       # table and plot of what there is
 
 accuracy: two ranks on loopback, a thread each. The link acts on accuracy through the schedule alone, so nothing is

@@ -1,6 +1,6 @@
 """Fine-tuning of adapters on two throttled nodes: examples/lora.py, into docs/fine_tuning.md.
 
-    .venv/bin/python benchmarks/lora.py    # root; five minutes; needs transformers and peft
+    .venv/bin/python benchmarks/lora.py    # five minutes; needs transformers and peft
 
 Two nodes in the lab, a core each. Writes the table between the marks in docs/fine_tuning.md.
 """

@@ -227,13 +227,18 @@ def put_into_card() -> None:
     accuracy, lab = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("narrow_accuracy", "slow_link_narrow")
     )
+    of_cells = {
+        name: [str(each[key]) for each in lab["cells"]]
+        for name, key in (("models", "workload"), ("nodes", "num_nodes"), ("rates", "rate"), ("methods", "method"))
+    }
+    options = [word for name, values in of_cells.items() for word in (f"--{name}", *dict.fromkeys(values))]
     parts = [
         "Accuracy, 2 ranks, the same steps (`benchmarks/time_to_loss.py --accuracy`, torch "
         f"{accuracy['environment']['torch']}); digits with SGD and momentum where no other "
         "optimizer is named, text with AdamW; in brackets the least and the largest difference of a seed:\n",
         accuracy_to_markdown(accuracy["rows"]),
-        "In the lab, 25M MLP, one core per rank (`benchmarks/slow_link.py --name slow_link_narrow`, "
-        f"{lab['environment']['cpu']}):\n",
+        "In the lab, 25M MLP, one core per rank (`benchmarks/slow_link.py "
+        f"{shlex.join([*options, '--name', 'slow_link_narrow'])}`, {lab['environment']['cpu']}):\n",
         (RESULTS / "slow_link_narrow.md").read_text(),
         "![step time against bandwidth](../../benchmarks/results/slow_link_narrow.png)",
     ]

@@ -36,7 +36,9 @@ class _Totals:
 
 @names_arguments
 class TrafficMonitor(Callback):
-    """Log this rank's traffic of each training step, without a collective and without waiting for a GPU.
+    """Log this rank's traffic of each training step, without a collective.
+
+    It waits for a GPU only where the norm of the residual is read.
 
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
@@ -44,7 +46,7 @@ class TrafficMonitor(Callback):
     - ``compression_ratio``: bytes that DDP would have sent since the last exchange / bytes sent; above 1 is better;
       only if something was sent. On two levels both are bytes between nodes, compared with a dense exchange on two
       levels ("hierarchical")
-    - ``exposed_s``: seconds in which the step waited for an exchange
+    - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and 0 in dense steps
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
     and what the method reports, with a number behind it where there are several optimizers. Of methods that compress

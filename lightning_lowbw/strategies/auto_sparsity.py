@@ -372,7 +372,10 @@ class AutoSparsity:
         if "method" in chosen:
             self._replace(dataclasses.replace(Method(**chosen["method"]), where=self._given.where))
             return
-        if chosen["when"] is not None or not self._picks:  # if it has chosen DDP, others may be excluded
+        # Dense steps are not watched on CUDA, where their waits are not measured. If it has picked DDP, others may be
+        # excluded.
+        measures_dense = self._strategy.root_device.type != "cuda" and not self._picks
+        if chosen["when"] is not None or measures_dense:
             self._link_watch = LinkWatch(chosen["predicted_s"], self._schedule.budget * chosen["step_s"])
         if chosen["when"] is not None:
             when = EveryStep(**chosen["when"], overlap=self._schedule.overlap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from lightning_lowbw.where.groups import Held, is_gloo
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.side_queue import new_future
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
-
-if TYPE_CHECKING:
-    pass
 
 
 class TensorWork(Protocol):

@@ -14,7 +14,7 @@ from lightning_lowbw import AutoStrategy, DGCStrategy, EveryStep
 from lightning_lowbw.engine import link_watch
 from lightning_lowbw.engine.auto import DENSITIES, Measured
 from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
+from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity, described
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
@@ -144,3 +144,15 @@ def fit_wide(first: Measured) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(AutoSparsity, "_left_out", lambda *_: [])
         return fit(first, SLOWER, picks=True)
+
+
+@pytest.mark.parametrize(("device", "watches"), [("cpu", True), ("cuda", False)])
+def test_dense_steps_on_cuda_whose_waits_are_not_measured_are_not_watched(device: str, watches: bool) -> None:
+    """A wait of 0 would seem shorter than predicted."""
+    strategy = DGCStrategy()
+    auto = AutoSparsity(strategy)
+    auto._given = strategy.method
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(DGCStrategy, "root_device", torch.device(device))
+        auto._choose(described(None, BRIEF))
+        assert (auto._link_watch is not None) == watches
