@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 import lightning_lowbw
-from lightning_lowbw.engine import gradients
+from lightning_lowbw.engine import whole_gradients
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.ops import dispatch, gpu
@@ -337,7 +337,7 @@ def main() -> None:
         raise SystemExit("This measures a GPU: it needs a CUDA device that Triton supports, and Triton.")
     if device.type == "cuda" and (reason := dispatch.prepare(torch.device("cuda", 0))):
         raise SystemExit(reason)
-    gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
+    whole_gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
     torch.manual_seed(0)
     rows = []
     for size in options.sizes:

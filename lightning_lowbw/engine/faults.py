@@ -7,6 +7,7 @@ in the order of the kinds: a kind has one for each tensor that is checked, or a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,20 @@ class Kind(Enum):
     WEIGHT = auto()
 
 
+@dataclass
+class Found:
+    """What this rank has found in the gradients of a worker, by parameter: bool, scalars on the device.
+
+    Attributes:
+        now: whether a gradient of the step in progress has an inf or NaN, or, if it is sent sparse, its sum with the
+            residual; of those that have been checked.
+        late: the same, of what was checked in the last step after its control message; for the next one.
+    """
+
+    now: dict[Parameter, Tensor] = field(default_factory=dict)
+    late: dict[Parameter, Tensor] = field(default_factory=dict)
+
+
 HAS_TENSORS = (Kind.LAYOUT, Kind.LATE, Kind.GRADIENT, Kind.WEIGHT)  # these have a number for each tensor
 
 # The kinds that are reported before gradients are exchanged, before weights are averaged, and after the last exchange.
@@ -83,14 +98,17 @@ def first_fault(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
     return torch.stack(row).view(torch.uint8).argmax()  # of equal ones the first
 
 
-def gradient_fault(worker: GradientWorker, slots: Sequence[Slot], known: dict[Parameter, Tensor]) -> Tensor:
+def gradient_fault(worker: GradientWorker, slots: Sequence[Slot]) -> Tensor:
     """Return the number of this rank's first fault `OF_GRADIENTS`, 0 if there is none; a scalar.
+
+    In place:
+        `worker.found`: gradients that have not been checked are.
 
     Args:
         worker: of the gradients.
         slots: at least one.
-        known: whether gradients have an inf or NaN, of those that have been checked; the others are added.
     """
+    known = worker.found.now
     unchecked: dict[Parameter, Tensor] = {}
     device = slots[0].parameter.device
     for index, slot in enumerate(slots):
@@ -101,7 +119,7 @@ def gradient_fault(worker: GradientWorker, slots: Sequence[Slot], known: dict[Pa
         if gradient is not None and parameter not in known:
             unchecked[parameter] = gradient
     known.update(zip(unchecked, are_not_finite(list(unchecked.values())), strict=True))
-    late, now = ([flags.get(slot.parameter) for slot in slots] for flags in (worker.late_faults, known))
+    late, now = ([flags.get(slot.parameter) for slot in slots] for flags in (worker.found.late, known))
     return first_fault([*late, *flags_of_exchanges(worker), *now], device)
 
 
@@ -113,7 +131,7 @@ def weight_fault(worker: ReplicaWorker, parameters: Sequence[Parameter]) -> Tens
 
 def last_fault(worker: Worker) -> Tensor:
     """Return the number of this rank's first fault `OF_LAST`, of all parameters, 0 if there is none; a scalar."""
-    late = [worker.late_faults.get(parameter) for parameter in worker.parameters()]
+    late = [worker.found.late.get(parameter) for parameter in worker.parameters()]
     return first_fault([*late, *flags_of_exchanges(worker)], worker.device)
 
 

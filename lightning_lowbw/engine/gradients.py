@@ -33,45 +33,42 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_top_k
-from lightning_lowbw.engine.control import MODULUS, Control, make_mark
-from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, first_reported, gradient_error, gradient_fault, numbers_of
+from lightning_lowbw.engine.faults import gradient_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
     Slot,
     by_group,
-    control_of,
     list_slots,
     numels_by_kind,
     numels_of,
     sparse_of,
-    take_means,
 )
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_gradients import SparseGradients
 from lightning_lowbw.engine.unsent import apply_unsent
 from lightning_lowbw.engine.velocities import Velocities
+from lightning_lowbw.engine.whole_gradients import agree_on_step
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import Order
 from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.mean import MeanWork, average_gradients_
+from lightning_lowbw.where.mean import average_gradients_
 from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.method import Method
-
-CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 
 
 class GradientWorker(Worker):
     """One rank's exchange of gradients for one optimizer; see `Worker` for a step.
 
     Attributes:
+        num_backwards: the backward passes before this step, as the caller has counted them.
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
-        large: the sparse tensors of the step in progress; None unless the payload is `TopK`.
+        sparse_gradients: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         orders: the order of a parameter's elements in its residual, by name.
         fault: after `check_gradients`, 1 + the number of the first fault, else 0, as returned by `gradient_fault`; a
             scalar. May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
@@ -85,7 +82,7 @@ class GradientWorker(Worker):
         super().__init__(method, optimizer, named_parameters, peers)
         assert isinstance(method.when, EveryStep)
         what = method.what
-        self.last_density, self._num_backwards = 1.0, 0
+        self.last_density, self.num_backwards = 1.0, 0
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
@@ -104,10 +101,9 @@ class GradientWorker(Worker):
         elif isinstance(what, TopK) and what.dense_dtype != "float32":
             self.narrow = NarrowExchange(what.dense_dtype, peers)
         self.velocities = Velocities(self.correction, peers)
-        large = (self.correction, self.velocities, peers)
-        self.large = None if self.sparse is None else SparseGradients(self.sparse, *large)
-        if self.large is not None:
-            self.late_faults = self.large.late
+        self.sparse_gradients: SparseGradients | None = None
+        if self.sparse is not None:
+            self.sparse_gradients = SparseGradients(self.sparse, self.correction, self.velocities, peers, self.found)
         if isinstance(what, TopK):
             check_top_k(what, method.when, list(self._names.values()), peers)
 
@@ -133,24 +129,24 @@ class GradientWorker(Worker):
         return self.density < 1.0
 
     @property
-    def reduces_in_backward(self) -> bool:  # type: ignore[override]
+    def reduces_in_backward(self) -> bool:
         """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
         if isinstance(self.method.what, Narrow) and self.peers.num_participants > 1:
             return self.step < self.when.rampup_begin_step
         return not self.is_sparse
 
     @property
-    def reduces_in_node(self) -> bool:  # type: ignore[override]
+    def reduces_in_node(self) -> bool:
         """Whether the coming step's gradients are all-reduced inside each node: on two levels, but for dense steps."""
         return self.peers.is_two_level and not self.reduces_in_backward
 
     @property
-    def clips_before_exchange(self) -> bool:  # type: ignore[override]
+    def clips_before_exchange(self) -> bool:
         """Whether each rank clips its own gradient: in sparse steps, because delayed sums must not be clipped."""
         return self.is_sparse
 
     @property
-    def clip_factor(self) -> float:  # type: ignore[override]
+    def clip_factor(self) -> float:
         """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8).
 
         Raises:
@@ -211,10 +207,10 @@ class GradientWorker(Worker):
 
     @torch.no_grad()
     def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
-        self.is_prepared, self._num_backwards = True, num_backwards
+        self.is_prepared, self.num_backwards = True, num_backwards
         self._slots, self.fault = [], None
-        if self.large is not None and not self._has_begun:
-            self.large.take_back()  # of an exchange that failed
+        if not self._has_begun:
+            self._take_back()  # an exchange that failed
         if self.peers.num_ranks == 1:
             return
         reduced = frozenset(reduced)
@@ -228,7 +224,7 @@ class GradientWorker(Worker):
     def check_gradients(self) -> None:
         if not self._slots:
             return
-        self.fault = gradient_fault(self, self._slots, {} if self.large is None else self.large.faults)
+        self.fault = gradient_fault(self, self._slots)
         for slot in self._slots:
             if slot.is_missing:  # a sparse tensor, which is refused
                 slot.parameter.grad = None
@@ -281,19 +277,26 @@ class GradientWorker(Worker):
 
     def _exchange_slots(self, skip_nonfinite: bool, applies: bool) -> bool:
         if self.fault is None:
-            if self.large is not None:
-                self.large.compress_unchecked(self._slots, self.density)
+            if self.sparse_gradients is not None:
+                self.sparse_gradients.compress_unchecked(self._slots, self.density)
             self.check_gradients()  # the others; these have been checked
-        if self._slots and not self._average_whole(skip_nonfinite):
-            return False
+        if self._slots:
+            whole = [slot for slot in self._slots if not slot.is_sparse and not self._is_narrow]
+            sent = set() if self.sparse_gradients is None else self.sparse_gradients.sent
+            stepped = agree_on_step(self, self._slots, whole, sent, skip_nonfinite=skip_nonfinite)
+            if stepped is None:
+                return False
+            self._slots = stepped
+            if self.is_sparse:
+                self.correction.take_over([slot.parameter for slot in sparse_of(stepped)])
         if self.peers.num_participants == 1:
             return not self.has_residuals or apply_unsent(self, skip_nonfinite=skip_nonfinite)
         if self.narrow is not None and self._is_narrow:
             self.narrow.average_gradients_([slot for slot in self._slots if not slot.is_sparse])
-        if self.large is not None and self.is_sparse:
+        if self.sparse_gradients is not None and self.is_sparse:
             for group, parameters in by_group(slot for slot in self._slots if not slot.is_sparse):
                 self.correction.correct_dense(parameters, group)
-            self.large.average(self._slots, self.density, self.step, applies=applies)
+            self.sparse_gradients.average(self._slots, self.density, self.step, applies=applies)
         return True
 
     def finish(self) -> None:
@@ -308,8 +311,13 @@ class GradientWorker(Worker):
     def give_back(self) -> None:
         self.correction.give_back()
         self._slots, self.fault = [], None
-        if self.large is not None and self.large.take_back():
+        if self._take_back():
             self.torn = f"the exchange of gradients after step {self.step}"
+
+    def _take_back(self) -> bool:
+        """End a step; return whether gradients were accumulated in it that have not been averaged."""
+        self.found.now.clear()
+        return self.sparse_gradients is not None and self.sparse_gradients.take_back()
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:
@@ -324,7 +332,7 @@ class GradientWorker(Worker):
         Raises:
             ConfigurationError: a second backward pass before the step; elements of the first have been sent already.
         """
-        if self.sparse is None or self.large is None or not self.when.overlap or not self.is_sparse:
+        if self.sparse is None or self.sparse_gradients is None or not self.when.overlap or not self.is_sparse:
             return
         if not self._has_begun:
             self._list_slots(frozenset())
@@ -332,7 +340,7 @@ class GradientWorker(Worker):
         if not numels or self.sparse.choose(numels, self.density, self.step) != "all_gather":
             return
         given = set(parameters)
-        if self.large.sent & given:
+        if self.sparse_gradients.sent & given:
             raise ConfigurationError(
                 f"overlap=True: a second backward pass before step {self.step}, whose gradients have been sent during "
                 "the first. Let Trainer(accumulate_grad_batches=...) accumulate, or set overlap=False."
@@ -342,53 +350,14 @@ class GradientWorker(Worker):
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
         if slots:
-            self.large.begin(slots, self.density)
-
-    def _average_whole(self, skip_nonfinite: bool) -> bool:
-        """All-reduce the small tensors and the control message; return whether the step is to be taken."""
-        whole = [slot for slot in self._slots if not slot.is_sparse and not self._is_narrow]
-        gradients = [
-            slot.in_order(torch.zeros_like(slot.parameter) if slot.is_missing else slot.gradient) for slot in whole
-        ]
-        assert self.fault is not None
-        every = None if self.step % CHECK_EVERY_STEPS else (slot.parameter for slot in self._slots)
-        message = control_of(self, self._slots, self.fault, make_mark(self._num_backwards, every))
-        self.peers.count_dense(sum(slot.parameter.nbytes for slot in self._slots))
-        num_ranks, exact = self.peers.num_ranks, self.method.where.dtype_between_nodes is None or self.is_sparse
-        means, summed = MeanWork(gradients, message, 1.0 / num_ranks, self.peers, exact=exact).wait()
-        control = Control.read(summed, num_ranks)
-        self.agree_on(control.requests)
-        counts, checksums = control.differences()
-        if counts:
-            raise DisagreementError(
-                f"Step {self.step}: the ranks have come here after different numbers of backward passes (modulo "
-                f"{MODULUS}: {counts}). In the sparse phase .grad is a rank's own until the exchange: never branch on "
-                "it, for instance to skip a step, because ranks that disagree hang."
-            )
-        if checksums:
-            raise DisagreementError(
-                f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
-                f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
-            )
-        numbers = numbers_of(OF_GRADIENTS, len(self._slots))
-        fault = first_reported(control.faults, numbers)
-        if fault is not None:
-            if skip_nonfinite and fault[0] in numbers[Kind.GRADIENT]:
-                return False
-            raise gradient_error(self, *fault, self._slots, is_of_node=self.reduces_in_node, is_sent=self._has_begun)
-        of_whole = {slot.name: mean for slot, mean in zip(whole, means, strict=True)}
-        sent = set() if self.large is None else self.large.sent
-        self._slots = take_means(self._slots, control.sums, of_whole, sent)
-        if self.is_sparse:
-            self.correction.take_over([slot.parameter for slot in sparse_of(self._slots)])
-        return True
+            self.sparse_gradients.begin(slots, self.density)
 
     # The tensors of a step ------------------------------------------------------------------------------------------
 
     @property
     def _has_begun(self) -> bool:
         """Whether gradients of this step have been sent during backward."""
-        return self.large is not None and bool(self.large.begun)
+        return self.sparse_gradients is not None and bool(self.sparse_gradients.begun)
 
     @property
     def _is_narrow(self) -> bool:

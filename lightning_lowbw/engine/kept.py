@@ -53,7 +53,7 @@ def may_report(worker: Worker) -> bool:
 
 def forget(worker: Worker) -> None:
     """Forget the flags of the last exchange: all ranks have been told, or the residuals are replaced."""
-    worker.late_faults.clear()
+    worker.found.late.clear()
     if worker.sparse is not None:
         worker.sparse.damaged = None
     if worker.narrow is not None:

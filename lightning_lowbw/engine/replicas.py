@@ -62,6 +62,8 @@ class ReplicaWorker(Worker):
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
         num_finished: ranks that are out of data, by the last average.
         is_over: whether a rank has come to the end of the training, by the last average.
+        has_met: whether all ranks have communicated in the last step: it was synchronous, or an average was begun or
+            applied.
         meet: called before ranks average, or apply a delayed average, if they must first agree on who does so; a rank
             that is out of data takes part by `idle` and `average_due`. None if all ranks always take part.
     """
@@ -83,7 +85,7 @@ class ReplicaWorker(Worker):
         self.num_samples = 0.0
         self.weighs_samples = False
         self.num_finished = 0
-        self.is_over = False
+        self.is_over = self.has_met = False
         self.meet: Callable[[ReplicaWorker], None] | None = None
         self._reduced: frozenset[Parameter] = frozenset()
         self.phase, self.loss, self.delay = Phase(self), RunningLoss(), Delay(self)
@@ -104,17 +106,17 @@ class ReplicaWorker(Worker):
         return self.method.when
 
     @property
-    def is_local(self) -> bool:  # type: ignore[override]
+    def is_local(self) -> bool:
         """Whether the coming step communicates nothing before the optimizer has stepped."""
         return self.peers.num_participants > 1 and self.phase.is_local
 
     @property
-    def reduces_in_backward(self) -> bool:  # type: ignore[override]
+    def reduces_in_backward(self) -> bool:
         """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
         return not self.is_local
 
     @property
-    def reduces_in_node(self) -> bool:  # type: ignore[override]
+    def reduces_in_node(self) -> bool:
         """Whether gradients are all-reduced inside each node in the coming step: in local ones on two levels."""
         return self.is_local and self.peers.is_two_level and self.when.node_k_steps == 1
 
@@ -133,11 +135,6 @@ class ReplicaWorker(Worker):
         """Whether the parameters are the same on all ranks; known without communication."""
         return not any(fragment.moved or fragment.work for fragment in self.fragments)
 
-    @property
-    def consensus_distance(self) -> Tensor | None:
-        """``||x_i - mean|| / ||mean||`` at the last average."""
-        return self.averaging.consensus_distance
-
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log; nothing is communicated."""
         shown: dict[str, float | Tensor] = {
@@ -146,8 +143,8 @@ class ReplicaWorker(Worker):
         }
         if self.when.delay_steps == AUTO:
             shown["delay_steps"] = float(self.delay_steps)
-        if self.consensus_distance is not None:
-            shown["consensus_distance"] = self.consensus_distance
+        if self.averaging.consensus_distance is not None:
+            shown["consensus_distance"] = self.averaging.consensus_distance
         return shown
 
     def check_schedule(self) -> None:
@@ -224,6 +221,7 @@ class ReplicaWorker(Worker):
             ConfigurationError: on all ranks; an adaptive rule has seen no loss.
         """
         was_local = self.is_local
+        self.has_met = not was_local
         self.torn = ""
         self.step += 1
         self.peers.ledger.steps += 1
@@ -299,6 +297,7 @@ class ReplicaWorker(Worker):
         begun = due(self.fragments, self.k_steps, self.delay_steps)
         for fragment in begun:
             self._average(fragment, finished, over)
+        self.has_met = bool(hidden or begun)
         return bool(begun)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.control import control_message
 from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.layout import flat_in_order, in_order
-from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import Segment, as_real
 from lightning_lowbw.what.momentum import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK
@@ -138,48 +136,6 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
                 )
             slots.append(Slot(name, parameter, group, is_sparse))
     return slots
-
-
-def control_of(worker: GradientWorker, slots: Sequence[Slot], fault: Tensor, mark: Tensor | int) -> Tensor:
-    """Return the control message of a step; its sums count the ranks that have a gradient of each parameter.
-
-    Args:
-        worker: of the optimizer.
-        slots: of the step.
-        fault: see `faults.gradient_fault`.
-        mark: see `make_mark`.
-    """
-    peers = worker.peers
-    used = [float(slot.parameter.grad is not None) for slot in slots]
-    return control_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device, worker.requests)
-
-
-def take_means(
-    slots: Sequence[Slot], num_users: Sequence[float], means: Mapping[str, Tensor], begun: Collection[Parameter]
-) -> list[Slot]:
-    """Take means over the ranks as gradients; return the slots that are stepped.
-
-    In place:
-        `.grad`; zeros where this rank has none and another has.
-
-    Args:
-        slots: of the step.
-        num_users: the number of ranks with a gradient, of each; parameters that no rank has used are not changed, as in
-            DDP.
-        means: by name, of those that are averaged whole.
-        begun: parameters that are sent already.
-    """
-    kept, targets, sources = [], [], []
-    for slot, number in zip(slots, num_users, strict=True):
-        if round(number) or slot.parameter in begun:
-            if slot.parameter.grad is None:
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
-            if slot.name in means:
-                targets.append(slot.in_order(slot.gradient))
-                sources.append(means[slot.name])
-            kept.append(slot)
-    copy_all_(targets, sources)
-    return kept
 
 
 def segment_fields(slot: Slot, correction: ErrorFeedback, velocities: Velocities, peers: Peers) -> dict[str, Any]:

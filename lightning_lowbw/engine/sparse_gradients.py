@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw.engine.faults import Found
 from lightning_lowbw.engine.slots import Slot, by_group, keep_fields, numels_of, segment_fields, sparse_of
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import SparseWork
@@ -30,20 +30,17 @@ class SparseGradients:
         correction: how a gradient enters the residual, and how the mean is applied to the weights.
         velocities: of the optimizer.
         peers: who takes part.
+        found: where the pass that accumulates reports inf and NaN.
 
     Attributes:
-        faults: whether a gradient, or its sum with the residual, has an inf or NaN, of the parameters that have been
-            checked: bool, scalars.
-        late: the same, of those that were checked after the last control message; for the next one.
         begun: what has been sent: the slots, and the messages.
     """
 
     def __init__(
-        self, exchange: SparseExchange, correction: ErrorFeedback, velocities: Velocities, peers: Peers
+        self, exchange: SparseExchange, correction: ErrorFeedback, velocities: Velocities, peers: Peers, found: Found
     ) -> None:
         self._exchange, self._correction, self._velocities, self._peers = exchange, correction, velocities, peers
-        self.faults: dict[Parameter, Tensor] = {}
-        self.late: dict[Parameter, Tensor] = {}
+        self._found = found
         self.begun: list[tuple[list[Slot], SparseWork]] = []
         self._compressed: set[str] = set()
         self._selected: dict[str, Sparse] = {}  # of these, but for parts of no elements; until it is sent
@@ -71,7 +68,6 @@ class SparseGradients:
 
     def _forget(self) -> None:
         self.begun, self._compressed, self._selected = [], set(), {}
-        self.faults.clear()
 
     def compress(self, slots: Sequence[Slot], density: float) -> None:
         """Accumulate gradients, and take the largest elements out of the residuals of this rank's parts.
@@ -104,12 +100,12 @@ class SparseGradients:
                     other.take_()
             else:
                 keep_fields(slot, table[slot.name], self._correction, self._velocities, self._peers)
-            faults = self.late if slot.parameter in self.faults else self.faults
-            faults[slot.parameter] = flag
+            found = self._found.late if slot.parameter in self._found.now else self._found.now
+            found[slot.parameter] = flag
 
     def compress_unchecked(self, slots: Sequence[Slot], density: float) -> None:
         """Compress the sparse tensors whose gradients nobody has checked: the pass that accumulates them does it."""
-        unchecked = [slot for slot in sparse_of(slots) if not slot.is_missing and slot.parameter not in self.faults]
+        unchecked = [slot for slot in sparse_of(slots) if not slot.is_missing and slot.parameter not in self._found.now]
         self.compress(unchecked, density)
 
     def begin(self, slots: list[Slot], density: float, kind: str = "all_gather") -> None:
@@ -130,8 +126,8 @@ class SparseGradients:
 
         Collective: as `SparseExchange.choose` and `begin`; blocking.
         """
-        sent, told = self.sent, set(self.faults)
-        self.late.clear()
+        sent, told = self.sent, set(self._found.now)
+        self._found.late.clear()
         rest = [slot for slot in sparse_of(slots) if slot.parameter not in sent]
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
@@ -145,7 +141,7 @@ class SparseGradients:
             ]
             self._step([slot for slot, can in zip(mine, can_step, strict=True) if can], work)
             self._take([slot for slot, can in zip(mine, can_step, strict=True) if not can], work)
-        self.late |= {parameter: fault for parameter, fault in self.faults.items() if parameter not in told}
+        self._found.late |= {parameter: fault for parameter, fault in self._found.now.items() if parameter not in told}
         self._forget()
 
     def _step(self, slots: Sequence[Slot], work: SparseWork) -> None:

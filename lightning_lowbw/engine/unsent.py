@@ -39,7 +39,7 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
         for name, parameter in ((worker.name_of(parameter), parameter) for parameter in group["params"])
         if parameter.grad is not None
     ]
-    fault = int(gradient_fault(worker, slots, {})) if slots else 0
+    fault = int(gradient_fault(worker, slots)) if slots else 0
     if fault:
         if skip_nonfinite and fault in numbers_of(OF_GRADIENTS, len(slots))[Kind.GRADIENT]:
             return False

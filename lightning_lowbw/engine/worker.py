@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_lowbw.arguments import names_of
 from lightning_lowbw.engine.control import SAVE, STOP
 from lightning_lowbw.engine.ending import Ending
+from lightning_lowbw.engine.faults import Found
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.what.top_k import small_numel
@@ -50,8 +51,7 @@ class Worker:
         save_agreed: as `stop_agreed`.
         sparse: the exchange of the largest elements; None unless the payload is `TopK`.
         narrow: that of values in few bits; None unless the payload has some.
-        late_faults: whether a residual has become inf or NaN in the last step, after its control message, by parameter:
-            bool, scalars.
+        found: what this rank has found in the gradients.
         ending: logs a warning if a plain loop ends with weights that differ by rank.
         is_stepping: whether a step is being taken, inside of `stepping`.
         is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
@@ -59,15 +59,6 @@ class Worker:
         is_taken: whether the step is taken, as returned by the last `exchange`.
     """
 
-    # What a step communicates, read by the strategies. reduces_in_backward: gradients are all-reduced during backward,
-    # as DDP does. reduces_in_node: they are all-reduced inside each node instead, and what follows is the node's.
-    # is_local: nothing is communicated before the optimizer has stepped. clips_before_exchange: gradients are clipped
-    # before it, norms at `clip_factor` times the threshold; else after it, as in DDP.
-    reduces_in_backward: bool
-    reduces_in_node: bool
-    is_local: bool
-    clips_before_exchange: bool
-    clip_factor: float
     parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
 
     def __init__(
@@ -86,7 +77,7 @@ class Worker:
         self.torn = ""
         self.sparse: SparseExchange | None = None
         self.narrow: NarrowExchange | None = None
-        self.late_faults: dict[Parameter, Tensor] = {}
+        self.found = Found()
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self.is_prepared = self.is_exchanged = self.is_stepping = False
@@ -123,6 +114,33 @@ class Worker:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.parameters()[0].device
+
+    # What the coming step communicates, read by the strategies ------------------------------------------------------
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is communicated before the optimizer has stepped."""
+        raise NotImplementedError
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are all-reduced during backward, as DDP does."""
+        raise NotImplementedError
+
+    @property
+    def reduces_in_node(self) -> bool:
+        """Whether they are all-reduced inside each node instead, and what follows is the node's."""
+        raise NotImplementedError
+
+    @property
+    def clips_before_exchange(self) -> bool:
+        """Whether gradients are clipped before the exchange; else after it, as in DDP."""
+        raise NotImplementedError
+
+    @property
+    def clip_factor(self) -> float:
+        """What the threshold of a norm is multiplied with, where gradients are clipped before the exchange."""
+        raise NotImplementedError
 
     # A step, in the order of its calls ------------------------------------------------------------------------------
 

@@ -160,12 +160,10 @@ class Replicas(Regime):
     @contextmanager
     def stepping(self, worker: Worker) -> Iterator[None]:
         assert isinstance(worker, ReplicaWorker)
-        num_averages, was_local = worker.num_averages, worker.is_local
         yield
         if self.strategy.world_size > 1:
-            has_averaged = worker.steps_since_average == 0 or worker.num_averages != num_averages
-            self.quiet.end_step(has_averaged or not was_local)
-            if has_averaged or not was_local:
+            self.quiet.end_step(worker.has_met)
+            if worker.has_met:
                 self._after_average(worker)
 
     @override

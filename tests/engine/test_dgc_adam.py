@@ -56,13 +56,13 @@ def train(
     parameters = make_parameters(SHAPES)
     optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
     worker = make_gradient_worker(method_for(**changes).at(nodes), optimizer, parameters)
-    assert worker.large is not None
+    assert worker.sparse_gradients is not None
     num_begun = []
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(parameters, step, sign=sign)
         worker.begin([parameters["matrix"], parameters["large"]])  # nothing but with overlap
-        num_begun.append(len(worker.large.begun))
+        num_begun.append(len(worker.sparse_gradients.begun))
         with worker.stepping():
             worker.exchange()
             optimizer.step()

@@ -262,7 +262,7 @@ def count_step(
             size = len(parameters) // max(1, num_buckets)
             for number in range(num_buckets):  # as DDP's hook calls it; a few tensors come after backward
                 worker.begin(parameters[number * size : (number + 1) * size])
-                assert len(worker.large.begun) == number + 1  # type: ignore[union-attr]
+                assert len(worker.sparse_gradients.begun) == number + 1  # type: ignore[union-attr]
             waits = {name: number for name, number in count.items() if name.startswith("wait")}
             for name, number in waits.items():
                 count[f"{name} in the hook"] = number

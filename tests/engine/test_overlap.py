@@ -38,11 +38,11 @@ def train(overlap: bool, value_dtype: str, selection: str) -> dict[str, Any]:
         backward(parameters, step)
         for bucket in BUCKETS:
             worker.begin([parameters[name] for name in bucket if name in parameters])
-        num_begun.append(sum(len(slots) for slots, _ in worker.large.begun))
+        num_begun.append(sum(len(slots) for slots, _ in worker.sparse_gradients.begun))
         with worker.stepping():
             worker.exchange()
             sgd.step()
-        assert not worker.large.begun
+        assert not worker.sparse_gradients.begun
     return {
         "digest": digest(parameters.values()),
         "residuals": digest([worker.residuals[name] for name in parameters if name in worker.residuals]),

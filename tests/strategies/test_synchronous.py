@@ -25,7 +25,7 @@ def fit(overlap: bool, trainer_options: dict[str, Any], strategy_options: dict[s
 
     class Count(pl.Callback):
         def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            num_begun.append(len(trainer.strategy.workers[0].large.begun))
+            num_begun.append(len(trainer.strategy.workers[0].sparse_gradients.begun))
 
     trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[Count()], **trainer_options)
     trainer.fit(model, make_data(dist.get_world_size(), STEPS))
