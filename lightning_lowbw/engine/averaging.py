@@ -24,7 +24,7 @@ from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.offload import Offload
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
-from lightning_lowbw.engine.sparse_work import SparseWork
+from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.lists import copy_all_, relative_distance
@@ -136,7 +136,7 @@ class Averaging:
             worker.step,
             parameters,
             whole or _ControlWork(work),
-            work if not isinstance(work, SparseWork) else _MeanChanges(work),
+            work if not isinstance(work, GatheredWork) else _MeanChanges(work),
             moments,
             wide_copies(parameters) if is_hidden else None,
             self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
@@ -156,7 +156,7 @@ class Averaging:
         parts = self.sparse.parts_of_node_mean(flats)
         selected = self.sparse.compress(self.sparse.segments(parts, what.density))
         try:
-            return self.sparse.begin(selected, numels, what.density, control=control)
+            return self.sparse.gather(selected, numels, what.density, control)
         except BaseException:
             self._take_out(parts)
             raise
@@ -412,7 +412,7 @@ class _NarrowWork:
 
 @dataclass
 class _MeanChanges:
-    work: SparseWork
+    work: GatheredWork
 
     def wait(self) -> dict[str, Tensor]:
         device = self.work.wait().device
@@ -427,7 +427,7 @@ class _MeanChanges:
 class _ControlWork:
     """A control message that was sent as part of the changes, without its own collective."""
 
-    work: SparseWork
+    work: GatheredWork
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
         return [], self.work.controls()

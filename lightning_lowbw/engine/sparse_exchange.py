@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_lowbw.engine.sparse_work import SparseWork
+from lightning_lowbw.engine.sparse_work import DenseWork, GatheredWork, ReducedWork, SparseWork
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.reference import Segment
@@ -142,22 +142,43 @@ class SparseExchange:
             torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
         return dict(zip(segments, self.selection.compress_(segments, masking=masking), strict=True))
 
-    def begin(
-        self,
-        selected: Mapping[str, Sparse],
-        numels: Mapping[str, int],
-        density: float,
-        *,
-        control: Tensor | None = None,
-        kind: str = "all_gather",
-    ) -> SparseWork:
+    def begin(self, kind: str, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float) -> SparseWork:
         """Send what has been selected; return what can be waited for.
 
         In place:
             The residuals: what is rounded away, or does not fit, goes back into them.
 
-        Collective: all ranks, with the same names; an all-gather, on two levels another one inside the node. With
-        another kind than "all_gather" it is waited for here.
+        Collective: all ranks, with the same names; see `gather`. Other kinds are waited for here.
+
+        Args:
+            kind: one of `where.link.EXCHANGES`.
+            selected: of `compress`, in the order of `numels`; without parts that are empty.
+            numels: elements of each whole tensor.
+            density: the fraction that is sent.
+        """
+        if kind == "all_gather":
+            return self.gather(selected, numels, density)
+        try:
+            if kind == "reduce_scatter":
+                return ReducedWork(self, self._reduce_scatter(selected, numels, density))
+            return DenseWork(self, self._all_reduce(selected, numels))
+        except BaseException:
+            self.put_back(selected)
+            raise
+
+    def gather(
+        self,
+        selected: Mapping[str, Sparse],
+        numels: Mapping[str, int],
+        density: float,
+        control: Tensor | None = None,
+    ) -> GatheredWork:
+        """Send what has been selected to all participants, and numbers with it.
+
+        In place:
+            The residuals: what is rounded away goes back into them.
+
+        Collective: all ranks, with the same names; an all-gather, on two levels another one inside the node.
 
         Wire:
             `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the control message.
@@ -166,32 +187,8 @@ class SparseExchange:
             selected: of `compress`, in the order of `numels`; without parts that are empty.
             numels: elements of each whole tensor.
             density: the fraction that is sent.
-            control: numbers that all ranks get from all; float32, 1-d; with "all_gather".
-            kind: one of `where.link.EXCHANGES`.
+            control: numbers that all ranks get from all; float32, 1-d.
         """
-        if kind == "all_gather":
-            return self._send(selected, numels, density, control)
-        try:
-            if kind == "reduce_scatter":
-                return SparseWork(self, numels, density, means=self._reduce_scatter(selected, numels, density))
-            return SparseWork(self, numels, density, dense=self._all_reduce(selected, numels))
-        except BaseException:
-            self.put_back(selected)
-            raise
-
-    def put_back(self, selected: Mapping[str, Sparse]) -> None:
-        """Put back into the residuals the elements that were taken out of them and did not reach any rank.
-
-        In place:
-            The residuals.
-        """
-        for name, (positions, values) in selected.items():
-            self.residuals[name].index_add_(0, positions, values.to(self.residuals[name].dtype))
-
-    def _send(
-        self, selected: Mapping[str, Sparse], numels: Mapping[str, int], density: float, control: Tensor | None
-    ) -> SparseWork:
-        """Encode and gather."""
         device = next(iter(self.residuals.values())).device
         message = torch.empty(0, dtype=torch.uint8, device=device)
         if selected:
@@ -204,15 +201,16 @@ class SparseExchange:
             message = pad(message, (0, missing))
         if control is not None:
             message = torch.cat([message, control.view(torch.uint8)])
-        begun = SparseWork(
-            self, numels, density, sizes=sizes, control_bytes=0 if control is None else control.nbytes, message=message
-        )
-        try:
-            begun.work = self.peers.begin_gather(message)
-        except BaseException:
-            begun.take_back()
-            raise
-        return begun
+        return GatheredWork(self, numels, density, sizes, 0 if control is None else control.nbytes, message)
+
+    def put_back(self, selected: Mapping[str, Sparse]) -> None:
+        """Put back into the residuals the elements that were taken out of them and did not reach any rank.
+
+        In place:
+            The residuals.
+        """
+        for name, (positions, values) in selected.items():
+            self.residuals[name].index_add_(0, positions, values.to(self.residuals[name].dtype))
 
     def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
         """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 logs a change.

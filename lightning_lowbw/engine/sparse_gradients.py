@@ -115,7 +115,7 @@ class SparseGradients:
         """
         self.compress([slot for slot in slots if slot.name not in self._compressed], density)
         in_order = {slot.name: self._selected.pop(slot.name) for slot in slots if slot.name in self._selected}
-        self.begun.append((slots, self._exchange.begin(in_order, numels_of(slots), density, kind=kind)))
+        self.begun.append((slots, self._exchange.begin(kind, in_order, numels_of(slots), density)))
 
     def average(self, slots: Sequence[Slot], density: float, step: int, *, applies: bool) -> None:
         """Send the remaining tensors, and apply the means: as gradients, or as steps of the weights.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,74 +20,27 @@ if TYPE_CHECKING:
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
 
 
-@dataclass
 class SparseWork:
-    """Messages in progress, or the means made of them.
+    """The means of the largest elements of tensors, of an exchange that may be in progress.
 
-    Args:
-        exchange: that has begun it.
-        numels: elements of each whole tensor, by name.
-        density: the fraction that is sent.
-        work: of the gather; has a `wait()`.
-        sizes: bytes of the elements in the message of each local rank.
-        control_bytes: of the numbers behind them.
-        message: this rank's own.
-        means: sparse means, if they have been computed.
-        dense: dense means, if they have been computed.
+    Attributes:
+        is_sparse: whether it is known which elements have been sent.
     """
 
-    exchange: SparseExchange
-    numels: Mapping[str, int]
-    density: float
-    work: Any = None
-    sizes: list[int] = field(default_factory=list)
-    control_bytes: int = 0
-    message: Tensor | None = None
-    means: dict[str, Sparse] = field(default_factory=dict)
-    dense: dict[str, Tensor] = field(default_factory=dict)
-    _gathered: Tensor | None = field(default=None, init=False)
+    is_sparse = True
 
-    def wait(self) -> Tensor:
-        """Return the messages of all: uint8, shape (local ranks, participants, nbytes)."""
-        if self._gathered is None:
-            device = next(iter(self.exchange.residuals.values())).device
-            with self.exchange.peers.ledger.waiting(device):
-                self._gathered = self.work.wait()
-        return self._gathered
+    def __init__(self, exchange: SparseExchange) -> None:
+        self.exchange = exchange
 
     def finish(self) -> None:
-        """Wait for the messages, if there are any."""
-        if self.work is not None:
-            self.wait()
+        """Wait for what is in progress."""
 
     def take_back(self) -> None:
-        """Put this rank's own elements back into its residuals, because the others will not average them.
+        """Put this rank's own elements back into its residuals, if the others will not average them.
 
         In place:
             The residuals.
         """
-        if self.message is None:  # all sent elements have been averaged
-            return
-        peers, exchange = self.exchange.peers, self.exchange
-        numels = dict(zip(self.numels, exchange.local_numels(self.numels, peers.local_rank), strict=True))
-        numels = {name: numel for name, numel in numels.items() if numel}
-        own = self.message[: self.sizes[peers.local_rank]].view(1, 1, -1)
-        self.message = None
-        if not numels:
-            return
-        sizes = list(numels.values())
-        counts = [exchange.payload.num_sent(numel, self.density) for numel in sizes]
-        positions, values = (each.flatten().split(counts) for each in exchange.payload.decode(own, sizes, self.density))
-        exchange.put_back(dict(zip(numels, zip(positions, values, strict=True), strict=True)))
-
-    def controls(self) -> Tensor:
-        """Return the sum of the control messages of all ranks: float32, in one order, the same bits everywhere."""
-        gathered = self.wait()
-        controls = (
-            gathered[..., gathered.shape[-1] - self.control_bytes :].contiguous().view(torch.float32).flatten(0, 1)
-        )
-        first, *others = controls
-        return sum(others, first)
 
     def average_(self, outs: Mapping[str, Tensor]) -> None:
         """Write the means into dense tensors.
@@ -95,29 +48,18 @@ class SparseWork:
         In place:
             `outs`: of each tensor one of its size: float32, flat, contiguous; overwritten.
         """
-        if self.dense:
-            for name, out in outs.items():
-                out.copy_(self.dense[name])
-        else:
-            self._apply({name: (out, None, 0.0) for name, out in outs.items()})
+        self.step_({name: (out, None, 0.0) for name, out in outs.items()})
 
     def step_(self, steps: Mapping[str, Step]) -> None:
         """Step weights where any participant has sent an element: ``w = w - rate mean``.
 
         In place:
-            The weights, and the workspace, whose content is undefined afterwards.
+            The weights, and the workspace, which is what `average_` writes where there is no weight, and else undefined
+            afterwards.
 
         Args:
             steps: of each tensor a workspace of its size, its weight, and the rate: float32, flat, contiguous.
         """
-        self._apply(steps)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it is known which elements have been sent."""
-        return not self.dense
-
-    def _apply(self, steps: Mapping[str, Step]) -> None:
         if not steps:
             return
         payload, device = self.exchange.payload, next(iter(steps.values()))[0].device
@@ -136,28 +78,122 @@ class SparseWork:
                 weight[touched] = weight[touched].add_(out[touched], alpha=-rate)
 
     def _decode(self) -> Iterator[Decoded]:
-        """Yield the received elements, of local ranks with parts of equal sizes together."""
-        if self.means:
-            positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*self.means.values(), strict=True))
-            counts = [each.numel() for each, _ in self.means.values()]
-            yield Decoded(positions, values, _place(dict.fromkeys(self.means, slice(None)), counts, 0))
+        """Yield the elements, of local ranks with parts of equal sizes together."""
+        raise NotImplementedError
+
+
+class GatheredWork(SparseWork):
+    """Messages of all participants, in progress.
+
+    Args:
+        exchange: that begins it.
+        numels: elements of each whole tensor, by name.
+        density: the fraction that is sent.
+        sizes: bytes of the elements in the message of each local rank.
+        control_bytes: of the numbers behind them.
+        message: this rank's own.
+    """
+
+    def __init__(
+        self,
+        exchange: SparseExchange,
+        numels: Mapping[str, int],
+        density: float,
+        sizes: list[int],
+        control_bytes: int,
+        message: Tensor,
+    ) -> None:
+        super().__init__(exchange)
+        self.numels, self._density, self._sizes, self._control_bytes = numels, density, sizes, control_bytes
+        self._message: Tensor | None = message
+        self._gathered: Tensor | None = None
+        try:
+            self._work = exchange.peers.begin_gather(message)
+        except BaseException:
+            self.take_back()
+            raise
+
+    def wait(self) -> Tensor:
+        """Return the messages of all: uint8, shape (local ranks, participants, nbytes)."""
+        if self._gathered is None:
+            device = next(iter(self.exchange.residuals.values())).device
+            with self.exchange.peers.ledger.waiting(device):
+                self._gathered = self._work.wait()
+        return self._gathered
+
+    def finish(self) -> None:
+        self.wait()
+
+    def take_back(self) -> None:
+        if self._message is None:  # has been taken back
             return
+        peers, exchange = self.exchange.peers, self.exchange
+        numels = dict(zip(self.numels, exchange.local_numels(self.numels, peers.local_rank), strict=True))
+        numels = {name: numel for name, numel in numels.items() if numel}
+        own = self._message[: self._sizes[peers.local_rank]].view(1, 1, -1)
+        self._message = None
+        if not numels:
+            return
+        sizes = list(numels.values())
+        counts = [exchange.payload.num_sent(numel, self._density) for numel in sizes]
+        positions, values = (
+            each.flatten().split(counts) for each in exchange.payload.decode(own, sizes, self._density)
+        )
+        exchange.put_back(dict(zip(numels, zip(positions, values, strict=True), strict=True)))
+
+    def controls(self) -> Tensor:
+        """Return the sum of the control messages of all ranks: float32, in one order, the same bits everywhere."""
+        gathered = self.wait()
+        controls = (
+            gathered[..., gathered.shape[-1] - self._control_bytes :].contiguous().view(torch.float32).flatten(0, 1)
+        )
+        first, *others = controls
+        return sum(others, first)
+
+    def _decode(self) -> Iterator[Decoded]:
         peers, gathered, payload = self.exchange.peers, self.wait(), self.exchange.payload
         if self.exchange.damaged is None:
             self.exchange.damaged = torch.zeros((), dtype=torch.bool, device=gathered.device)
         parts = [
             {name: part for name, numel in self.numels.items() if (part := peers.part(numel, each)).stop > part.start}
-            for each in range(len(self.sizes))
+            for each in range(len(self._sizes))
         ]
         sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
         for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
             if numels:
                 mine = list(ranks)
-                messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
-                positions, values = payload.decode(messages, numels, self.density, self.exchange.damaged)
-                counts = [payload.num_sent(numel, self.density) for numel in numels]
+                messages = gathered[mine[0] : mine[-1] + 1, :, : self._sizes[mine[0]]]
+                positions, values = payload.decode(messages, numels, self._density, self.exchange.damaged)
+                counts = [payload.num_sent(numel, self._density) for numel in numels]
                 places = [place for row, each in enumerate(mine) for place in _place(parts[each], counts, row)]
                 yield Decoded(positions, values, places)
+
+
+class ReducedWork(SparseWork):
+    """Sparse means that have been computed: by the reduce-scatter."""
+
+    def __init__(self, exchange: SparseExchange, means: dict[str, Sparse]) -> None:
+        super().__init__(exchange)
+        self._means = means
+
+    def _decode(self) -> Iterator[Decoded]:
+        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*self._means.values(), strict=True))
+        counts = [each.numel() for each, _ in self._means.values()]
+        yield Decoded(positions, values, _place(dict.fromkeys(self._means, slice(None)), counts, 0))
+
+
+class DenseWork(SparseWork):
+    """Dense means that have been computed: by an all-reduce."""
+
+    is_sparse = False
+
+    def __init__(self, exchange: SparseExchange, means: dict[str, Tensor]) -> None:
+        super().__init__(exchange)
+        self._means = means
+
+    def average_(self, outs: Mapping[str, Tensor]) -> None:
+        for name, out in outs.items():
+            out.copy_(self._means[name])
 
 
 class Place(NamedTuple):

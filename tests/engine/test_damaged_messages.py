@@ -12,7 +12,7 @@ from lightning_lowbw import LocalSGD
 from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.sparse_work import SparseWork
+from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.engine.worker import Worker
 from tests.ranks import run_ranks
 
@@ -43,22 +43,22 @@ def take_steps(worker: Worker, model: nn.Module, optimizer: SGD) -> None:
 def receive_damage(name: str) -> list[str]:
     """Return what each exchange says, until one fails, where a bit flips in what rank 1 receives in the second one."""
     worker, model, optimizer = make_worker(name)
-    receive, said = SparseWork.wait, []
+    receive, said = GatheredWork.wait, []
 
-    def receive_flipped(work: SparseWork) -> Tensor:
+    def receive_flipped(work: GatheredWork) -> Tensor:
         gathered = receive(work).clone()
         gathered[0, 0, 0] ^= dist.get_rank()  # of the unary part: a position more, or one less
         return gathered
 
     for step in range(2):
-        SparseWork.wait = receive_flipped if step else receive  # type: ignore[method-assign]
+        GatheredWork.wait = receive_flipped if step else receive  # type: ignore[method-assign]
         try:
             take_steps(worker, model, optimizer)
             said.append("")
         except ValueError as error:
             said.append(str(error))
         finally:
-            SparseWork.wait = receive  # type: ignore[method-assign]
+            GatheredWork.wait = receive  # type: ignore[method-assign]
     return said
 
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.engine.presets import DGC
-from lightning_lowbw.engine.sparse_work import SparseWork
+from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
@@ -81,9 +81,9 @@ def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: 
 def receive_damage(ends: bool) -> tuple[list[str], bool]:
     """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
     gpu.is_available = lambda device: True  # put back by `run_ranks`
-    receive = SparseWork.wait
+    receive = GatheredWork.wait
 
-    def receive_flipped(work: SparseWork) -> Tensor:
+    def receive_flipped(work: GatheredWork) -> Tensor:
         gathered = receive(work).clone()
         if dist.get_rank() == 1:
             gathered[0, 0, 0] ^= 1  # of the unary part: a position more, or one less
@@ -97,7 +97,7 @@ def receive_damage(ends: bool) -> tuple[list[str], bool]:
         optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        SparseWork.wait = receive_flipped if step == 1 else receive  # type: ignore[method-assign]
+        GatheredWork.wait = receive_flipped if step == 1 else receive  # type: ignore[method-assign]
         try:
             if step == 2 and ends:
                 check_kept(worker)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def receive_damage(ends: bool) -> tuple[list[str], bool]:
         except ValueError as error:
             said.append(str(error))
         finally:
-            SparseWork.wait = receive  # type: ignore[method-assign]
+            GatheredWork.wait = receive  # type: ignore[method-assign]
     return said, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
