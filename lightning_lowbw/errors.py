@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Advice where a checkpoint has residuals that do not fit.
+WITHOUT_RESIDUALS = "resume without the residuals: strategies take resume='weights and optimizer'"
+
 
 class ConfigurationError(ValueError):
     """What the user asked for cannot run; the message says what was given, what is allowed and what to do."""

@@ -49,7 +49,7 @@ from lightning_lowbw.engine.unsent import apply_unsent
 from lightning_lowbw.engine.velocities import Velocities
 from lightning_lowbw.engine.whole_gradients import agree_on_step
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import Order
 from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -200,7 +200,8 @@ class GradientWorker(Worker):
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
                 f"on with the schedule it was trained with; now it is {self.method.when}. (sparsity='auto' begins "
                 "dense: give the numbers of that run, such as DGCStrategy(sparsity=[0.999]), once the default. A "
-                "SparsityWarmup in epochs moves when the number of batches changes: give it in steps.)"
+                "SparsityWarmup in epochs moves when the number of batches changes: give it in steps.) Or "
+                f"{WITHOUT_RESIDUALS}."
             )
 
     # One step -------------------------------------------------------------------------------------------------------

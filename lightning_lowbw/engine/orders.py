@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import Order, order_of, reordered
 from lightning_lowbw.ops.reference import as_real
 
@@ -58,7 +58,7 @@ class Reordering:
                     raise ConfigurationError(
                         f"The checkpoint keeps parts of {name!r} in the order of its dimensions {old}, and it now lies "
                         f"in memory in the order {new}. Resume with the memory format of that run "
-                        "(model.to(memory_format=...)), or without the residuals: resume='weights and optimizer'."
+                        f"(model.to(memory_format=...)), or {WITHOUT_RESIDUALS}."
                     )
 
     def __call__(self, name: str, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.engine.orders import check_order
 from lightning_lowbw.engine.velocities import Velocities
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import flat_in_order, in_order
 from lightning_lowbw.ops.reference import Segment, as_real
 from lightning_lowbw.what.momentum import ErrorFeedback
@@ -132,7 +132,8 @@ def list_slots(worker: GradientWorker, what: TopK | None, skipped: Collection[Pa
             if name in worker.residuals and not is_sparse and worker.peers.num_participants > 1:
                 raise ConfigurationError(
                     f"Step {worker.step} would send {name!r} dense, but gradients that earlier sparse steps did not "
-                    "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with."
+                    "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with, or "
+                    f"{WITHOUT_RESIDUALS}."
                 )
             slots.append(Slot(name, parameter, group, is_sparse))
     return slots

@@ -18,7 +18,7 @@ from lightning_lowbw.engine.average import Average
 from lightning_lowbw.engine.averaging import recalled
 from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.orders import Reordering
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import order_of
 from lightning_lowbw.ops.reference import as_real, is_finite
 from lightning_lowbw.where.topology import part_of
@@ -172,7 +172,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             f"The checkpoint's residuals are those of {state['correction']!r}; {worker.method.what} with "
             f"{type(worker.optimizer).__name__} is {kind!r}, to which they mean something else (correction='auto' is "
             "'momentum' for SGD, 'own_variance' for Adam and AdamW). Resume with the optimizer and the correction that "
-            "it was trained with, or begin anew from its weights."
+            f"it was trained with, or {WITHOUT_RESIDUALS}."
         )
     for name, shape in state["shapes"].items():
         there = tuple(as_real(parameters[name]).shape) if name in parameters else None
@@ -185,7 +185,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     if (state["residuals"] and worker.sparse is None) or (state["rounded"] and worker.narrow is None):
         raise ConfigurationError(
             f"The checkpoint keeps gradients that have not been sent, and with {worker.method.what} they never would "
-            "be. Resume with the payload of that run, or begin a new run with the weights alone."
+            f"be. Resume with the payload of that run, or {WITHOUT_RESIDUALS}."
         )
     to_order = Reordering(worker, parameters, state)
 

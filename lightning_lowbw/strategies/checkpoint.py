@@ -37,7 +37,7 @@ class Checkpoints:
 
     Args:
         strategy: whose they are.
-        needs: what a resume requires: "exact" all shards; "weights and optimizer" the ``.ckpt`` alone.
+        needs: what a resume loads: "exact" all shards, too; "weights and optimizer" the ``.ckpt`` alone.
 
     Raises:
         ConfigurationError: `needs` is none of these.
@@ -220,9 +220,15 @@ class Checkpoints:
             return
         assert metadata is not None
         assert path is not None
+        if not self._needs_shards:
+            self._set_workers(checkpoint, metadata["workers"])
+            rank_zero_info(f"resume={ALONE!r}: {self._alone()}")
+            return
         found, missing = self._look_for(metadata, path)
         if found is None:
-            self._go_on_alone(checkpoint, metadata["workers"], f"Resuming from {path}. {missing}")
+            self._set_workers(checkpoint, metadata["workers"])
+            cause = f"Resuming from {path}. {missing}. It was saved while an exception ended the run"
+            rank_zero_warn(f"{cause}: {self._alone()}")
         else:
             self._take_over(*found, metadata, path)
 
@@ -260,14 +266,12 @@ class Checkpoints:
             f"{_kept(self.kind)}, begins with the weights, the optimizer and the step in it, and with nothing else."
         )
 
-    def _go_on_alone(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]], reason: str) -> None:
-        """Resume from a checkpoint with missing shards that are not required."""
-        self._set_workers(checkpoint, states)
-        cause = "It was saved while an exception ended the run" if self._needs_shards else f"resume={ALONE!r}"
-        rank_zero_warn(
-            f"{reason}. {cause}: {type(self._strategy).__name__} resumes from the checkpoint alone, with the weights, "
-            "the optimizer, the schedulers, the epoch and the step in it. What had not been sent is lost, and an outer "
-            "optimizer's momentum begins at zero."
+    def _alone(self) -> str:
+        """Return what a resume without shards means, in words."""
+        return (
+            f"{type(self._strategy).__name__} resumes from the checkpoint alone, with the weights, the optimizer, the "
+            "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
+            "momentum begins at zero."
         )
 
     def _set_workers(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
@@ -279,19 +283,19 @@ class Checkpoints:
                 load_equal_state(worker, states[number])
 
     def _look_for(self, metadata: Mapping[str, Any], path: _PATH) -> tuple[_Found | None, str]:
-        """Return the result of `_find`; or None and the missing shards by rank, if shards are missing and not required.
+        """Return the result of `_find`; or None and the missing shards by rank, if an exception has kept them away.
 
         Collective: all ranks, blocking.
 
         Raises:
-            ConfigurationError: on all ranks; a shard is missing, damaged or another one, and a resume needs it.
+            ConfigurationError: on all ranks; a shard is missing, damaged or another one.
         """
         found, missing = None, ""
         with failing_together():
             try:
                 found = self._find(metadata, path)
             except ConfigurationError as error:
-                if self._needs_shards and not metadata["is_interrupted"]:
+                if not metadata["is_interrupted"]:
                     raise
                 missing = str(error).split(". ")[0]
         missing = _by_rank(self._gather(missing))

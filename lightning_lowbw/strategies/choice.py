@@ -28,10 +28,11 @@ def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
         raise ConfigurationError(f"audit={audit!r}: give True or False.")
     if strategy.method.averages_weights:
         return Replicas(strategy, uneven, audit)
-    if audit or uneven != "finish":
+    given = [*([] if uneven == "finish" else [f"uneven={uneven!r}"]), *(["audit=True"] if audit else [])]
+    if given:
         raise ConfigurationError(
-            f"uneven={uneven!r}, audit={audit!r}: these are for methods that average weights after some steps; the "
-            f"method given communicates in every step ({in_words(strategy.method)}). Leave them out."
+            f"{', '.join(given)}: for methods that average weights after some steps; the method given communicates in "
+            f"every step ({in_words(strategy.method)}). Leave it out."
         )
     return Synchronous(strategy)
 

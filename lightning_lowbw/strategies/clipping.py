@@ -65,6 +65,7 @@ class Clipping:
             clip_val: int | float = 0.0,
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
+            self._strategy.exchange_before_clipping(optimizer)
             factor = worker_of(optimizer).clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 

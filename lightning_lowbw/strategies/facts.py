@@ -146,7 +146,7 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
             raise ConfigurationError(
                 f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
-                "Build it with sparse=False: a compressing method sends few elements of it all the same."
+                "Build it with sparse=False: methods that compress send few elements of it all the same."
             )
 
 

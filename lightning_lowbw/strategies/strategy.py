@@ -69,9 +69,9 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         uneven: for averages of weights, and ranks with more batches than others in an epoch: "finish" them, or
             "stop" at the next average. Replicas are then weighted by samples, and averaged at the end of each epoch.
         audit: for averages of weights: raise an error that names any collective between two of them.
-        resume: what ``fit(ckpt_path=...)`` requires: "exact" also the folder beside the ``.ckpt``, which has each
-            rank's own state; "weights and optimizer" the ``.ckpt`` alone: where a shard is missing, all ranks begin
-            without.
+        resume: what ``fit(ckpt_path=...)`` loads: "exact" also the folder beside the ``.ckpt``, which has each rank's
+            own state; "weights and optimizer" the ``.ckpt`` alone, as when the folder is lost, or residuals do not fit
+            another method.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`, checked
             against their signatures.
 
@@ -247,6 +247,8 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._backwards.num += 1
+        for worker in self.workers:  # in manual optimization gradients may have been exchanged before this pass
+            worker.is_prepared = worker.is_exchanged = False
         self.regime.begin_backward(closure_loss)
 
     @override
@@ -274,6 +276,8 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
             return
+        if worker.is_exchanged:  # before it was clipped
+            return
         self._hook.count_wait()
         if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
             if not worker.reduces_in_backward:
@@ -294,6 +298,17 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
             self.clipping.clip(worker.optimizer)
         applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))
         return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+
+    @torch.no_grad()
+    def exchange_before_clipping(self, optimizer: Optimizer) -> None:
+        """In manual optimization, exchange the gradients that the module is about to clip, where the mean is clipped.
+
+        Collective: all ranks, as a step's exchange, which is not done again unless there is another backward pass.
+        """
+        worker = self.worker_of(optimizer)
+        clips_mean = not (worker.is_local or worker.reduces_in_backward or worker.clips_before_exchange)
+        if clips_mean and not self.trainer.lightning_module.automatic_optimization and not worker.is_exchanged:
+            exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
     # Validation and checkpoints ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -67,6 +68,45 @@ def test_gradients_in_few_bits_are_clipped_after_the_exchange() -> None:
     assert [name for name, _, _ in first] == ["step", "clip"] * STEPS
     assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in first if name == "clip")
     assert all(norm > 0.1 for name, _, norm in first if name == "step")
+
+
+class ClipsByHand(Tiny):
+    """Manual optimization: a gradient of one or two backward passes, clipped after each, or after the last."""
+
+    def __init__(self, num_passes: int = 1, clips_each: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.num_passes, self.clips_each = num_passes, clips_each
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for number in range(self.num_passes):
+            self.manual_backward(super().training_step(batch, batch_idx) / (number + 1))
+            if self.clips_each or number == self.num_passes - 1:
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                self.norms.append(own_norm(self))
+        optimizer.step()
+
+
+def clip_by_hand(num_passes: int, clips_each: bool, *, is_narrow: bool) -> tuple[list[float], str, list[float]]:
+    model = ClipsByHand(num_passes, clips_each)
+    strategy = Strategy(NarrowGradients("float16")) if is_narrow else "ddp"
+    fit(model, strategy=strategy)
+    if is_narrow:
+        assert strategy.workers[0].step == STEPS
+    return model.norms, weights_of(model), [float(p.detach().norm()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("num_passes", "clips_each"), [(1, False), (2, False), (2, True)])
+def test_manual_optimization_clips_the_mean_of_gradients_in_few_bits(num_passes: int, clips_each: bool) -> None:
+    found = run_ranks(functools.partial(clip_by_hand, num_passes, clips_each, is_narrow=True), 2)
+    stock = run_ranks(functools.partial(clip_by_hand, num_passes, clips_each, is_narrow=False), 2)
+    for norms, weights, sizes in found:
+        assert weights == found[0][1]
+        assert norms == pytest.approx(stock[0][0], rel=1e-2)
+        assert sizes == pytest.approx(stock[0][2], rel=1e-3)
 
 
 class Lookahead(torch.optim.Optimizer):
