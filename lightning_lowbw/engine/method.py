@@ -197,6 +197,13 @@ class Method:
         return isinstance(self.when, EveryK)
 
     @property
+    def exchanges_gradients(self) -> bool:
+        """Whether gradients are ever exchanged: in synchronous steps, or inside nodes."""
+        when, is_flat = self.when, self.where.topology == "flat"
+        is_local = isinstance(when, EveryK) and when.begin_step == 0 and not when.schedule.is_always_synchronous
+        return not (is_local and is_flat)
+
+    @property
     def compresses_gradients(self) -> bool:
         """Whether the largest elements of gradients are sent, after a warm-up of stairs of sparsity."""
         return isinstance(self.when, EveryStep) and isinstance(self.what, TopK)

@@ -93,7 +93,7 @@ def agree_on_resume(trainer: pl.Trainer) -> None:
     agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": found})
 
 
-def agree_on_model(module: torch.nn.Module, compares_weights: bool = False) -> None:
+def agree_on_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:
     """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
 
     DDP's own error about models that differ does not say where they do.
@@ -101,6 +101,7 @@ def agree_on_model(module: torch.nn.Module, compares_weights: bool = False) -> N
     Args:
         module: the one that is fitted.
         compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
+        takes_sparse: whether gradients may have torch's sparse layout, because none is exchanged.
 
     Collective: all ranks, blocking.
 
@@ -108,8 +109,9 @@ def agree_on_model(module: torch.nn.Module, compares_weights: bool = False) -> N
         ConfigurationError: on all ranks; a layer has gradients of torch's sparse layout.
         DisagreementError: on all ranks; names, shapes, dtypes, layouts, what is frozen or weights differ.
     """
-    with failing_together():
-        refuse_sparse_gradients(module)
+    if not takes_sparse:
+        with failing_together():
+            refuse_sparse_gradients(module)
     facts: dict[str, object] = {
         f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
@@ -146,7 +148,8 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
             raise ConfigurationError(
                 f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
-                "Build it with sparse=False: methods that compress send few elements of it all the same."
+                "Build it with sparse=False: methods that compress send few elements of it all the same. Methods that "
+                "average weights take it with begin_step=0, on one level."
             )
 
 

@@ -184,7 +184,11 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        facts.agree_on_model(self.model, compares_weights=self._ddp_kwargs.get("init_sync") is False)
+        facts.agree_on_model(
+            self.model,
+            compares_weights=self._ddp_kwargs.get("init_sync") is False,
+            takes_sparse=not self.method.exchanges_gradients,
+        )
         group = self._ddp_kwargs.get("process_group")
         self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.

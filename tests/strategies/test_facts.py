@@ -19,7 +19,7 @@ from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of
 from tests.strategies.watching import meet_an_error
-from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd
+from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
 
 
 class Differs(Tiny):
@@ -263,6 +263,29 @@ def test_sparse_gradients_are_refused() -> None:
     for message in run_ranks(refuse_sparse, 2):
         assert "'words'" in message
         assert "sparse=False" in message
+
+
+class UsesSparse(SparseEmbedding):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        words = torch.arange(dist.get_rank(), 100, 7 + batch_idx)
+        return super().training_step(batch, batch_idx) + self.words(words).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_sparse(k_steps: int) -> str:
+    model = UsesSparse()
+    strategy = LocalSGDStrategy(k_steps, begin_step=0)
+    make_trainer(strategy, dist.get_world_size()).fit(model, make_data(2, 4))
+    return weights_of(model)
+
+
+def test_methods_that_exchange_no_gradients_take_sparse_ones() -> None:
+    """With begin_step=0 every step is local; with k_steps=1 none is."""
+    assert len(set(run_ranks(train_sparse, 2, 2))) == 1
+    with pytest.raises(AssertionError, match="has sparse gradients"):
+        run_ranks(train_sparse, 2, 1)
 
 
 class Shares(Tiny):
