@@ -22,11 +22,16 @@ class Clipping:
     """Moves Lightning's clipping before the exchange.
 
     The module's `configure_gradient_clipping` is called as always, once per step; norms are multiplied by the method's
-    factor.
+    factor. Where the mean is clipped, `clip_gradients` in manual optimization exchanges the gradients; the step does so
+    again only after another backward pass.
+
+    Args:
+        strategy: whose steps they are.
+        exchange: does the exchange of a step.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Strategy, exchange: Callable[[Worker], None]) -> None:
+        self._strategy, self._exchange = strategy, exchange
         self._original: Callable[..., None] | None = None  # the precision plugin's own
 
     @property
@@ -55,6 +60,17 @@ class Clipping:
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
+    def begin_backward(self) -> None:
+        """Note that gradients change: if they have been exchanged already, they are exchanged again."""
+        for worker in self._strategy.workers:
+            worker.is_prepared = worker.is_exchanged = False
+
+    def _is_of_mean(self, worker: Worker) -> bool:
+        """Whether the mean is clipped, and the step, which comes later, makes it."""
+        is_of_rank = worker.is_local or worker.clips_before_exchange
+        is_manual = not self._strategy.trainer.lightning_module.automatic_optimization
+        return is_manual and not is_of_rank and not worker.reduces_in_backward
+
     def install(self) -> None:
         """Replace two methods of the precision plugin, in which all clipping of Lightning ends."""
         plugin, worker_of = self._strategy.precision_plugin, self._strategy.worker_of
@@ -65,8 +81,10 @@ class Clipping:
             clip_val: int | float = 0.0,
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
-            self._strategy.exchange_before_clipping(optimizer)
-            factor = worker_of(optimizer).clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
+            worker = worker_of(optimizer)
+            if self._is_of_mean(worker) and not worker.is_exchanged:
+                self._exchange(worker)
+            factor = worker.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
         def clip_unless_done(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

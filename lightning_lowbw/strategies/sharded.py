@@ -141,7 +141,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.regime = ShardedMoments(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
-        self.clipping = Clipping(self)  # type: ignore[arg-type]
+        self.clipping = Clipping(self, self._exchange_unscaled)  # type: ignore[arg-type]
         self.auto = NothingChosen()
         self._default = DefaultSharding(self._blocks)
         self._guard = BypassGuard()
@@ -257,6 +257,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._backwards.num += 1
+        self.clipping.begin_backward()
 
     @override
     def optimizer_step(
@@ -271,7 +272,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
 
         def exchanging_closure() -> Any:
             result = closure()
-            self._end_closure(worker, view)
+            self._end_closure(worker)
             return result
 
         with self._guard.allowing(view.optimizer), worker.stepping():
@@ -283,18 +284,26 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         return result
 
     @torch.no_grad()
-    def _end_closure(self, worker: Worker, view: LocalView) -> None:
+    def _end_closure(self, worker: Worker) -> None:
         """Replace the gradients of the optimizer that steps by those it steps with."""
         if worker.is_local:  # Lightning alone clips and scales, by the norm of all shards together
             worker.exchange()
             return
-        if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
-            view.optimizer.zero_grad(set_to_none=True)  # sent already
+        if worker.is_exchanged:  # before it was clipped
             return
-        exchange_unscaled_(self.precision_plugin, view.optimizer, functools.partial(self._exchange, worker, view))
+        if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
+            self._views[id(worker)].optimizer.zero_grad(set_to_none=True)  # sent already
+            return
+        self._exchange_unscaled(worker)
 
-    def _exchange(self, worker: Worker, view: LocalView, skip_nonfinite: bool = False) -> bool:
+    @torch.no_grad()
+    def _exchange_unscaled(self, worker: Worker) -> None:
+        optimizer = self._views[id(worker)].optimizer
+        exchange_unscaled_(self.precision_plugin, optimizer, functools.partial(self._exchange, worker))
+
+    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
+        view = self._views[id(worker)]
         view.refresh()
         view.take_gradients()
         worker.list_gradients(num_backwards=self._backwards.num)

@@ -111,7 +111,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.groups = Groups()
-        self.clipping = Clipping(self)
+        self.clipping = Clipping(self, self._exchange_unscaled)
         self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
         self.auto = AutoSparsity(self)
         self.signals = Signals(self)
@@ -251,8 +251,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._backwards.num += 1
-        for worker in self.workers:  # in manual optimization gradients may have been exchanged before this pass
-            worker.is_prepared = worker.is_exchanged = False
+        self.clipping.begin_backward()
         self.regime.begin_backward(closure_loss)
 
     @override
@@ -287,6 +286,10 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
             if not worker.reduces_in_backward:
                 worker.optimizer.zero_grad(set_to_none=True)
             return
+        self._exchange_unscaled(worker)
+
+    @torch.no_grad()
+    def _exchange_unscaled(self, worker: Worker) -> None:
         exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
@@ -302,17 +305,6 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
             self.clipping.clip(worker.optimizer)
         applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))
         return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
-
-    @torch.no_grad()
-    def exchange_before_clipping(self, optimizer: Optimizer) -> None:
-        """In manual optimization, exchange the gradients that the module is about to clip, where the mean is clipped.
-
-        Collective: all ranks, as a step's exchange, which is not done again unless there is another backward pass.
-        """
-        worker = self.worker_of(optimizer)
-        clips_mean = not (worker.is_local or worker.reduces_in_backward or worker.clips_before_exchange)
-        if clips_mean and not self.trainer.lightning_module.automatic_optimization and not worker.is_exchanged:
-            exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
     # Validation and checkpoints ---------------------------------------------------------------------------------
 

@@ -99,6 +99,28 @@ def test_a_node_is_one_participant_in_few_bits(optimizer: str) -> None:
     check_equal(results, run_ranks(alone, 2, method, optimizer)[0], 2e-3)
 
 
+class ClipsByHand(Plain):
+    """Manual optimization that clips after each of two backward passes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def test_the_mean_of_nodes_is_clipped_by_hand_as_without_shards() -> None:
+    method = NarrowGradients("bfloat16")
+    results = run_ranks(sharded, 4, method, ClipsByHand)
+    check_equal(results, run_ranks(alone, 4, "ddp", "sgd", ClipsByHand)[0], 2e-3)
+
+
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.05}], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_dgc_that_sends_nearly_all(optimizer: str, trainer: dict[str, Any]) -> None:
