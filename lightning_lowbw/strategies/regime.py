@@ -73,13 +73,11 @@ class Regime:
     def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward pass."""
 
-    @contextmanager
-    def stepping(self, worker: Worker) -> Iterator[None]:
-        """Enclose a step of an optimizer, with its closure and what the worker does after it."""
-        yield
-
     def end_backward(self, worker: Worker) -> None:
         """Called at the end of the closure, before gradients are exchanged."""
+
+    def end_step(self, worker: Worker) -> None:
+        """Called when an optimizer has stepped, and its worker has done what comes after that."""
 
     def ddp_reduces(self, worker: Worker) -> bool:
         """Return whether DDP reduces gradients in the coming step: over all ranks, or inside the node.

@@ -157,10 +157,8 @@ class Replicas(Regime):
         self._losses.append(loss.detach())
 
     @override
-    @contextmanager
-    def stepping(self, worker: Worker) -> Iterator[None]:
+    def end_step(self, worker: Worker) -> None:
         assert isinstance(worker, ReplicaWorker)
-        yield
         if self.strategy.world_size > 1:
             self.quiet.end_step(worker.has_met)
             if worker.has_met:

@@ -269,8 +269,10 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
             self._end_closure(worker)
             return result
 
-        with self._guard.allowing(worker.optimizer), self.regime.stepping(worker), worker.stepping():
-            return super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+        with self._guard.allowing(worker.optimizer), worker.stepping():
+            result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+        self.regime.end_step(worker)
+        return result
 
     @torch.no_grad()
     def _end_closure(self, worker: Worker) -> None:

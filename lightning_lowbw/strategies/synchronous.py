@@ -104,9 +104,7 @@ class Synchronous(Regime):
         return model
 
     @override
-    @contextmanager
-    def stepping(self, worker: Worker) -> Iterator[None]:
-        yield
+    def end_step(self, worker: Worker) -> None:
         self.strategy.signals.end_step(worker)
         self.strategy.auto.end_step(worker, self.strategy.trainer)
         if self.strategy.regime is self:  # in manual optimization the next backward pass is of the same batch
