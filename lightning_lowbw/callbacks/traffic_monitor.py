@@ -46,7 +46,8 @@ class TrafficMonitor(Callback):
     - ``compression_ratio``: bytes that DDP would have sent since the last exchange / bytes sent; above 1 is better;
       only if something was sent. On two levels both are bytes between nodes, compared with a dense exchange on two
       levels ("hierarchical")
-    - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and 0 in dense steps
+    - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and not in dense steps,
+      but for those that `sparsity="auto"` times
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
     and what the method reports, with a number behind it where there are several optimizers. Of methods that compress

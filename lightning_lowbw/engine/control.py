@@ -24,6 +24,7 @@ from lightning_lowbw.ops.table import upload
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
+BY_CLIPPING = MODULUS // 2  # added to the count of backward passes in an exchange before clipping by hand
 STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
 EXACT = 1 << 24  # integers below are exact in float32
 

@@ -198,10 +198,11 @@ class Method:
 
     @property
     def exchanges_gradients(self) -> bool:
-        """Whether gradients are ever exchanged: in synchronous steps, or inside nodes."""
+        """Whether gradients, or means of them, are ever exchanged: in synchronous steps, in nodes, with averages."""
         when, is_flat = self.when, self.where.topology == "flat"
-        is_local = isinstance(when, EveryK) and when.begin_step == 0 and not when.schedule.is_always_synchronous
-        return not (is_local and is_flat)
+        if not is_flat or not isinstance(when, EveryK) or when.schedule.is_always_synchronous:
+            return True
+        return when.begin_step != 0 or when.inner_momentum == "average"
 
     @property
     def compresses_gradients(self) -> bool:

@@ -135,6 +135,11 @@ class ReplicaWorker(Worker):
         """Whether the parameters are the same on all ranks; known without communication."""
         return not any(fragment.moved or fragment.work for fragment in self.fragments)
 
+    @property
+    def consensus_distance(self) -> Tensor | None:
+        """``||x_i - mean|| / ||mean||`` at the last average; a scalar."""
+        return self.averaging.consensus_distance
+
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log; nothing is communicated."""
         shown: dict[str, float | Tensor] = {
@@ -143,8 +148,8 @@ class ReplicaWorker(Worker):
         }
         if self.when.delay_steps == AUTO:
             shown["delay_steps"] = float(self.delay_steps)
-        if self.averaging.consensus_distance is not None:
-            shown["consensus_distance"] = self.averaging.consensus_distance
+        if self.consensus_distance is not None:
+            shown["consensus_distance"] = self.consensus_distance
         return shown
 
     def check_schedule(self) -> None:

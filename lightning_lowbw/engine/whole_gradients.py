@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, make_mark
+from lightning_lowbw.engine.control import BY_CLIPPING, MODULUS, Control, control_message, make_mark
 from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, first_reported, gradient_error, numbers_of
 from lightning_lowbw.engine.slots import Slot
 from lightning_lowbw.errors import DisagreementError
@@ -84,8 +84,9 @@ def _check_marks(control: Control, step: int) -> None:
     if counts:
         raise DisagreementError(
             f"Step {step}: the ranks have come here after different numbers of backward passes (modulo {MODULUS}: "
-            f"{counts}). In the sparse phase .grad is a rank's own until the exchange: never branch on it, for "
-            "instance to skip a step, because ranks that disagree hang."
+            f"{counts}), or only some of them by clip_gradients, which adds {BY_CLIPPING}. In the sparse phase .grad "
+            "is a rank's own until the exchange: never branch on it, for instance to skip a step or to clip, because "
+            "ranks that disagree hang."
         )
     if checksums:
         raise DisagreementError(

@@ -211,7 +211,7 @@ class Worker:
 
         Communicates nothing, and does not wait.
         """
-        self.give_back()
+        self._tear()  # of a step whose gradients were exchanged to be clipped
 
     # Requests between ranks -----------------------------------------------------------------------------------------
 

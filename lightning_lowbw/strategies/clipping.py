@@ -28,10 +28,16 @@ class Clipping:
     Args:
         strategy: whose steps they are.
         exchange: does the exchange of a step.
+        has_means: whether the gradients of dense steps are means over all ranks after the backward pass.
+
+    Attributes:
+        is_exchanging: whether the exchange that is done now is one for clipping.
     """
 
-    def __init__(self, strategy: Strategy, exchange: Callable[[Worker], None]) -> None:
-        self._strategy, self._exchange = strategy, exchange
+    def __init__(self, strategy: Strategy, exchange: Callable[[Worker], None], *, has_means: bool = True) -> None:
+        self._strategy, self._exchange, self._has_means = strategy, exchange, has_means
+        self.is_exchanging = False
+        self._exchanged: set[Worker] = set()  # since the last backward pass
         self._original: Callable[..., None] | None = None  # the precision plugin's own
 
     @property
@@ -61,15 +67,33 @@ class Clipping:
         )
 
     def begin_backward(self) -> None:
-        """Note that gradients change: if they have been exchanged already, they are exchanged again."""
-        for worker in self._strategy.workers:
-            worker.is_prepared = worker.is_exchanged = False
+        """Note that gradients change: those that have been exchanged are exchanged again."""
+        self._exchanged.clear()
+
+    def has_exchanged(self, worker: Worker) -> bool:
+        """Return whether the gradients of the coming step have been exchanged; of the step after it they have not."""
+        has_exchanged = worker in self._exchanged
+        self._exchanged.discard(worker)
+        return has_exchanged
 
     def _is_of_mean(self, worker: Worker) -> bool:
         """Whether the mean is clipped, and the step, which comes later, makes it."""
         is_of_rank = worker.is_local or worker.clips_before_exchange
         is_manual = not self._strategy.trainer.lightning_module.automatic_optimization
-        return is_manual and not is_of_rank and not worker.reduces_in_backward
+        return is_manual and not is_of_rank and not (self._has_means and worker.reduces_in_backward)
+
+    def _make_mean(self, worker: Worker) -> bool:
+        """Exchange the gradients of the coming step; return whether it is taken."""
+        if worker in self._exchanged:
+            return worker.is_taken
+        self.is_exchanging = True
+        try:
+            self._exchange(worker)
+        finally:
+            self.is_exchanging = False
+        self._exchanged.add(worker)
+        self._strategy.signals.read_requests(worker)  # another exchange before the step would overwrite them
+        return worker.is_taken
 
     def install(self) -> None:
         """Replace two methods of the precision plugin, in which all clipping of Lightning ends."""
@@ -82,8 +106,8 @@ class Clipping:
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
             worker = worker_of(optimizer)
-            if self._is_of_mean(worker) and not worker.is_exchanged:
-                self._exchange(worker)
+            if self._is_of_mean(worker) and not self._make_mean(worker):
+                return  # a GradScaler skips the step because of an inf, which clipping by value would remove
             factor = worker.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 

@@ -149,7 +149,8 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
             raise ConfigurationError(
                 f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
                 "Build it with sparse=False: methods that compress send few elements of it all the same. Methods that "
-                "average weights take it with begin_step=0, on one level."
+                "average weights take it where no step is synchronous (begin_step=0, k_steps > 1), between several "
+                "ranks on one level, without inner_momentum='average'."
             )
 
 

@@ -57,7 +57,10 @@ class OptimizerWorkers(ParallelStrategy):
 
         Raises:
             DisagreementError: on all ranks.
+            ConfigurationError: on all ranks; a layer has sparse gradients, which the other method would exchange.
         """
+        if self.workers and method.exchanges_gradients and self.lightning_module is not None:
+            facts.refuse_sparse_gradients(self.lightning_module)
         facts.agree_on_configuration(type(self).__name__, method.facts())
         self.method = method
         for worker in self.workers:

@@ -91,6 +91,14 @@ class Replicas(Regime):
                 "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing "
                 "between averages, which include batch norm's statistics. Leave it out."
             )
+        when = self.strategy.method.when
+        assert isinstance(when, EveryK)
+        is_local = when.begin_step == 0 and not when.schedule.is_always_synchronous
+        if self.strategy._ddp_kwargs.get("static_graph") and is_local:
+            raise ConfigurationError(
+                "static_graph=True with begin_step=0: DDP learns the graph in a first synchronous step. Leave it out, "
+                "or give begin_step=1."
+            )
 
     @override
     def begin_fit(self) -> None:

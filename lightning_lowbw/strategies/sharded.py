@@ -141,7 +141,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.regime = ShardedMoments(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
-        self.clipping = Clipping(self, self._exchange_unscaled)  # type: ignore[arg-type]
+        self.clipping = Clipping(self, self._exchange_unscaled, has_means=False)  # type: ignore[arg-type]
         self.auto = NothingChosen()
         self._default = DefaultSharding(self._blocks)
         self._guard = BypassGuard()
@@ -289,7 +289,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         if worker.is_local:  # Lightning alone clips and scales, by the norm of all shards together
             worker.exchange()
             return
-        if worker.is_exchanged:  # before it was clipped
+        if self.clipping.has_exchanged(worker):
             return
         if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
             self._views[id(worker)].optimizer.zero_grad(set_to_none=True)  # sent already
@@ -306,7 +306,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         view = self._views[id(worker)]
         view.refresh()
         view.take_gradients()
-        worker.list_gradients(num_backwards=self._backwards.num)
+        worker.list_gradients(num_backwards=self._backwards.marked(self.clipping.is_exchanging))
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
         self.regime.agree_in_node(worker)
         if self.clipping.comes_before_exchange(worker):

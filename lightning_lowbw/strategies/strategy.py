@@ -187,7 +187,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         facts.agree_on_model(
             self.model,
             compares_weights=self._ddp_kwargs.get("init_sync") is False,
-            takes_sparse=not self.method.exchanges_gradients,
+            takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,
         )
         group = self._ddp_kwargs.get("process_group")
         self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)
@@ -281,9 +281,8 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
             return
-        if worker.is_exchanged:  # before it was clipped
+        if self.clipping.has_exchanged(worker):
             return
-        self._hook.count_wait()
         if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
             if not worker.reduces_in_backward:
                 worker.optimizer.zero_grad(set_to_none=True)
@@ -292,12 +291,13 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
 
     @torch.no_grad()
     def _exchange_unscaled(self, worker: Worker) -> None:
+        self._hook.count_wait()
         exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
-        worker.list_gradients(reduced=reduced, num_backwards=self._backwards.num)
+        worker.list_gradients(reduced=reduced, num_backwards=self._backwards.marked(self.clipping.is_exchanging))
         clips = self.clipping.comes_before_exchange(worker)
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_lowbw import NarrowGradients, Strategy
+from lightning_lowbw import DisagreementError, NarrowGradients, Strategy
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
-from tests.tiny import Tiny, sgd, weights_of
+from tests.tiny import Tiny, amp_with_scaler, sgd, weights_of
 
 
 def own_norm(module: pl.LightningModule) -> float:
@@ -107,6 +108,110 @@ def test_manual_optimization_clips_the_mean_of_gradients_in_few_bits(num_passes:
         assert weights == found[0][1]
         assert norms == pytest.approx(stock[0][0], rel=1e-2)
         assert sizes == pytest.approx(stock[0][2], rel=1e-3)
+
+
+class ClipsScaled(Tiny):
+    """Manual optimization with a GradScaler, where one rank has an inf in its second step."""
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__(poison=(1, 1))
+        self.automatic_optimization = False
+        self.algorithm = algorithm
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm=self.algorithm)
+        optimizer.step()
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+
+def clip_scaled(algorithm: str) -> tuple[str, list[float]]:
+    model = ClipsScaled(algorithm)
+    fit(model, strategy=Strategy(NarrowGradients()), plugins=[amp_with_scaler()])
+    return weights_of(model), model.scales
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_step_that_is_clipped_by_hand_is_skipped_on_all_ranks(algorithm: str) -> None:
+    """Clipping by value would remove the inf that lets the scaler skip it."""
+    first, second = run_ranks(clip_scaled, 2, algorithm)
+    assert first == second
+    assert first[1][1] == first[1][0] / 2
+
+
+class AsksToSave(ClipsByHand):
+    """A rank asks all to save, in a step that exchanges twice."""
+
+    def __init__(self) -> None:
+        super().__init__(num_passes=2, clips_each=True)
+        self.due: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if (batch_idx, self.global_rank) == (1, 1):
+            self.trainer.strategy.workers[0].save_requested = True
+        super().training_step(batch, batch_idx)
+        self.due.append(self.trainer.strategy.signals.save_is_due)
+
+
+def ask_to_save() -> list[bool]:
+    model, strategy = AsksToSave(), Strategy(NarrowGradients())
+    with mock.patch.object(strategy.signals, "save"):  # which would reset it
+        fit(model, strategy=strategy)
+    return model.due
+
+
+def test_a_request_is_not_lost_where_a_step_exchanges_twice() -> None:
+    for due in run_ranks(ask_to_save, 2):
+        assert due == [False] + [True] * (STEPS - 1)
+
+
+class ClipsOnOneRank(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.global_rank == 0 or batch_idx == 0:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def clip_on_one_rank() -> tuple[str, int]:
+    model = ClipsOnOneRank()
+    with pytest.raises(DisagreementError) as caught:
+        fit(model, strategy=Strategy(NarrowGradients()))
+    return str(caught.value), model.global_step
+
+
+def test_ranks_that_do_not_all_clip_by_hand_are_told() -> None:
+    for message, step in run_ranks(clip_on_one_rank, 2):
+        assert "only some of them by clip_gradients" in message
+        assert step == 1
+
+
+class FailsAfterClipping(ClipsByHand):
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        super().clip_gradients(*args, **kwargs)
+        if self.global_step == 1:
+            raise KeyError("after the exchange")
+
+
+def fail_after_clipping() -> str:
+    strategy = Strategy(NarrowGradients())
+    with pytest.raises(KeyError):
+        fit(FailsAfterClipping(), strategy=strategy)
+    strategy.workers[0].recall()  # as before a state is saved
+    return strategy.workers[0].torn
+
+
+def test_a_step_that_ends_between_clipping_and_stepping_is_torn() -> None:
+    assert run_ranks(fail_after_clipping, 2) == ["the optimizer's step after step 1"] * 2
 
 
 class Lookahead(torch.optim.Optimizer):

@@ -12,7 +12,14 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy
+from lightning_lowbw import (
+    DGC,
+    AveragingSchedule,
+    ConfigurationError,
+    DisagreementError,
+    LocalSGD,
+    LocalSGDStrategy,
+)
 from lightning_lowbw.strategies.facts import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from lightning_lowbw.where.agreement import digest
@@ -286,6 +293,34 @@ def test_methods_that_exchange_no_gradients_take_sparse_ones() -> None:
     assert len(set(run_ranks(train_sparse, 2, 2))) == 1
     with pytest.raises(AssertionError, match="has sparse gradients"):
         run_ranks(train_sparse, 2, 1)
+    with pytest.raises(AssertionError, match="has sparse gradients"):  # one rank steps as DDP does
+        run_ranks(train_sparse, 1, 2)
+
+
+def reconfigure_to_synchronous_steps() -> str:
+    strategy = LocalSGDStrategy(2, begin_step=0)
+    schedule = AveragingSchedule(k_steps=2, begin_epoch=1)
+    trainer = make_trainer(strategy, dist.get_world_size(), max_epochs=2, callbacks=[schedule])
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(UsesSparse(), make_data(2, 4))
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused_where_a_schedule_makes_steps_synchronous() -> None:
+    assert all("has sparse gradients" in message for message in run_ranks(reconfigure_to_synchronous_steps, 2))
+
+
+def test_which_methods_exchange_gradients() -> None:
+    local = LocalSGD(k_steps=2, begin_step=0)
+    assert not local.exchanges_gradients
+    for other in (
+        DGC(),
+        LocalSGD(k_steps=2),
+        LocalSGD(k_steps=1, begin_step=0),
+        local.replace(inner_momentum="average"),
+        local.at(1),
+    ):
+        assert other.exchanges_gradients
 
 
 class Shares(Tiny):

@@ -248,3 +248,15 @@ def fit_with_sync_batchnorm() -> str:
 def test_synchronised_batch_norm_is_refused() -> None:
     for message in run_ranks(fit_with_sync_batchnorm, 2):
         assert "sync_batchnorm" in message
+
+
+def fit_with_static_graph() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(LocalSGDStrategy(2, begin_step=0, static_graph=True), 2).fit(Tiny(), make_data(2, 4))
+    return str(caught.value)
+
+
+def test_a_static_graph_needs_a_synchronous_step() -> None:
+    """With begin_step=1, the default, it trains: tests/strategies/test_quiet.py."""
+    for message in run_ranks(fit_with_static_graph, 2):
+        assert "static_graph=True with begin_step=0" in message
