@@ -659,20 +659,20 @@ class Cell:
 
     @property
     def seeds(self) -> list[int]:
-        """Those of which all methods have been trained, apart from methods that have not been trained at all."""
-        of_methods = [set(rows) for rows in self.rows.values() if rows]
+        """Those with which ddp and what is compared with it have been trained; dgc 99.9 % may have fewer."""
+        of_methods = [set(rows) for method, rows in self.rows.items() if rows and method != "dgc 99.9 %"]
         return sorted(set.intersection(*of_methods)) if of_methods else []
 
     def values(self, method: str, key: str) -> list[float]:
         """Return the values of a method by seed; none if it has not been trained."""
-        return [self.rows[method][seed][key] for seed in self.seeds] if self.rows[method] else []
+        return [self.rows[method][seed][key] for seed in self.seeds if seed in self.rows[method]]
 
     def difference(self, key: str, method: str = "auto") -> Difference:
         sign = -1.0 if key == "test_accuracy" else 1.0
-        values = self.values(method, key)
-        if not values:
+        own, dense = self.rows[method], self.rows["ddp"]
+        differences = [sign * (own[seed][key] - dense[seed][key]) for seed in self.seeds if seed in own]
+        if not differences:
             return Difference(math.nan, math.nan)
-        differences = [sign * (own - dense) for own, dense in zip(values, self.values("ddp", key), strict=True)]
         return Difference(statistics.mean(differences), error_of(differences))
 
 
@@ -999,6 +999,7 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
         parts += [
             "What chance does: ddp beside ddp whose first parameter is multiplied by 1 + "
             f"{PERTURBATION:g} at the start. Runs that differ by rounding alone diverge within some hundred steps. "
+            "resnet, 5,000 steps: dgc 99.9 % has 20 seeds. "
             "Of the first ten seeds of resnet and of text, 5,000 steps, five were added after auto was worse than ddp "
             "with the first five.",
             control,
