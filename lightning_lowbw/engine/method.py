@@ -199,10 +199,9 @@ class Method:
     @property
     def exchanges_gradients(self) -> bool:
         """Whether gradients, or means of them, are ever exchanged: in synchronous steps, in nodes, with averages."""
-        when, is_flat = self.when, self.where.topology == "flat"
-        if not is_flat or not isinstance(when, EveryK) or when.schedule.is_always_synchronous:
+        if not isinstance(self.when, EveryK) or self.where.topology != "flat":
             return True
-        return when.begin_step != 0 or when.inner_momentum == "average"
+        return not self.when.is_always_local or self.when.inner_momentum == "average"
 
     @property
     def compresses_gradients(self) -> bool:

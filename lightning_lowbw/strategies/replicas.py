@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -91,14 +92,6 @@ class Replicas(Regime):
                 "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing "
                 "between averages, which include batch norm's statistics. Leave it out."
             )
-        when = self.strategy.method.when
-        assert isinstance(when, EveryK)
-        is_local = when.begin_step == 0 and not when.schedule.is_always_synchronous
-        if self.strategy._ddp_kwargs.get("static_graph") and is_local:
-            raise ConfigurationError(
-                "static_graph=True with begin_step=0: DDP learns the graph in a first synchronous step. Leave it out, "
-                "or give begin_step=1."
-            )
 
     @override
     def begin_fit(self) -> None:
@@ -137,6 +130,13 @@ class Replicas(Regime):
         for worker in self.workers:
             worker.begin_local()
         self.quiet.choose_backward_sync()
+        model = self.strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        if model.static_graph and not model.require_backward_grad_sync:
+            raise ConfigurationError(
+                "static_graph=True, and the first step is local: DDP learns the graph in a first step that it reduces. "
+                "Leave it out, or begin with a synchronous step (begin_step=1; a resume in the local phase has none)."
+            )
         self.quiet.begin_audit()
 
     @override

@@ -96,6 +96,11 @@ class EveryK:
         return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))
 
     @property
+    def is_always_local(self) -> bool:
+        """Whether no step is synchronous."""
+        return self.begin_step == 0 and not self.schedule.is_always_synchronous
+
+    @property
     def has_fragments(self) -> bool:
         """Whether the parameters are averaged in parts, if there are enough of them."""
         return self.num_fragments != 1

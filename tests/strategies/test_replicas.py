@@ -24,7 +24,7 @@ from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.strategies.watching import Trace, adamw, gathered, weights
-from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 STEPS = 10
 
@@ -250,13 +250,28 @@ def test_synchronised_batch_norm_is_refused() -> None:
         assert "sync_batchnorm" in message
 
 
-def fit_with_static_graph() -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        make_trainer(LocalSGDStrategy(2, begin_step=0, static_graph=True), 2).fit(Tiny(), make_data(2, 4))
-    return str(caught.value)
+def fit_with_static_graph(topology: str | int, path: str = "") -> str:
+    strategy = LocalSGDStrategy(2, begin_step=1 if path else 0, static_graph=True, topology=topology)
+    trainer = make_trainer(strategy, dist.get_world_size(), max_epochs=2 if path else 1)
+    try:
+        trainer.fit(Tiny(), make_data(dist.get_world_size(), 4), ckpt_path=path or None)
+    except ConfigurationError as error:
+        return str(error)
+    return weights_of(trainer.lightning_module)
 
 
-def test_a_static_graph_needs_a_synchronous_step() -> None:
-    """With begin_step=1, the default, it trains: tests/strategies/test_quiet.py."""
-    for message in run_ranks(fit_with_static_graph, 2):
-        assert "static_graph=True with begin_step=0" in message
+def save_with_static_graph(path: str) -> None:
+    trainer = make_trainer(LocalSGDStrategy(2, static_graph=True), dist.get_world_size())
+    trainer.fit(Tiny(), make_data(dist.get_world_size(), 4))
+    trainer.save_checkpoint(path)
+
+
+def test_a_static_graph_needs_a_first_step_that_ddp_reduces(tmp_path: Path) -> None:
+    """A synchronous one, or one inside the nodes. With begin_step=1 it trains: tests/strategies/test_quiet.py."""
+    for message in run_ranks(fit_with_static_graph, 2, "flat"):
+        assert "static_graph=True, and the first step is local" in message
+    assert len(set(run_ranks(fit_with_static_graph, 4, 2))) == 1
+    path = str(tmp_path / "saved.ckpt")
+    run_ranks(save_with_static_graph, 2, path)
+    for message in run_ranks(fit_with_static_graph, 2, "flat", path):
+        assert "a resume in the local phase has none" in message
