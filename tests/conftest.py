@@ -26,7 +26,7 @@ LONG = (
     *("engine/test_launches.py", "engine/test_weight_decay.py", "engine/test_optimizers.py"),
     *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py", "test_auto_sparsity.py"),
     *("strategies/test_sharded.py", "test_sharded_checkpoint.py", "strategies/test_large_models.py"),
-    *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_ends.py"),
+    *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_uneven.py"),
 )
 HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
 collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py", "strategies/test_large_models.py"]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_lowbw.engine.replicas import ReplicaWorker
 
 # The sums of the control message of an average.
-WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE, FINISHED, OVER = range(8)
+WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
 
 _logger = logging.getLogger(LOGGER)
 
@@ -106,14 +106,14 @@ class Averaging:
 
     # Begin ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, fragment: Fragment, fragments: list[Fragment], *, finished: bool, over: bool) -> Average:
+    def begin(self, fragment: Fragment, fragments: list[Fragment]) -> Average:
         """Begin to average a fragment.
 
         Collective: all ranks.
 
         Wire:
             The parameters trained since the last average and the floating buffers, in float32 (or wider), with a
-            control message of 8 numbers and 2 per rank; integer buffers separately; and the messages of the payload,
+            control message of 6 numbers and 2 per rank; integer buffers separately; and the messages of the payload,
             which contain the control message if nothing else is sent.
         """
         worker, is_hidden = self._worker, self._worker.delay_steps > 0
@@ -122,7 +122,7 @@ class Averaging:
         parameters = [p for p in moved if p.numel()]
         self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
         weight = worker.num_samples if worker.weighs_samples else 1.0 / self._peers.num_ranks
-        control = self._control(parameters, weight, finished, over)
+        control = self._control(parameters, weight)
         moments = self.moments(parameters) if worker.when.inner_momentum == "average" else []
         buffers = self.buffers.changes() if fragment.takes_buffers else []
         changes = self._changes([p for p in parameters if self.takes(p)])
@@ -190,14 +190,14 @@ class Averaging:
                 changes[p] = each.float().sub_(self.start[p].to(each.dtype))
         return {self._worker.name_of(p): changes[p] for p in parameters}
 
-    def _control(self, parameters: list[Parameter], weight: float, finished: bool, over: bool) -> Tensor:
+    def _control(self, parameters: list[Parameter], weight: float) -> Tensor:
         worker = self._worker
         device = worker.device
         fault = weight_fault(worker, parameters)
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         count = 0 if worker.weighs_samples else worker.step
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
-        sums = [weight, 0.0, 0.0, worker.phase.lr, *counts_of(worker.requests), float(finished), float(over)]
+        sums = [weight, 0.0, 0.0, worker.phase.lr, *counts_of(worker.requests)]
         message = control_message(sums, fault, mark, self._peers.rank, self._peers.num_ranks, device)
         loss = worker.loss.mean()
         if loss is not None:

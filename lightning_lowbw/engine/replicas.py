@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
-from lightning_lowbw.engine.averaging import FINISHED, LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, OVER, WEIGHT, Averaging
+from lightning_lowbw.engine.averaging import LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, WEIGHT, Averaging
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control, counts_of, requests_of
 from lightning_lowbw.engine.delay import Delay
@@ -60,8 +60,6 @@ class ReplicaWorker(Worker):
         num_averages: averages done, each of a fragment.
         num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
         weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
-        num_finished: ranks that are out of data, by the last average.
-        is_over: whether a rank has come to the end of the training, by the last average.
         has_met: whether all ranks have communicated in the last step: it was synchronous, or an average was begun or
             applied.
         meet: called before ranks average, or apply a delayed average, if they must first agree on who does so; a rank
@@ -84,8 +82,7 @@ class ReplicaWorker(Worker):
         self.steps_since_average = self.num_averages = 0
         self.num_samples = 0.0
         self.weighs_samples = False
-        self.num_finished = 0
-        self.is_over = self.has_met = False
+        self.has_met = False
         self.meet: Callable[[ReplicaWorker], None] | None = None
         self._reduced: frozenset[Parameter] = frozenset()
         self.phase, self.loss, self.delay = Phase(self), RunningLoss(), Delay(self)
@@ -281,14 +278,13 @@ class ReplicaWorker(Worker):
         note_steps(self.fragments, self.parameters(), self.averaging.sent_bytes, num_steps)
 
     @torch.no_grad()
-    def average_due(self, *, finished: bool = False, over: bool = False) -> bool:
+    def average_due(self, *, finished: bool = False) -> bool:
         """Apply and begin the averages that are due after a local step; return whether one was begun.
 
         Collective: all ranks, where there are any.
 
         Args:
-            finished: this rank is out of data, and takes part in the averages of the others.
-            over: this rank is at the end of the training.
+            finished: this rank is out of data, and takes part in the averages of the others, whom it has met.
 
         Raises:
             NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
@@ -301,19 +297,15 @@ class ReplicaWorker(Worker):
             self._apply(fragment)
         begun = due(self.fragments, self.k_steps, self.delay_steps)
         for fragment in begun:
-            self._average(fragment, finished, over)
+            self._average(fragment)
         self.has_met = bool(hidden or begun)
         return bool(begun)
 
     @torch.no_grad()
-    def average(self, *, finished: bool = False, over: bool = False) -> None:
+    def average(self) -> None:
         """Average the replicas now: begin it, and without `delay_steps` wait for it.
 
         Collective: all ranks.
-
-        Args:
-            finished: this rank is out of data.
-            over: this rank is at the end of the training.
 
         Raises:
             NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
@@ -321,12 +313,12 @@ class ReplicaWorker(Worker):
         for fragment in self.fragments:
             if fragment.work is not None:
                 self._apply(fragment)
-            self._average(fragment, finished, over)
+            self._average(fragment)
 
-    def _average(self, fragment: Fragment, finished: bool = False, over: bool = False) -> None:
+    def _average(self, fragment: Fragment) -> None:
         step_s, begun_s, is_hidden = self.delay.step_s, time.perf_counter(), self.delay_steps > 0
         with self.averaging.offload.at_hand(self.device):
-            fragment.work = self.averaging.begin(fragment, self.fragments, finished=finished, over=over)
+            fragment.work = self.averaging.begin(fragment, self.fragments)
             if not is_hidden:
                 self._apply(fragment)  # an average that has not arrived has changed nothing
         fragment.steps = self.steps_since_average = 0
@@ -361,12 +353,10 @@ class ReplicaWorker(Worker):
         """Read the control message of an average."""
         sums, num_ranks = control.sums, self.peers.num_ranks
         self.agree_on(requests_of(sums[NUM_STOP], sums[NUM_SAVE]))
-        self.is_over = sums[OVER] > 0
-        self.num_finished = round(sums[FINISHED])
         if not sums[WEIGHT]:  # no rank has trained since the last average
             return
         self.num_averages += 1
-        has_losses = self.weighs_samples or sums[NUM_LOSSES] >= num_ranks - self.num_finished
+        has_losses = self.weighs_samples or sums[NUM_LOSSES] >= num_ranks
         self.phase.adapt(sums[LR] / num_ranks, sums[LOSS] / max(sums[NUM_LOSSES], 1.0), has_losses)
 
     # Consensus and state --------------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ class AutoSparsity:
             left_out.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
         elif strategy._ddp_kwargs.get("broadcast_buffers"):
             left_out.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
-        elif len({*(lengths := lengths_of_data(trainer))}) > 1 or math.inf in lengths:
+        elif len({*(lengths := lengths_of_data(trainer.num_training_batches))}) > 1 or math.inf in lengths:
             left_out.append("local_sgd: the ranks have different or unknown numbers of batches")
         return left_out
 

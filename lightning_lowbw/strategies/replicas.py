@@ -27,7 +27,7 @@ from lightning_lowbw.strategies.consensus_view import (
     agree_on_weights_,
     weights_of,
 )
-from lightning_lowbw.strategies.ends import Ends, is_over
+from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.uneven import Policy, Uneven
@@ -49,8 +49,7 @@ class Replicas(Regime):
 
     Attributes:
         quiet: keeps the steps between averages free of communication.
-        uneven: ends the epochs of ranks with different numbers of batches.
-        ends: ends the epochs of ranks with unknown numbers of batches.
+        uneven: ends the epochs of ranks with different or unknown numbers of batches.
         view: of the consensus.
 
     Raises:
@@ -68,8 +67,7 @@ class Replicas(Regime):
                 "with the parameters. Leave it out."
             )
         self.quiet = Quiet(strategy, audit)
-        self.uneven = Uneven(strategy, uneven, self._after_average)
-        self.ends = Ends(strategy, uneven, self._after_average, self.quiet.pause_audit)
+        self.uneven = Uneven(strategy, uneven, self.quiet.pause_audit)
         self.view = ConsensusView()
         self._losses: list[Tensor] = []  # since the last step of any optimizer
 
@@ -98,7 +96,6 @@ class Replicas(Regime):
         self._losses.clear()
         self.view.keep()
         self.uneven.begin_fit()
-        self.ends.begin_fit()
 
     @override
     def buffers_of(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -123,9 +120,7 @@ class Replicas(Regime):
         self.quiet.restore()
         assert isinstance(self.strategy.method.when, EveryK)
         warn_if_never_local(self.strategy.method.when, trainer)
-        self.uneven.compare_data(trainer, self.workers)
-        self.ends.begin_training(trainer, self.uneven.is_unknown)
-        self.uneven.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        self.uneven.begin_training(trainer)
         self.quiet.defer(trainer)
         for worker in self.workers:
             worker.begin_local()
@@ -152,8 +147,8 @@ class Replicas(Regime):
     def begin_batch(self, batch: Any) -> None:
         self.view.hide()  # the last consensus view may not have ended
         if self.strategy.world_size > 1:
-            self.uneven.count(batch, self.workers)
-            self.ends.begin_batch(self.strategy.trainer)
+            self.uneven.count(batch)
+            self.uneven.begin_batch(self.strategy.trainer)
             self.quiet.begin_batch()
 
     @override
@@ -170,7 +165,7 @@ class Replicas(Regime):
         if self.strategy.world_size > 1:
             self.quiet.end_step(worker.has_met)
             if worker.has_met:
-                self._after_average(worker)
+                self.strategy.signals.read_requests(worker)
 
     @override
     def end_backward(self, worker: Worker) -> None:
@@ -180,19 +175,13 @@ class Replicas(Regime):
         self._losses.clear()
         self.quiet.end_backward(worker)
 
-    def _after_average(self, worker: ReplicaWorker) -> None:
-        self.strategy.signals.read_requests(worker)
-        self.uneven.after_average(worker)
-
     @override
     def end_batch(self, trainer: pl.Trainer) -> None:
-        """Wait for ranks with more batches, and save if it was requested; on uneven data at the end of the epoch."""
+        """Wait for ranks with more batches, and save if it was requested and all ranks are there."""
         self.uneven.end_batch(trainer)
-        self.ends.end_batch(trainer)
-        if not self.ends.all_are_here:
+        if not self.uneven.all_are_here:
             self.quiet.forbid()
-        can_save = self.ends.all_are_here and not self.uneven.is_uneven
-        if can_save or self.uneven.has_ended_epoch or self.ends.has_ended:
+        if self.uneven.all_are_here or self.uneven.has_ended:
             super().end_batch(trainer)
 
     # The consensus view -----------------------------------------------------------------------------------------
@@ -206,7 +195,6 @@ class Replicas(Regime):
         if not trainer.interrupted:
             self.quiet.pause_audit()
             self.uneven.check_view(trainer)
-            self.ends.check_view(trainer)
             if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
                 agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
         self.view.show(self.workers, module)
@@ -231,8 +219,7 @@ class Replicas(Regime):
 
     @override
     def begin_epoch(self, trainer: pl.Trainer) -> None:
-        self.uneven.begin_epoch(trainer, self.workers)
-        self.ends.begin_epoch(trainer, self.uneven.is_unknown)
+        self.uneven.begin_epoch(trainer)
 
     @override
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
@@ -242,13 +229,12 @@ class Replicas(Regime):
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Agree on monitored metrics; the epoch may have ended without a last batch."""
         self.quiet.pause_audit()
-        self.ends.finish_epoch(is_over(trainer))
+        self.uneven.finish_epoch(is_over(trainer))
         self.agree_on_metrics(trainer)
 
     @override
     def leave_consensus(self) -> None:
         self.uneven.finish_epoch(is_over=True)  # a callback may have stopped the training in mid-epoch
-        self.ends.finish_epoch(is_over=True)
         self.show()
         self._keep_consensus()
 

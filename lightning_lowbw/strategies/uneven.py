@@ -1,22 +1,38 @@
-"""Ranks with different numbers of batches: those that are out of data take part in the averages of the others."""
+"""Ranks with different or unknown numbers of batches: before they communicate, they exchange which of them have ended.
+
+Where `len()` of the training data is not known (an `IterableDataset`), the last batch of a rank is known to be the last
+only when it begins. Until a rank has ended they train as on data of equal, known lengths, with the same bits. Before
+each average, each synchronous step, and each batch that is followed by validation or a checkpoint, the ranks meet: they
+exchange one small message with who has ended, who has its last batch, and the number of steps. A rank that has ended
+continues to meet the others, and takes part in their averages, until all have ended.
+
+If ranks end at different batches, those with more finish them, weighted by samples, or stop. They stop with the batch
+before which they meet, also with "finish", if no rank can continue alone: in a synchronous step; if validation or a
+checkpoint follows the batch; and if ranks must have equal weights (a delay, fragments, a payload of changes). Then the
+counters, schedulers and learning rates of the rank with the most batches become those of all.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.ends import ends_epoch, is_over
-from lightning_lowbw.strategies.quiet import is_timed
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.strategies.progress import batches_of, counters_of, ends_epoch, is_over, set_counters
 from lightning_lowbw.when.every_k import EveryK
 
 if TYPE_CHECKING:
@@ -24,179 +40,339 @@ if TYPE_CHECKING:
 
 Policy = Literal["finish", "stop"]
 
+# What a rank is about to do when it meets the others; from AVERAGE on it is the number of the worker that averages.
+ENDED, EMPTY, SYNCHRONOUS_BATCH, BATCH, VIEW, AVERAGE = range(6)
+IN_WORDS = (
+    "at the end of its epoch",
+    "without a batch",
+    "before a synchronous step",
+    "before a batch",
+    "before validation or a checkpoint",
+    "before an average",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The state of a rank when the ranks meet.
+
+    Attributes:
+        what: it is about to do.
+        is_last: whether it has no batch after this one.
+        is_over: whether it is at the end of the training.
+        num_batches: of this epoch, this one included.
+        steps: of each worker.
+    """
+
+    what: int
+    is_last: bool
+    is_over: bool
+    num_batches: int
+    steps: tuple[int, ...]
+
+    def in_words(self) -> str:
+        """Return the state in words, for messages."""
+        return f"{IN_WORDS[min(self.what, AVERAGE)]} after {' and '.join(str(steps) for steps in self.steps)} steps"
+
 
 class Uneven:
-    """Weights replicas by samples, and ends the epochs of ranks with different numbers of batches together.
+    """Ends the epochs of ranks together whose numbers of batches differ or are unknown.
 
     Args:
         strategy: the strategy.
-        policy: for ranks with more batches than others: "finish" them, or "stop" at the next average.
-        on_average: called with the worker after each average.
+        policy: what ranks do that have more batches than others: "finish" them, or "stop" when they average next.
+        pause_audit: called before a message between two averages.
 
     Attributes:
-        is_uneven: whether the numbers of batches are known, and differ; equal on all ranks.
-        is_unknown: whether a rank does not know its number of batches; equal on all ranks. See `Ends`.
-        has_ended_epoch: whether this rank's epoch is over, and those of the others too.
+        meets: whether the numbers of batches differ or are unknown, so that the ranks meet; equal on all of them.
+        all_are_here: whether no rank has ended before the others, by the last message of this batch.
+        has_ended: whether this rank's epoch is over, and those of the others too.
 
     Raises:
         ConfigurationError: the policy is none of these.
     """
 
-    def __init__(self, strategy: Strategy, policy: Policy, on_average: Callable[[ReplicaWorker], None]) -> None:
+    def __init__(self, strategy: Strategy, policy: Policy, pause_audit: Callable[[], None]) -> None:
         if policy not in get_args(Policy):
             raise ConfigurationError(f"uneven={policy!r}: choose one of {', '.join(get_args(Policy))}.")
-        self._strategy, self.policy, self._on_average = strategy, policy, on_average
-        self.is_uneven = self.is_unknown = self.has_ended_epoch = False
-        self._val_check_batch: float | None = None  # the trainer's, in an epoch that was cut short
+        self._strategy, self._policy, self._pause_audit = strategy, policy, pause_audit
+        self._loader: Any = None  # whose length on this rank is `_num_batches`
+        self._num_batches = 0.0
+        self.begin_fit()
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
-        self.is_uneven = self.is_unknown = self.has_ended_epoch = False
-        self._val_check_batch = None
+        self.meets = self.has_ended = False
+        self.all_are_here = True
 
-    # Which data -------------------------------------------------------------------------------------------------
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        """Begin an epoch, for which the data may have been loaded anew.
 
-    def compare_data(self, trainer: pl.Trainer, workers: list[ReplicaWorker]) -> None:
-        """Find out whether all ranks have the same number of batches.
+        Collective: as `begin_training`, if they have.
+        """
+        self.has_ended = False
+        is_new = trainer.fit_loop._last_train_dl_reload_epoch == trainer.current_epoch
+        if is_new and trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
+            self.begin_training(trainer)
+
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        """Let the workers meet before they average, where the numbers of batches differ or are unknown.
 
         Collective: all ranks, blocking.
 
         Raises:
-            ConfigurationError: on all ranks; the numbers differ, and a setting does not allow it.
+            ConfigurationError: on all ranks; it would not be known which batch is the last one.
         """
-        lengths = lengths_of_data(trainer)
-        self.is_unknown = math.inf in lengths
-        self.is_uneven = len(set(lengths)) > 1 and not self.is_unknown
-        for worker in workers:
-            worker.weighs_samples = self.is_uneven
-        if not self.is_uneven:
+        loader = trainer.fit_loop._combined_loader
+        if loader is not self._loader:  # else `_make_equal` has replaced it: a tuner starts the training twice
+            self._loader, self._num_batches = loader, trainer.num_training_batches
+        lengths = lengths_of_data(self._num_batches)
+        longest = max(lengths)
+        self.meets = min(lengths) < longest or longest == math.inf
+        for worker in self._workers:
+            worker.meet = self._meet_for_average if self.meets else None
+        if not self.meets:
             return
-        shown = ", ".join(f"{length:.0f}" for length in lengths)
-        obstacle = self._obstacle(trainer, lengths)
-        if obstacle is not None:
+        counts = " and ".join("an unknown number of" if n == math.inf else f"{n:.0f}" for n in sorted(set(lengths)))
+        if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
-                f"The ranks have different numbers of batches ({shown}), and {obstacle}. Use a DistributedSampler or "
-                "Trainer(limit_train_batches=...) for even data."
+                "training_step(dataloader_iter) does not show which batch is the last one, and the ranks have "
+                f"{counts} batches, so that they cannot agree on it. Take the batch as argument, or make the data even."
             )
+        self._make_equal(trainer, longest)
+        does = "finish" if self._can_finish else "stop when they average next"
         rank_zero_info(
-            f"{type(self._strategy).__name__}: the ranks have {shown} batches; those with more {self.policy}, replicas "
-            "are weighted by samples and averaged at the end of each epoch."
+            f"{type(self._strategy).__name__}: the ranks have {counts} batches, so before each average they exchange "
+            f"which of them have ended; those with more {does}."
         )
 
-    def _obstacle(self, trainer: pl.Trainer, lengths: list[float]) -> str | None:
-        """Return the setting that does not allow uneven data."""
+    @staticmethod
+    def _make_equal(trainer: pl.Trainer, longest: float) -> None:
+        """Let Lightning count on all ranks the batches of the longest epoch: they validate and resume alike.
+
+        A rank with fewer ends its epoch where its loader ends.
+        """
+        trainer.fit_loop.max_batches = longest
+        interval = trainer.val_check_interval
+        if trainer.val_check_batch is None or not isinstance(interval, float):
+            return
+        # Infinity: after the last batch, whichever that is.
+        trainer.val_check_batch = math.inf if interval == 1.0 else max(1, int(longest * interval))
+
+    @property
+    def _workers(self) -> list[ReplicaWorker]:
+        return [worker for worker in self._strategy.workers if isinstance(worker, ReplicaWorker)]
+
+    @property
+    def _can_weigh(self) -> bool:
+        """Whether replicas may have weights of their own."""
         method = self._strategy.method
-        when, topology = method.when, self._strategy.groups.gradients.topology
-        assert isinstance(when, EveryK)
-        if topology is not None and any(len({lengths[rank] for rank in node}) > 1 for node in topology.nodes):
-            return "the ranks of a node step together"
-        if len(self._strategy.workers) > 1 or not trainer.lightning_module.automatic_optimization:
-            return "with several optimizers or manual optimization ranks cannot wait for each other"
-        if method.sends_changes or when.delay_steps:
-            return "value_dtype, compression and delay_steps require equal weights of the ranks"
-        if when.has_fragments:
-            return "num_fragments requires all ranks at each of its steps"
-        if not isinstance(when.begin_step, int):
-            return f"begin_step={when.begin_step!r} is not known in advance; give a number of steps"
-        if trainer.val_check_batch not in (trainer.num_training_batches, math.inf):
-            return "validation in the middle of an epoch needs all of them"
-        num_steps = min(lengths) / trainer.accumulate_grad_batches
-        if when.schedule.is_always_synchronous or when.begin_step >= num_steps:
-            return "all steps of the shortest rank's first epoch are synchronous"
-        return None
+        assert isinstance(method.when, EveryK)
+        return not (method.sends_changes or method.when.delay_steps or method.when.has_fragments)
 
-    def check_callbacks(self, callbacks: list[Callback]) -> None:
-        """Raise ConfigurationError where a callback needs all ranks in the middle of an epoch."""
-        for callback in callbacks if self.is_uneven else ():
-            saves_by_step = isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
-            if is_timed(callback) or saves_by_step:
-                raise ConfigurationError(
-                    f"{type(callback).__name__} by time or by step needs all ranks in mid-epoch, and some have fewer "
-                    "batches than others. Let it act at the end of an epoch, or make the data even."
-                )
+    @property
+    def _can_finish(self) -> bool:
+        return self._policy == "finish" and self._can_weigh
 
-    # The epoch --------------------------------------------------------------------------------------------------
-
-    def begin_epoch(self, trainer: pl.Trainer, workers: list[ReplicaWorker]) -> None:
-        """Undo what has cut the last epoch short."""
-        self.has_ended_epoch = False
-        if trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
-            self.compare_data(trainer, workers)
-        if self._val_check_batch is not None:
-            trainer.val_check_batch, self._val_check_batch = self._val_check_batch, None
-
-    def count(self, batch: Any, workers: list[ReplicaWorker]) -> None:
+    def count(self, batch: Any) -> None:
         """Add the samples of a batch to this rank's weight."""
-        for worker in workers if self.is_uneven or self.is_unknown else ():
+        for worker in self._workers if self.meets else ():
             worker.num_samples += _num_samples(batch)
 
-    def after_average(self, worker: ReplicaWorker) -> None:
-        """End the epoch or the training if the last average says that ranks are out of data or at the end."""
+    # Meeting ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, what: int, is_over: bool = False) -> list[Place]:
+        """Exchange the states of the ranks.
+
+        Collective: all ranks, blocking; 4 + workers integers of each rank.
+
+        Raises:
+            DisagreementError: on all ranks; those that train are not at the same point.
+            ConfigurationError: on all ranks; one of them has no batch at all, or ended where all are needed.
+        """
+        strategy, progress = self._strategy, batches_of(self._strategy.trainer)
+        is_last = progress.is_last_batch or what in (ENDED, EMPTY)
+        own = [what, is_last, is_over, progress.current.ready, *(worker.step for worker in self._workers)]
+        rows = torch.zeros(strategy.world_size, len(own), dtype=torch.int64)
+        rows[strategy.global_rank] = torch.tensor(own, dtype=torch.int64)
+        rows = rows.to(strategy.root_device)
+        # Without an exchange of gradients or weights, it is no step's traffic.
+        with nullcontext() if what == SYNCHRONOUS_BATCH or what >= AVERAGE else strategy.ledger.paused():
+            strategy.groups.gradients.all_reduce_(rows, dist.ReduceOp.MAX)
+        places = [
+            Place(what, bool(is_last), bool(is_over), num_batches, tuple(steps))
+            for what, is_last, is_over, num_batches, *steps in rows.tolist()
+        ]
+        self._check(places)
+        if any(place.is_last for place in places) and not all(place.is_last for place in places):
+            self.all_are_here = False
+        return places
+
+    def _check(self, places: list[Place]) -> None:
+        whats = {place.what for place in places}
+        if EMPTY in whats and len(whats) > 1:
+            empty = [rank for rank, place in enumerate(places) if place.what == EMPTY]
+            raise ConfigurationError(
+                f"No batch in this epoch on ranks {empty}, and others have some. Each rank must have at least one: "
+                "divide the data otherwise."
+            )
+        going = [place for place in places if place.what not in (ENDED, EMPTY)]
+        if BATCH in whats:  # the last step of an epoch may come early while others accumulate: it waits for theirs
+            going = [place for place in going if not (place.what >= AVERAGE and place.is_last)]
+        averaging = {(place.what - AVERAGE, place.steps) for place in going if place.what >= AVERAGE}
+        ended_later = any(
+            place.what == ENDED and place.steps[number] > steps[number]
+            for place in places
+            for number, steps in averaging
+        )
+        if ended_later or len({(place.what, place.steps) for place in going}) > 1:
+            raise DisagreementError(
+                "The ranks are at different places: "
+                f"{', '.join(f'rank {rank} {place.in_words()}' for rank, place in enumerate(places))}. Each rank must "
+                "take the same optimizer steps, and validate, save and stop at the same ones, until its data end."
+            )
+        ended = [rank for rank, place in enumerate(places) if place.what == ENDED]
+        if ended and whats & {SYNCHRONOUS_BATCH, VIEW}:
+            what = "a synchronous step" if SYNCHRONOUS_BATCH in whats else "validation or a checkpoint in mid-epoch"
+            raise ConfigurationError(
+                f"The epoch of ranks {ended} has ended, and {what} of the others needs all ranks. Stop the training on "
+                "all ranks at the same step, and save and validate by Trainer(val_check_interval=...), "
+                "ModelCheckpoint(every_n_train_steps=...) or at the end of an epoch."
+            )
+
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Make this batch the last one of all ranks if it is the last of one, and all are needed in it or after it.
+
+        Collective: all ranks, in a synchronous step, or before validation or a checkpoint; else those of a node.
+        """
+        self.all_are_here = True
+        if not self.meets:
+            return
+        progress = batches_of(trainer)
+        is_synchronous = not all(worker.is_local for worker in self._workers)
+        if is_synchronous or self._is_view_due(trainer):
+            self._pause_audit()
+            places = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
+            progress.is_last_batch = any(place.is_last for place in places)
+            return
+        peers = self._strategy.groups.gradients
+        if peers.num_local_ranks > 1:  # the ranks of a node step together
+            is_last = torch.tensor([progress.is_last_batch], dtype=torch.int64, device=self._strategy.root_device)
+            peers.node.all_reduce_(is_last, dist.ReduceOp.MAX)
+            progress.is_last_batch = bool(is_last)
+
+    def _is_view_due(self, trainer: pl.Trainer) -> bool:
+        """Return whether validation or a checkpoint may come after this batch, in the middle of the epoch."""
+        loop, every = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+        if every not in (None, float("inf")) and loop._should_check_val_epoch():
+            number = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+            if (number + 1) % int(every) == 0:
+                return True
+        # In manual optimization each optimizer may step in a batch, and each step counts.
+        most = 1 if trainer.lightning_module.automatic_optimization else len(self._workers)
+        savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+        intervals = [each._every_n_train_steps for each in savers if each._every_n_train_steps > 0]
+        return any(trainer.global_step % steps + most >= steps for steps in intervals)
+
+    def _meet_for_average(self, worker: ReplicaWorker) -> None:
+        what = AVERAGE + self._workers.index(worker)
+        places = self._meet(what)
+        while any(place.what == BATCH for place in places):  # the last one of the others, too, after this message
+            places = self._meet(what)
+        self._weigh(worker, places)
         trainer = self._strategy.trainer
-        if self.is_uneven and worker.num_finished and self.policy == "stop":
-            self._end_epoch(trainer)
-        if worker.is_over:
+        if not self._can_finish and any(place.is_last for place in places):
+            batches_of(trainer).is_last_batch = True
+        if any(place.is_over for place in places):
             trainer.should_stop = True
 
-    def _end_epoch(self, trainer: pl.Trainer) -> None:
-        """Make the batch in progress the last one of this epoch, and validate after it if that is due then."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        progress.is_last_batch = True
-        if trainer.val_check_batch == trainer.num_training_batches and self._val_check_batch is None:
-            self._val_check_batch = trainer.val_check_batch
-            trainer.val_check_batch = progress.current.ready
+    def _weigh(self, worker: ReplicaWorker, places: list[Place]) -> None:
+        worker.weighs_samples = self._can_weigh and any(place.what == ENDED for place in places)
+
+    def check_view(self, trainer: pl.Trainer) -> None:
+        """Raise where the consensus is to be shown in the middle of an epoch that some ranks have ended.
+
+        Collective: all ranks.
+        """
+        if self.meets and not self.has_ended and trainer.state.fn == TrainerFn.FITTING:
+            self._meet(VIEW)
+
+    # The end ----------------------------------------------------------------------------------------------------
 
     def end_batch(self, trainer: pl.Trainer) -> None:
-        """At the end of this rank's epoch: take part in the averages of the others until all are there.
+        """End the epoch with this batch, if it is the last one of this rank.
 
         Collective: all ranks, at the ends of their epochs.
         """
-        if not self.is_uneven:
-            return
-        if ends_epoch(trainer):
+        if self.meets and ends_epoch(trainer):
             self.finish_epoch(is_over(trainer))
 
     def finish_epoch(self, is_over: bool) -> None:
-        """Take part in averages until all ranks have ended their epochs, where data are uneven and this has not been.
+        """Take part in the averages of the others until all ranks have ended their epochs, if they have not.
 
-        Collective: all ranks.
+        Collective: all ranks, at the ends of their epochs.
 
         Args:
             is_over: whether this rank is at the end of the training.
+
+        Raises:
+            SIGTERMException: a signal ends the training in the middle of the epochs of other ranks.
         """
-        if not self.is_uneven or self.has_ended_epoch:
+        if not self.meets or self.has_ended:
             return
-        (worker,) = self._strategy.workers
-        assert isinstance(worker, ReplicaWorker)
-        if not worker.is_local:
-            raise ConfigurationError(
-                f"This rank is out of data after {worker.step} optimizer steps, and the first "
-                f"{worker.when.begin_step} are synchronous: give a smaller begin_step."
-            )
-        worker.num_finished = 0
-        while worker.num_finished < self._strategy.world_size:
-            if worker.stop_agreed:  # all ranks end after the average with the request, at any point of their epochs
+        trainer = self._strategy.trainer
+        if trainer.received_sigterm and not self.all_are_here:
+            raise SIGTERMException
+        self._pause_audit()
+        what = ENDED if batches_of(trainer).current.ready else EMPTY
+        while True:
+            places = self._meet(what, is_over)
+            others = [place for place in places if place.what not in (ENDED, EMPTY)]
+            if not others:
+                break
+            number = others[0].what - AVERAGE
+            if number < 0:  # a batch, after which they end, too
+                continue
+            worker = self._workers[number]
+            self._weigh(worker, places)
+            worker.idle(others[0].steps[number] - worker.step)
+            worker.average_due(finished=True)
+            self._strategy.signals.read_requests(worker)
+            if worker.stop_agreed:  # the others leave after this average, in mid-epoch
                 raise SIGTERMException
-            worker.average(finished=True, over=is_over)
-            self._on_average(worker)
-        self.has_ended_epoch = True
+        self.has_ended = True
+        if len({(place.num_batches, place.steps) for place in places}) > 1:
+            self._become_equal(trainer, places)
 
-    def check_view(self, trainer: pl.Trainer) -> None:
-        """Raise ConfigurationError where the consensus is to be shown in the middle of an epoch of uneven data."""
-        if self.is_uneven and not self.has_ended_epoch and not trainer.sanity_checking:
-            raise ConfigurationError(
-                "Validation and checkpoints in the middle of an epoch need all ranks, and some have fewer batches "
-                "than others: do both at the end of the epoch."
-            )
+    def _become_equal(self, trainer: pl.Trainer, places: list[Place]) -> None:
+        """Average the weights trained since some have ended, and continue with the counters of the rank with most
+        batches.
+
+        Collective: all ranks.
+        """
+        for number, worker in enumerate(self._workers):
+            if num_missed := max(place.steps[number] for place in places) - worker.step:
+                worker.idle(num_missed)
+            if self._can_weigh and worker.steps_since_average:
+                worker.weighs_samples = True
+                worker.average()
+                self._strategy.signals.read_requests(worker)
+        longest = max(range(len(places)), key=lambda rank: places[rank].num_batches)
+        set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=longest))
+        if any(place.is_over for place in places):
+            trainer.should_stop = True
 
 
-def lengths_of_data(trainer: pl.Trainer) -> list[float]:
+def lengths_of_data(num_batches: float) -> list[float]:
     """Return the number of batches of each rank's epoch; infinity where it is not known.
 
     Collective: all ranks, blocking.
+
+    Args:
+        num_batches: of this rank.
     """
-    lengths: list[float] = [0.0] * trainer.world_size
-    dist.all_gather_object(lengths, float(trainer.num_training_batches))
+    lengths: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(lengths, float(num_batches))
     return lengths
 
 
