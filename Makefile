@@ -55,7 +55,8 @@ bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (ne
 
 # With the torch that is there: a plain install would bring another one. A test that fails does not cost the benchmark.
 gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
-	$(PYTHON) -m pytest -p no:cacheprovider -m gpu tests/gpu tests/what tests/ops/test_lists.py; status=$$?; \
+	$(PYTHON) -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu \
+	  tests/gpu tests/what tests/ops/test_lists.py tests/ops/test_reference.py tests/where/test_collectives.py; status=$$?; \
 	$(PYTHON) benchmarks/ops_gpu.py && exit $$status
 
 lint: $(STAMP)  ## check style, format and types

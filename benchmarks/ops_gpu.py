@@ -5,11 +5,11 @@
 Timed is all between the end of backward and the stepped weights: `worker.list_gradients`, `worker.exchange` and
 `optimizer.step`. Nothing is sent: each rank's message is this rank's own, so that packing, unpacking and averaging are
 those of a real step. Beside it stand the optimizer's own step, the copy of as much memory as a step must touch,
-`torch.topk`, and PowerSGD's matmuls. All take turns, between CUDA events; medians. A step that waits for the device
-more than once ends the benchmark.
+`torch.topk`, and PowerSGD's matmuls. All take turns, between CUDA events; medians. What does not fit into memory has no
+row. The exit status is 1 if a sparse step waits for the device more than once.
 
-Writes benchmarks/results/ops_gpu.json, a table, and a plot. Needs a CUDA device and Triton; on a CPU (`--device cpu`)
-it shows only that it runs.
+Writes benchmarks/results/ops_gpu.json, a table, and a plot, anew after each size. Needs a CUDA device and Triton; on a
+CPU (`--device cpu`) it shows only that it runs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import platform
 import shlex
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -64,6 +64,7 @@ class Row:
     Attributes:
         limit: the row it is compared with.
         ms: of each repetition.
+        waits: what a sparse step has waited for, by the warnings of `torch.cuda.set_sync_debug_mode`.
     """
 
     size: str
@@ -72,6 +73,7 @@ class Row:
     name: str
     limit: str
     ms: list[float] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
@@ -224,22 +226,20 @@ def time_ms(step: Step, device: torch.device) -> float:
     return float(start.elapsed_time(end))
 
 
-@contextmanager
-def one_wait(device: torch.device) -> Iterator[None]:
-    """Raise where a step waits for the device more than once."""
+def waits_of(step: Step, device: torch.device) -> list[str]:
+    """Take a step, and return where it has waited for the device."""
     if device.type == "cpu":
-        yield
-        return
+        step()
+        return []
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield
+            step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [str(each.message) for each in caught if "synchroniz" in str(each.message)]
-    if len(waits) > 1:
-        raise SystemExit(f"A step waited for the device {len(waits)} times; once is allowed. {waits}")
+    messages = [f"{each.message} ({Path(each.filename).name}:{each.lineno})" for each in caught]
+    return [message for message in messages if "synchroniz" in message]
 
 
 def measure(size: str, shapes: list[tuple[int, ...]], device: torch.device, repetitions: int) -> list[Row]:
@@ -248,20 +248,25 @@ def measure(size: str, shapes: list[tuple[int, ...]], device: torch.device, repe
     numel = sum(map(prod, shapes))
     for _ in range(2):
         for name, (limit, make) in contest.contestants().items():
-            step = make()
-            for _ in range(max(3, repetitions // 2)):  # until thresholds fit and kernels are compiled
-                time_ms(step, device)
-            if hasattr(step, "refresh"):
-                step.refresh()
-                with one_wait(device):
-                    step()
             row = rows.setdefault(name, Row(size, numel, len(shapes), name, limit))
-            row.ms.extend(time_ms(step, device) for _ in range(repetitions))
-            del step
+            try:
+                take(make(), row, device, repetitions)
+            except torch.OutOfMemoryError as error:
+                print(f"{size}, {name}: {error}", file=sys.stderr)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return list(rows.values())
+    return [row for row in rows.values() if row.ms]
+
+
+def take(step: Step, row: Row, device: torch.device, repetitions: int) -> None:
+    """Add the times of a contestant's steps to its row, and the waits of a sparse one."""
+    for _ in range(max(3, repetitions // 2)):  # until thresholds fit and kernels are compiled
+        time_ms(step, device)
+    if hasattr(step, "refresh"):
+        step.refresh()
+        row.waits[:] = max(row.waits, waits_of(step, device), key=len)
+    row.ms.extend(time_ms(step, device) for _ in range(repetitions))
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -296,7 +301,8 @@ def to_markdown(environment: dict[str, Any], rows: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        ratio = row.median_ms / medians[row.size, row.limit]
+        limit_ms = medians.get((row.size, row.limit), math.nan)
+        ratio = row.median_ms / limit_ms
         spread = f"{min(row.ms):.3f} - {max(row.ms):.3f}"
         lines.append(
             f"| {row.parameters:,} | {row.tensors} | {row.name} | {row.median_ms:.3f} | {spread} | {ratio:.2f} |"
@@ -339,15 +345,18 @@ def main() -> None:
         raise SystemExit(reason)
     whole_gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
     torch.manual_seed(0)
-    rows = []
+    rows: list[Row] = []
+    environment = describe_environment(device)
     for size in options.sizes:
         rows += measure(size, decoder_shapes(*WIDTHS[size]), device, options.repetitions)
-    environment = describe_environment(device)
-    results = {"environment": environment, "command": shlex.join(sys.argv), "rows": [asdict(row) for row in rows]}
-    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
-    draw(rows, options.out.with_suffix(".png"))
+        results = {"environment": environment, "command": shlex.join(sys.argv), "rows": [asdict(row) for row in rows]}
+        options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
+        draw(rows, options.out.with_suffix(".png"))
     print(to_markdown(environment, rows))
+    late = [f"{row.size}, {row.name}: {len(row.waits)} waits, {row.waits}" for row in rows if len(row.waits) > 1]
+    if late:
+        raise SystemExit("\n".join(["A step may wait for the device once:", *late]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -52,6 +53,22 @@ def check_replaced(what: Payload, made_for: Payload) -> None:
             raise ConfigurationError(
                 f"{name}={given!r} in place of {own!r}: it cannot change during a training. Attach the method anew."
             )
+
+
+def check_current_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Check that NCCL will take the GPU of the parameters where it is not told a tensor: the current device.
+
+    Raises:
+        ConfigurationError: it is another one.
+    """
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_backend(group) != "nccl":
+        return
+    current = torch.cuda.current_device()
+    if device.index != current:
+        raise ConfigurationError(
+            f"The parameters are on {device}, and the current device of this process is cuda:{current}, which NCCL "
+            f"would use, too. Call torch.cuda.set_device({device.index}) before init_process_group."
+        )
 
 
 def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,6 +33,7 @@ from lightning_lowbw.where.probe import measure_link
 from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
 
 SAMPLE = 1 << 18  # elements on which selecting and encoding is timed
+LARGE = SAMPLE << 4  # on a GPU these, too: what takes longer depends on their number, and the rest are launches
 SMALL_NUMEL, NUM_SMALL_STEPS = 64, 6  # of a step of which only the number of tensors counts
 
 
@@ -82,7 +84,8 @@ def with_narrow(measured: Measured, numel: int, num_participants: int, device: t
     for name in NARROW:
         nbytes = narrow_mean_bytes(numel, num_participants, make_narrow_format(name))
         with failing_together():
-            work_s = seconds_of_narrow_work(name, device) * numel / SAMPLE
+            fixed_s, sample_s = seconds_of_narrow_work(name, device)
+        work_s = fixed_s + sample_s * numel / SAMPLE
         # A control message, then an all-to-all, whose messages are sent at the same time, and an all-gather.
         rounds = all_reduce_rounds(num_participants) + 1 + all_gather_rounds(num_participants)
         narrow_s[name] = link.time_s(rounds, nbytes) + work_s
@@ -166,7 +169,9 @@ def seconds_of_small_tensors(what: TopK, peers: Peers, device: torch.device, num
 
 
 def seconds_of_work(what: TopK, density: float, num_participants: int, device: torch.device) -> float:
-    """Return how long it takes to select, encode and decode the elements of `SAMPLE`, without communication.
+    """Return how long it takes to select, encode and decode `SAMPLE` elements, without communication.
+
+    What does not depend on their number is left out; `seconds_of_small_tensors` measures it.
 
     Args:
         what: the payload.
@@ -174,40 +179,63 @@ def seconds_of_work(what: TopK, density: float, num_participants: int, device: t
         num_participants: messages that are decoded.
         device: where the gradients are.
     """
+    return _fixed_and_of_sample(partial(_time_work, what, density, num_participants, device), device)[1]
+
+
+def _time_work(what: TopK, density: float, num_participants: int, device: torch.device, numel: int) -> float:
     generator = torch.Generator(device).manual_seed(0)
-    residual, gradient = torch.randn(2, SAMPLE, generator=generator, device=device)
-    fields = what.selected(SAMPLE, density)
+    residual, gradient = torch.randn(2, numel, generator=generator, device=device)
+    fields = what.selected(numel, density)
     segment = Segment(residual=residual, momentum_buffer=None, gradient=gradient, weight=None, **fields)
     selection, seconds = Selection(what.selection), []
     for _ in range(3):  # the threshold has settled by then
         started = time.perf_counter()
         ((positions, values),) = selection.compress_({"": segment}, masking=False)
-        message = what.codec.encode([(positions, values)], [SAMPLE], [residual])
+        message = what.codec.encode([(positions, values)], [numel], [residual])
         counts = [positions.numel()]
-        decoded = what.codec.decode(message.unsqueeze(0).expand(num_participants, -1).contiguous(), counts, [SAMPLE])
+        decoded = what.codec.decode(message.unsqueeze(0).expand(num_participants, -1).contiguous(), counts, [numel])
         float(decoded[1].flatten()[0])  # on CUDA, waits for it
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 
 
-def seconds_of_narrow_work(value_dtype: str, device: torch.device) -> float:
-    """Return how long it takes to write and read `SAMPLE` elements in few bits, as `where.narrow` does.
+def seconds_of_narrow_work(value_dtype: str, device: torch.device) -> tuple[float, float]:
+    """Return how long it takes to write and read elements in few bits, as `where.narrow` does.
 
     Args:
         value_dtype: one of `what.narrow_values.NARROW_NAMES`.
         device: where the gradients are.
+
+    Returns:
+        What any number of elements takes, and what each `SAMPLE` of them takes.
     """
+    return _fixed_and_of_sample(partial(_time_narrow_work, value_dtype, device), device)
+
+
+def _fixed_and_of_sample(time_of: Callable[[int], float], device: torch.device) -> tuple[float, float]:
+    """Return the seconds of any number of elements, and of `SAMPLE`, from those of some numbers.
+
+    On a CPU the first are not seen; on a GPU `SAMPLE` takes hardly more than its launches.
+    """
+    if device.type == "cpu":
+        return 0.0, time_of(SAMPLE)
+    few_s, many_s = time_of(SAMPLE), time_of(LARGE)
+    sample_s = max(0.0, many_s - few_s) / (LARGE / SAMPLE - 1)
+    return max(0.0, few_s - sample_s), sample_s
+
+
+def _time_narrow_work(value_dtype: str, device: torch.device, numel: int) -> float:
     value_format, seconds = make_narrow_format(value_dtype), []
     generator = torch.Generator(device).manual_seed(0)
-    signal, residual = torch.randn(2, 1, SAMPLE, generator=generator, device=device)
-    message = torch.empty((1, value_format.nbytes(SAMPLE)), dtype=torch.uint8, device=device)
+    signal, residual = torch.randn(2, 1, numel, generator=generator, device=device)
+    message = torch.empty((1, value_format.nbytes(numel)), dtype=torch.uint8, device=device)
     for _ in range(3):
         started = time.perf_counter()
         values = residual + signal
-        value_format.write_(message, SAMPLE, 0, values)
+        value_format.write_(message, numel, 0, values)
         residual.copy_(values)
         for _ in range(2):  # the messages of the others, and the means
-            signal.copy_(value_format.read(message, SAMPLE, 0, SAMPLE))
+            signal.copy_(value_format.read(message, numel, 0, numel))
         float(signal[0, 0])  # on CUDA, waits for it
         seconds.append(time.perf_counter() - started)
     return min(seconds)

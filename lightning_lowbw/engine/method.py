@@ -16,7 +16,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping, names_arguments
-from lightning_lowbw.engine.checks import check_not_in_ddp, check_two_levels, warn_if_incomplete
+from lightning_lowbw.engine.checks import (
+    check_current_device,
+    check_not_in_ddp,
+    check_two_levels,
+    warn_if_incomplete,
+)
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.plain_loop import wrap_step
 from lightning_lowbw.errors import ConfigurationError
@@ -354,6 +359,7 @@ class Method:
                 "overlap=True in a plain loop: gradients are sent during backward by DDP's communication hook, which a "
                 "Lightning strategy registers, and here nothing would be. Leave it out, or train with strategy='dgc'."
             )
+        check_current_device(optimizer.param_groups[0]["params"][0].device, process_group)
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):

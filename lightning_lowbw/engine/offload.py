@@ -53,14 +53,17 @@ class Offload:
         """Move everything; what is there already stays."""
         averaging = self._averaging
         for kept in (averaging.start, averaging.velocity):
+            leaving = {tensor.device for tensor in kept.values() if tensor.is_cuda} if device.type == "cpu" else ()
             kept.update({parameter: moved(tensor, device) for parameter, tensor in kept.items()})
+            for gpu in leaving:  # once, not for each tensor
+                torch.cuda.synchronize(gpu)
         for exchange in (averaging.sparse, averaging.narrow):
             if exchange is not None:
                 exchange.to(device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; from a GPU to the host in pinned memory."""
+    """Return a tensor on a device; from a GPU to the host in pinned memory, not before the GPU has come to it."""
     if device.type == "cpu" and tensor.is_cuda:
-        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())

@@ -98,11 +98,10 @@ class _WrappedStep:
             return None
         scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
         gradients = self._gradients()
-        if scaling["grad_scale"] is not None:
-            for gradient in gradients:
-                gradient.div_(scaling["grad_scale"])
-        if gradients and bool(scaling["found_inf"]) and (worker.is_local or not worker.is_exchanged):
-            gradients[0].fill_(torch.inf)
+        if gradients and scaling["grad_scale"] is not None:
+            torch._foreach_div_(gradients, scaling["grad_scale"])
+        if gradients and (worker.is_local or not worker.is_exchanged):
+            gradients[0].masked_fill_(scaling["found_inf"].bool(), torch.inf)  # without a wait for a GPU
         return scaling
 
     def _gradients(self) -> list[Tensor]:

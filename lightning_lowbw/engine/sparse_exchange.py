@@ -255,8 +255,10 @@ class SparseExchange:
         return [part.stop - part.start for part in parts]
 
     def to(self, device: torch.device) -> None:
-        """Move the residuals."""
+        """Move the residuals; the kernels' workspaces are made anew, but for the thresholds."""
         self.residuals.to(device)
+        for selection in self._selections.values():
+            selection.thresholds = selection.thresholds
         self.damaged = None if self.damaged is None else self.damaged.to(device)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_lowbw.engine.local_view import DTensor
 
 
 def scaler_of(precision_plugin: Any) -> Any:
@@ -30,24 +33,19 @@ def exchange_unscaled_(precision_plugin: Any, optimizer: Optimizer, exchange: Ca
     if scaler is None:
         exchange(False)
         return
-    scale = scaler.get_scale()
-    scale_gradients_(optimizer, 1.0 / scale)
+    scale = scaler._get_scale_async()  # `get_scale` waits for a GPU
+    if gradients := _gradients(optimizer):
+        torch._foreach_div_(gradients, scale)
     if exchange(True):
-        scale_gradients_(optimizer, scale)  # which the plugin takes out again
+        torch._foreach_mul_(_gradients(optimizer), scale)  # which the plugin takes out again
     else:
         let_scaler_skip_(optimizer)
 
 
-def scale_gradients_(optimizer: Optimizer, factor: float) -> None:
-    """Multiply the gradients of an optimizer; exact where the factor is a power of two, as scales are by default.
-
-    In place:
-        `.grad` of its parameters.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return what the gradients of an optimizer's parameters contain on this rank."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [g._values() if g.is_sparse else g.to_local() if isinstance(g, DTensor) else g for g in gradients]
 
 
 def let_scaler_skip_(optimizer: Optimizer) -> None:

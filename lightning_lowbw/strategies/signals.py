@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_lowbw.engine.control import SAVE, STOP, flags, read_flags
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.side_queue import side_stream
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -114,7 +115,7 @@ class Signals:
         self._asked = None
         # On its own stream; otherwise the host would wait for the whole step that has been launched meanwhile.
         is_cuda = message.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(message.device)) if is_cuda else contextlib.nullcontext():
+        with torch.cuda.stream(side_stream(message.device, "signals")) if is_cuda else contextlib.nullcontext():
             work.wait()
             _, requests = read_flags(message)
             return requests

@@ -65,11 +65,14 @@ class Residuals(Mapping[str, Tensor]):
             for name, numel in numels.items()
             if name not in views or (views[name].device, views[name].dtype) != (device, dtypes[name])
         }
-        is_offloaded = device.type == "cpu" and any(views[name].is_cuda for name in apart if name in views)
+        leaving = {views[name].device for name in apart if name in views and views[name].is_cuda}
+        is_offloaded = device.type == "cpu" and bool(leaving)
         for name, view in _allocate(apart, device, dtypes, pin_memory=is_offloaded).items():
             if name in views:
-                view.copy_(views[name])
+                view.copy_(views[name], non_blocking=is_offloaded or views[name].is_pinned())
             views[name] = view
+        for gpu in leaving if is_offloaded else ():  # once, not for each tensor
+            torch.cuda.synchronize(gpu)
 
     def to(self, device: torch.device) -> None:
         """Move all of them, into one buffer; those that are there already stay."""

@@ -6,6 +6,8 @@ thread may still release a tensor. It then needs the GIL, Python ends the thread
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import ref
@@ -52,8 +54,28 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
         del _groups[stale]  # a world that was made anew has groups of its own
     key = ref(world), (ranks, purpose, timeout)
     if key not in _groups:
-        _groups[key] = Held(dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout))
+        with _not_split_from(world):
+            group = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
+        _groups[key] = Held(group)
     return _groups[key]()
+
+
+@contextmanager
+def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let `new_group` make a new gloo group, also where the world is bound to a GPU, as Lightning's is.
+
+    From a bound world torch splits the group off. Gloo says that it supports that, and a rank outside of the group ends
+    in an AttributeError (torch 2.13).
+    """
+    device = world.bound_device_id
+    if device is None or dist.get_backend(world) != "gloo":
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _timeout_of_world() -> timedelta | None:

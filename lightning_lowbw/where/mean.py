@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.ops.table import upload
 from lightning_lowbw.where.collectives import AllReducing
@@ -91,10 +92,12 @@ class MeanWork:
 
 def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
     """Concatenate tensors, times the weight; in the wide type, for they may be narrow."""
-    if room.is_cuda and parts:  # two launches, whatever their number
-        torch.cat(list(parts), out=room).mul_(weight)
+    views = room.split([part.numel() for part in parts])
+    if room.is_cuda and parts:  # few launches, whatever their number; `torch.cat` has one each where a dtype differs
+        copy_all_(views, parts)
+        room.mul_(weight)
         return
-    for view, part in zip(room.split([part.numel() for part in parts]), parts, strict=True):
+    for view, part in zip(views, parts, strict=True):
         if part.dtype == view.dtype:
             torch.mul(part, weight, out=view)
         else:

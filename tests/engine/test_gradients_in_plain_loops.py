@@ -27,6 +27,7 @@ from lightning_lowbw import (
     TopK,
     Where,
 )
+from lightning_lowbw.engine.checks import check_current_device
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
@@ -482,3 +483,12 @@ def warn_of_error_feedback() -> str:
 
 def test_the_warning_about_an_optimizer_names_the_users_line() -> None:
     assert run_ranks(warn_of_error_feedback, 2) == [__file__, ""]
+
+
+def test_nccl_with_another_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_current_device(torch.device("cuda", 0), None)
+    with pytest.raises(ConfigurationError, match=r"torch\.cuda\.set_device\(1\)"):
+        check_current_device(torch.device("cuda", 1), None)

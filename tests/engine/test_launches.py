@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import DGC, LocalSGD
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.ops import gpu, table
+from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.what import positions
 from lightning_lowbw.what.momentum import MomentumCorrection
 from lightning_lowbw.what.top_k import TopK, small_numel
@@ -255,6 +257,9 @@ def count_step(
             [(str(i), each) for i, each in enumerate(parameters)],
             peers,
         )
+        scale = torch.ones((), device="cuda")
+        scaler = SimpleNamespace(is_enabled=lambda: has_scaler, _get_scale_async=lambda: scale)
+        precision = SimpleNamespace(scaler=scaler)
         for _ in range(2):  # the first makes what is kept
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -269,10 +274,14 @@ def count_step(
                 del count[name]
             with worker.stepping():
                 reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
-                worker.list_gradients(reduced=reduced)
-                if has_scaler:
-                    worker.check_gradients()
-                worker.exchange(skip_nonfinite=has_scaler, applies=True)
+
+                def exchange(skip_nonfinite: bool, worker: GradientWorker = worker, reduced: Any = reduced) -> bool:
+                    worker.list_gradients(reduced=reduced)
+                    if has_scaler:
+                        worker.check_gradients()
+                    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=True)
+
+                exchange_unscaled_(precision, ours, exchange)
         return count
 
 

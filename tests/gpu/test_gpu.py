@@ -243,5 +243,8 @@ def test_all_gpus_through_nccl(precision: str) -> None:
     )
     model = Module()
     before = [p.detach().clone() for p in model.parameters()]
-    trainer.fit(model, data)
+    try:
+        trainer.fit(model, data)
+    finally:
+        os.environ.pop("MASTER_PORT", None)  # set by Lightning's launcher
     assert any((a != b.cpu()).any() for a, b in zip(before, model.parameters(), strict=True))

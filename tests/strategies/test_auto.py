@@ -27,6 +27,7 @@ from lightning_lowbw import (
     Strategy,
     TopK,
 )
+from lightning_lowbw.engine import measuring
 from lightning_lowbw.engine.auto import DENSITIES, Measured
 from lightning_lowbw.engine.measuring import seconds_of_narrow_work
 from lightning_lowbw.strategies import auto_sparsity
@@ -346,7 +347,17 @@ def test_it_measures_all_methods() -> None:
 
 @pytest.mark.parametrize("value_dtype", NARROW_NAMES)
 def test_the_time_of_the_work_is_measured(value_dtype: str) -> None:
-    assert 0 < seconds_of_narrow_work(value_dtype, torch.device("cpu")) < 10
+    fixed_s, sample_s = seconds_of_narrow_work(value_dtype, torch.device("cpu"))
+    assert fixed_s == 0 < sample_s < 10
+
+
+@pytest.mark.parametrize(("launches_s", "of_sample_s"), [(0.4e-3, 0.01e-3), (0.4e-3, 0.0), (0.0, 2e-3)])
+def test_launches_are_not_multiplied_on_a_gpu(launches_s: float, of_sample_s: float) -> None:
+    def time_of(numel: int) -> float:
+        return launches_s + of_sample_s * numel / measuring.SAMPLE
+
+    times = measuring._fixed_and_of_sample(time_of, torch.device("cuda"))
+    assert times == (pytest.approx(launches_s), pytest.approx(of_sample_s))
 
 
 def test_it_says_what_it_will_do(chosen: Any) -> None:

@@ -81,3 +81,18 @@ def test_a_store_that_does_not_take_them_in_time_does_not_end_the_fit(monkeypatc
     call.note("a reason")
     assert call.call() is None
     call.close()
+
+
+def bind_to_a_gpu() -> list[bool]:
+    """Make groups as Lightning's world does, which is bound to a GPU; return whether this rank is in each."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    members = [group_of((rank,), "test of a bound world") is not dist.GroupMember.NON_GROUP_MEMBER for rank in (0, 1)]
+    assert world.bound_device_id == torch.device("cuda", 0)
+    world.bound_device_id = None
+    return members
+
+
+def test_groups_are_made_in_a_world_that_is_bound_to_a_gpu() -> None:
+    assert run_ranks(bind_to_a_gpu, 2) == [[True, False], [False, True]]

@@ -1,0 +1,110 @@
+"""Several ranks on one device, through gloo, in a Trainer: each a node of its own. On a CPU, too, so that it runs."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowbw import DGCStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+
+STEPS = 8
+SPARSE: dict[str, Any] = {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 100}
+HALVES = ((0, 1), (2, 3))
+
+STRATEGIES: dict[str, Any] = {
+    "dgc": partial(DGCStrategy, **SPARSE),
+    "dgc, overlap": partial(DGCStrategy, **SPARSE, overlap=True),
+    "dgc, reduce_scatter": partial(DGCStrategy, **SPARSE, exchange="reduce_scatter"),
+    "dgc, int4 values": partial(DGCStrategy, **SPARSE, value_dtype="int4"),
+    "dgc, two levels": partial(DGCStrategy, **SPARSE, topology=HALVES),
+    "int8": partial(Strategy, NarrowGradients("int8")),
+    "int4, two levels": partial(Strategy, NarrowGradients("int4"), topology=HALVES),
+    "local_sgd": partial(LocalSGDStrategy, k_steps=3, begin_step=1),
+    "local_sgd, hidden": partial(LocalSGDStrategy, k_steps=4, begin_step=0, delay_steps=2),
+}
+
+
+class Module(pl.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.Sequential(nn.Linear(32, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 4))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.kind == "AdamW":
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+
+
+def fit(store: str, device: str, name: str, optimizer: str, precision: Any, clip: float | None) -> tuple[Any, ...]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    if device == "cuda":  # as Lightning does, which binds the process group to the device
+        dist.destroy_process_group()
+        options: dict[str, Any] = {"rank": rank, "world_size": num_ranks, "device_id": torch.device("cuda", 0)}
+        dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+    torch.manual_seed(0)
+    model = Module(optimizer)
+    strategy = STRATEGIES[name](process_group_backend="gloo")
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        num_nodes=num_ranks,
+        precision=precision,
+        gradient_clip_val=clip,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    x = torch.randn(16 * STEPS * num_ranks, 32, generator=torch.Generator().manual_seed(1))
+    trainer.fit(model, DataLoader(TensorDataset(x), batch_size=16))
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    return trainer.global_step, strategy.ledger.sent_bytes, digest(model.parameters()), weights
+
+
+def check(results: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    for steps, sent_bytes, digest_of_rank, _ in results:
+        assert steps == STEPS
+        assert sent_bytes > 0
+        assert digest_of_rank == results[0][2]
+    return results[0][3]
+
+
+ON_GPU = [pytest.param(optimizer, "cuda", marks=pytest.mark.gpu) for optimizer in ("SGD", "AdamW")]
+
+
+@pytest.mark.parametrize(("optimizer", "device"), [("SGD", "cpu"), *ON_GPU])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_exchange(name: str, optimizer: str, device: str, tmp_path: Path) -> None:
+    num_ranks, clip = 4 if "levels" in name else 2, None if "overlap" in name or optimizer == "AdamW" else 1.0
+    arguments = (name, optimizer, "32-true", clip)
+    weights = check(run_ranks(fit, num_ranks, str(tmp_path / "store"), device, *arguments))
+    if device == "cuda":
+        on_cpu = check(run_ranks(fit, num_ranks, "", "cpu", *arguments))
+        for mine, expected in zip(weights, on_cpu, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
+def test_precisions_exchange(name: str, precision: str, tmp_path: Path) -> None:
+    results = run_ranks(fit, 2, str(tmp_path / "store"), "cuda", name, "SGD", precision, 1.0)
+    assert all(weights.isfinite().all() for weights in check(results))
