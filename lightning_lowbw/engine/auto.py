@@ -216,7 +216,9 @@ def _times_sent(run: Run, length: str) -> str:
 
 
 def _length(run: Run) -> str:
-    return f"{run.num_left} steps are left" if run.num_steps is not None else f"{ASSUMED_STEPS} steps are assumed"
+    if run.num_steps is None:
+        return f"{ASSUMED_STEPS} steps are assumed"
+    return "1 step is left" if run.num_left == 1 else f"{run.num_left} steps are left"
 
 
 def _timed(step_s: float, dense_s: float) -> str:

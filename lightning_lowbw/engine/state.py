@@ -180,7 +180,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
             has = "no such parameter" if there is None else f"shape {there}"
             raise ConfigurationError(
                 f"The checkpoint keeps a residual of shape {tuple(shape)} for {name!r}; the optimizer has {has}. "
-                "Resume with the model that was saved, or load its weights alone."
+                f"Resume with the model that was saved, or {WITHOUT_RESIDUALS}."
             )
     if (state["residuals"] and worker.sparse is None) or (state["rounded"] and worker.narrow is None):
         raise ConfigurationError(
@@ -346,13 +346,13 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     if len(state["fragments"]) != len(worker.fragments):
         raise ConfigurationError(
             f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
-            f"{len(worker.fragments)}. Resume with the same num_fragments."
+            f"{len(worker.fragments)}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
         )
     if worker.averaging.needs_start and state["own"] and not state["start"]:
         raise ConfigurationError(
             "The checkpoint was written between two averages, and not with an outer optimizer, a value_dtype or a "
-            "compression, which need the last consensus. Resume without these, or from a checkpoint written after an "
-            "average."
+            "compression, which need the last consensus. Resume without these, from a checkpoint written after an "
+            f"average, or {WITHOUT_RESIDUALS}."
         )
     has_no_averages = worker.peers.num_participants == 1 or worker.when.schedule.is_always_synchronous
     if state["own"] and worker.peers.num_ranks > 1 and has_no_averages:
@@ -370,13 +370,13 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
         if target is None or target.shape != shape:
             raise ConfigurationError(
                 f"The checkpoint has {name!r} of shape {tuple(shape)}; this model has not. Resume with the model it "
-                "was written with."
+                f"was written with, or {WITHOUT_RESIDUALS}."
             )
     for name in (name for fragment in state["fragments"] for name in fragment["names"]):
         if name not in parameters:
             raise ConfigurationError(
                 f"The checkpoint has {name!r}, and this optimizer no such parameter. Resume with the model it was "
-                "written with."
+                f"written with, or {WITHOUT_RESIDUALS}."
             )
     for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
         for name, residual in unsent.items():
@@ -385,7 +385,7 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
                 raise ConfigurationError(
                     f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
                     f"and with {worker.method.what} they never would be. Resume with the compression of that run, or "
-                    'begin a new run with the weights alone: model.load_state_dict(torch.load(path)["state_dict"]).'
+                    f"{WITHOUT_RESIDUALS}."
                 )
 
 

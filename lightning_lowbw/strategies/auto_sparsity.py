@@ -27,7 +27,7 @@ from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes, tell_what_stays_whole
 from lightning_lowbw.strategies.choice import adopt, take
-from lightning_lowbw.strategies.uneven import lengths_of_data
+from lightning_lowbw.strategies.uneven import of_all_ranks
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
@@ -65,7 +65,7 @@ class AutoSparsity:
         self._callbacks: list[Callback] = []  # the Trainer's, in this fit
         self._link_watch: LinkWatch | None = None
         self._epoch_of_watch = -1  # in which it has found a change last
-        self.is_timing = self._is_pretrained = False
+        self.is_timing = self._is_pretrained = self._is_resumed = False
         self._restart()
 
     def begin_fit(self, trainer: pl.Trainer) -> None:
@@ -76,7 +76,8 @@ class AutoSparsity:
             take(strategy, self._given)
         when = strategy.method.when
         self._given = strategy.method if isinstance(when, EveryStep) and when.is_auto else None
-        self._chosen, self._adopted, self._is_pretrained, self.is_timing = None, None, False, False
+        self._chosen, self._adopted = None, None
+        self.is_timing = self._is_pretrained = self._is_resumed = False
         self._link_watch, self._epoch_of_watch = None, -1
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -94,7 +95,7 @@ class AutoSparsity:
         return self._chosen is not None and self._chosen.get("when", self._chosen.get("method")) is None
 
     def load_state_dict(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        """Load the choice from a checkpoint: a resumed run does not choose again.
+        """Load the choice from a checkpoint: a resumed run does not choose again, but for `_keep_or_choose_anew`.
 
         Collective: all ranks.
 
@@ -107,14 +108,36 @@ class AutoSparsity:
         self._is_pretrained = is_foreign
         if chosen is not None and (self._picks or "method" not in chosen):
             self._choose(dict(chosen))
-            kept = "whole gradients in every step, as with DDP" if self._adopted is None else in_words(self._adopted)
+            self._is_resumed = True
+
+    def _keep_or_choose_anew(self, trainer: pl.Trainer) -> None:
+        """Say what a resumed run keeps, unless that are dense steps that were chosen for a shorter run.
+
+        Collective: all ranks.
+        """
+        assert self._chosen is not None
+        self._is_resumed, name = False, type(self._strategy).__name__
+        before, now = self._chosen.get("num_steps", math.inf), min(of_all_ranks(num_steps_of(trainer)))
+        if self.has_chosen_dense and now > before:
             rank_zero_info(
-                f"{type(self._strategy).__name__}: {kept}, as chosen before the checkpoint was saved. A resumed run "
-                "does not choose again; for that, begin a new run with its weights."
+                f"{name}: whole gradients were chosen for a run of {before:.0f} steps, and this one has {now:.0f}: it "
+                "measures and chooses again."
             )
+            self._chosen, self._link_watch = None, None
+            return
+        kept = "whole gradients in every step, as with DDP" if self._adopted is None else in_words(self._adopted)
+        rank_zero_info(
+            f"{name}: {kept}, as chosen before the checkpoint was saved. A resumed run does not choose again; to "
+            "change it, write it down, as in lightning_lowbw.DGCStrategy(sparsity=[0.999])."
+        )
 
     def begin_training(self, trainer: pl.Trainer) -> None:
-        """Begin to time, where there is something to choose."""
+        """Begin to time, where there is something to choose.
+
+        Collective: all ranks, after a resume.
+        """
+        if self._is_resumed:
+            self._keep_or_choose_anew(trainer)
         strategy, when = self._strategy, self._strategy.method.when
         is_open = isinstance(when, EveryStep) and when.is_auto and self._chosen is None  # else a callback has set it
         # A search for a learning rate has callbacks of its own; the run comes after it.
@@ -192,7 +215,7 @@ class AutoSparsity:
             self._choose({"method": chosen.describe()})
             strategy.regime.begin_training(trainer)
         else:
-            self._choose(described(chosen, measured))
+            self._choose({**described(chosen, measured), "num_steps": num_steps_of(trainer)})
             if chosen is not None:
                 tell_notes(strategy.workers)
                 tell_what_stays_whole(strategy.workers)
@@ -283,7 +306,7 @@ class AutoSparsity:
             left_out.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
         elif strategy._ddp_kwargs.get("broadcast_buffers"):
             left_out.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
-        elif len({*(lengths := lengths_of_data(trainer.num_training_batches))}) > 1 or math.inf in lengths:
+        elif len({*(lengths := of_all_ranks(trainer.num_training_batches))}) > 1 or math.inf in lengths:
             left_out.append("local_sgd: the ranks have different or unknown numbers of batches")
         return left_out
 

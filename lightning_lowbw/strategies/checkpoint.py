@@ -109,17 +109,26 @@ class Checkpoints:
             strategy.checkpoint_io.save_checkpoint(self._shard(metadata), path)
         with together():
             stays_whole = strategy.is_global_zero and type(strategy.checkpoint_io) is TorchCheckpointIO
-            if stays_whole and os.path.isfile(filepath):
+            if stays_whole and "://" not in str(filepath):
                 # Lightning writes to the folder for temporary files first. From another disk the file would be copied,
-                # over the existing checkpoint.
-                write(checkpoint, f"{folder}/{PART}")
-                os.replace(f"{folder}/{PART}", filepath)
+                # and a crash or a full disk would leave a part of it, over an existing checkpoint, too.
+                self._write_whole(checkpoint, f"{folder}/{PART}", filepath, write)
             else:
                 write(checkpoint, filepath)
         if isinstance(strategy.checkpoint_io, AsyncCheckpointIO) and strategy.checkpoint_io._executor is not None:
             self._last_queued = strategy.checkpoint_io._executor.submit(lambda: None)  # its one thread keeps the order
         if not strategy.is_interrupted:
             self._sweep(folder, path)
+
+    @staticmethod
+    def _write_whole(checkpoint: dict[str, Any], part: str, filepath: _PATH, write: Callable[[Any, str], None]) -> None:
+        try:
+            write(checkpoint, part)
+            os.replace(part, filepath)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(part)
+            raise
 
     def _wait_for_the_save_before(self) -> None:
         """Wait until AsyncCheckpointIO has written its queue: shards are kept of two saves, not of three."""
@@ -256,13 +265,13 @@ class Checkpoints:
         self._strategy.auto.load_state_dict(None, is_foreign=True)
         self._set_workers(checkpoint, [])
         if metadata is None:
-            writer = "not by a strategy of this package"
+            writer = "was not written by a strategy of this package"
         elif metadata.get("format") != FORMAT:
-            writer = "by another version of this package"
+            writer = "was written by another version of this package"
         else:
-            writer = f"by a method whose ranks keep {_kept(metadata['kind'])}"
+            writer = f"was written by a method whose ranks keep {_kept(metadata['kind'])}"
         rank_zero_info(
-            f"The checkpoint was written {writer}. {type(self._strategy).__name__}, whose ranks keep "
+            f"The checkpoint {writer}. {type(self._strategy).__name__}, whose ranks keep "
             f"{_kept(self.kind)}, begins with the weights, the optimizer and the step in it, and with nothing else."
         )
 

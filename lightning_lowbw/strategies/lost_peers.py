@@ -26,6 +26,7 @@ IS_LOST = re.compile(rf"{OF_BACKEND.pattern}|Connection (closed|reset|refused)|B
 IS_OTHER = re.compile("DataLoader|CUDA error")
 FROM_TORCH = ("torch.", "lightning_lowbw.")  # modules
 LOST = "a peer was lost"
+OTHER_SIZE = "Received data size doesn't match"  # gloo's last words before it ends the process
 FIT = "_call_and_handle_interrupt"  # of Lightning, the outermost
 # By the name of a function on the stack, the innermost first.
 PHASES = {
@@ -103,7 +104,11 @@ class LostPeers:
         ]
         if gone:
             told = "; ".join(gone).rstrip(".")
-            return f"{told}. Look at the output there; then start all ranks again, from the last checkpoint."
+            return (
+                f"{told}. Look at the output there; then start all ranks again, from the last checkpoint. If it ends "
+                f'in "{OTHER_SIZE}", the ranks were at different places: they have different numbers of batches '
+                "(Trainer(limit_train_batches=...) makes them equal), or one alone has saved a checkpoint or stopped."
+            )
         there = [
             *(f"rank {rank} in {phase}" for rank, phase in answers.present.items()),
             *(f"rank {rank}: {reason}" for rank, reason in answers.failed.items()),

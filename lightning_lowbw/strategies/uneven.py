@@ -126,7 +126,7 @@ class Uneven:
         loader = trainer.fit_loop._combined_loader
         if loader is not self._loader:  # else `_make_equal` has replaced it: a tuner starts the training twice
             self._loader, self._num_batches = loader, trainer.num_training_batches
-        lengths = lengths_of_data(self._num_batches)
+        lengths = of_all_ranks(self._num_batches)  # infinity where it is not known
         longest = max(lengths)
         self.meets = min(lengths) < longest or longest == math.inf
         for worker in self._workers:
@@ -363,17 +363,14 @@ class Uneven:
             trainer.should_stop = True
 
 
-def lengths_of_data(num_batches: float) -> list[float]:
-    """Return the number of batches of each rank's epoch; infinity where it is not known.
+def of_all_ranks(number: float) -> list[float]:
+    """Return a number of each rank, in their order.
 
     Collective: all ranks, blocking.
-
-    Args:
-        num_batches: of this rank.
     """
-    lengths: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(lengths, float(num_batches))
-    return lengths
+    numbers: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(numbers, float(number))
+    return numbers
 
 
 def _num_samples(batch: Any) -> int:

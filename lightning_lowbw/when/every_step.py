@@ -35,7 +35,7 @@ class EveryStep:
         pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 
     Raises:
-        ConfigurationError: a value is out of range, a dense stair follows a sparse one, or `rampup_step` is so short
+        ConfigurationError: a value is out of range, `sparsity` falls, or `rampup_step` is so short
             that some values of `sparsity` would never be used, or there is only one to be spread.
 
     Example:
@@ -118,7 +118,7 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
     """Return the values of `sparsity`, checked.
 
     Raises:
-        ConfigurationError: it is no list of numbers in [0, 1), or a dense stair follows a sparse one.
+        ConfigurationError: it is no list of numbers in [0, 1), or a value is smaller than the one before.
     """
     if isinstance(sparsity, (int, float)):
         raise ConfigurationError(f"sparsity={sparsity!r}: {NO_LIST}")
@@ -143,5 +143,10 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
             raise ConfigurationError(
                 f"sparsity={list(stairs)}: a dense stair (0) may only come before the sparse ones, "
                 "because the dense phase keeps no residual. Use a small value such as 0.5, or end the list earlier."
+            )
+        if after < before:
+            raise ConfigurationError(
+                f"sparsity={list(stairs)}: {after} follows {before}, so more would be sent after the warm-up than in "
+                "it. Give values that rise, as in [0.75, 0.9375, 0.999]."
             )
     return stairs

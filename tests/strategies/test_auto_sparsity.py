@@ -122,8 +122,8 @@ def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(trained: Any) -> None
     assert later[0]["when"] == first["when"]
     assert later[0]["said"] == [
         "DGCStrategy: every step, the 25.6 % largest elements of each tensor as bfloat16, from step 7, as chosen "
-        "before the checkpoint was saved. A resumed run does not choose again; for that, begin a new run with its "
-        "weights."
+        "before the checkpoint was saved. A resumed run does not choose again; to change it, write it down, as in "
+        "lightning_lowbw.DGCStrategy(sparsity=[0.999])."
     ]
     assert [result["weights"] for result in later] == [result["weights"] for result in whole]
     anew = run_ranks(partial(fit, SLOW, resume=path.format(BEFORE)), 2)
@@ -151,6 +151,20 @@ def test_a_dense_choice_is_kept_by_a_resume(trained: Any) -> None:
     assert [line.split(", as chosen")[0] for line in later[0]["said"]] == [
         "DGCStrategy: whole gradients in every step, as with DDP"
     ]
+
+
+def test_a_dense_choice_for_a_short_trial_is_made_anew_for_the_long_run(tmp_path: Any) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    (trial, _) = run_ranks(partial(fit, SLOW, path=path, save_at=(CHOSEN_AFTER,), num_steps=END), 2)
+    assert trial["when"].is_auto
+    assert trial["said"][0].endswith("13 steps are left.")
+    for resumed in run_ranks(partial(fit, SLOW, resume=path.format(CHOSEN_AFTER), num_steps=150), 2):
+        assert resumed["said"][0] == (
+            "DGCStrategy: whole gradients were chosen for a run of 20 steps, and this one has 150: it measures and "
+            "chooses again."
+        )
+        assert resumed["when"].stairs == pytest.approx([1 - 0.256])
+        assert resumed["num_measured"] == 1
 
 
 def test_fine_tuning_has_no_warm_up(trained: Any) -> None:

@@ -269,7 +269,7 @@ def resume_from_ddp(path: str) -> tuple[int, str]:
         monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
         trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
         assert said == [
-            "The checkpoint was written not by a strategy of this package. DGCStrategy, whose ranks keep unsent "
+            "The checkpoint was not written by a strategy of this package. DGCStrategy, whose ranks keep unsent "
             "gradients, begins with the weights, the optimizer and the step in it, and with nothing else."
         ]
         local = make_trainer(LocalSGDStrategy(k_steps=2, begin_step=0), num_ranks, max_steps=2)

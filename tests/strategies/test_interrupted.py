@@ -127,6 +127,20 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(name: str, t
     assert "rank 0: OSError: No space left on device" in second[1]
 
 
+def fail_in_the_first_save(name: str, folder: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        break_the_disk(patch, 0, 2, have_no_room)
+        with pytest.raises((OSError, ConfigurationError)):
+            fit(name, f"{folder}/new.ckpt", SAVES)
+    dist.barrier()
+    return sorted(each for _, _, files in os.walk(folder) for each in files if each.endswith((".ckpt", PART)))
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+def test_a_first_save_that_fails_leaves_no_part_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    assert run_ranks(fail_in_the_first_save, 2, name, str(tmp_path)) == [[], []]
+
+
 SECOND_SAVE = (0, 2)  # under ddp rank 0 writes one file per save
 
 
