@@ -51,7 +51,7 @@ class LocalSGDStrategy(Strategy):
         compression: None, or a `Compression` (or a mapping of its arguments): only the largest elements of the change
             by local steps are sent, in few bits, with error feedback (SparseLoCo).
         uneven: for ranks with more batches than others in an epoch: "finish" them, or "stop" at the next
-            average. Replicas are then weighted by samples, and averaged at the end of each epoch.
+            average. Replicas are weighted by samples once a rank has ended.
         audit: raise an error that names any collective between two averages. Costs a few comparisons per step.
         topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. The ranks of a node then step together, on the mean of their gradients,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from lightning_lowbw.errors import DisagreementError
 from lightning_lowbw.where.roll_call import ANSWER_S, Answers, RollCall
 from lightning_lowbw.where.topology_choice import NODE_VARIABLES
 
@@ -44,10 +45,12 @@ PHASES = {
     "_run_sanity_check": "validation",
     "optimizer_step": "the optimizer's step",
     "on_train_epoch_end": "the end of an epoch",
+    "come_to_end": "the end of the fit",
     "setup": "the set-up of the fit",
     "setup_environment": "the set-up of the fit",
     "teardown": "the end of the fit",
 }
+IN_A_STEP = {PHASES[name] for name in ("exchange", "backward", "training_step", "optimizer_step")}
 
 
 class LostPeers:
@@ -88,6 +91,24 @@ class LostPeers:
         cause.__cause__ = exception.__cause__
         exception.args = (f"Rank {dist.get_rank()}, in {phase}: {told}",)
         exception.__cause__ = cause
+
+    def come_to_end(self) -> None:
+        """Wait in the store until all ranks have ended their training, where it may be seen that some train on.
+
+        Their next exchange would meet what this rank communicates at the end of the fit, and gloo ends a process that
+        receives a message of another size.
+
+        Raises:
+            DisagreementError: on this rank; the others then find it failed.
+        """
+        own = self._strategy.trainer.global_step
+        while (answers := self._roll_call.come_to_end()) is not None and not (answers.failed or answers.silent):
+            going = [f"rank {rank} is in {phase}" for rank, phase in answers.present.items() if _trains_on(phase, own)]
+            if going:
+                raise DisagreementError(
+                    f"Rank {dist.get_rank()} has ended its training after step {own}, and {', '.join(going)}. All "
+                    "ranks must have the same number of batches; Trainer(limit_train_batches=...) gives it to them."
+                )
 
     def close(self) -> None:
         """Stop answering."""
@@ -144,6 +165,12 @@ class LostPeers:
         module = self._strategy.lightning_module
         step = "" if module is None or module._trainer is None else f" after step {module._trainer.global_step}"
         return f"{phase}{step}"
+
+
+def _trains_on(phase: str, num_steps: int) -> bool:
+    """Return whether a rank is in a step after this number of steps, by its `_phase`."""
+    what, _, step = phase.rpartition(" after step ")
+    return what in IN_A_STEP and int(step) >= num_steps
 
 
 def _is_of_lost_peer(exception: BaseException) -> bool:

@@ -67,7 +67,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         topology: instead of the method's own: "flat" or, for two levels, "auto" (by the launcher and the host names), a
             number of ranks per node, the ranks of each node, or a `Topology`.
         uneven: for averages of weights, and ranks with more batches than others in an epoch: "finish" them, or
-            "stop" at the next average. Replicas are then weighted by samples, and averaged at the end of each epoch.
+            "stop" at the next average. They are weighted by samples once a rank has ended.
         audit: for averages of weights: raise an error that names any collective between two of them.
         resume: what ``fit(ckpt_path=...)`` loads: "exact" also the folder beside the ``.ckpt``, which has each rank's
             own state; "weights and optimizer" the ``.ckpt`` alone, as when the folder is lost, or residuals do not fit
@@ -118,7 +118,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         self._hook = GradientHook(self)
         self._guard = BypassGuard()
         self._backwards = Backwards()
-        self._lost_peers = LostPeers(self)
+        self.lost_peers = LostPeers(self)
         self._checkpoints = Checkpoints(self, self._options["resume"])
 
     accelerator = property(DDPStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
-            self._lost_peers.begin_fit()
+            self.lost_peers.begin_fit()
             settings = facts.settings_of(self.trainer, takes_uneven=self.method.averages_weights)
             others = {**facts.plain_values(self._ddp_kwargs), **settings}
             facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
@@ -217,7 +217,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain_(exception, self)  # before Lightning would do so
-        self._lost_peers.explain_(exception)
+        self.lost_peers.explain_(exception)
         fail_by_signal_(exception)
         super().on_exception(exception)
 
@@ -228,7 +228,7 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         self.clipping.restore()
         self.groups.close()
         self._guard.release()
-        self._lost_peers.close()
+        self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         module = self.lightning_module

@@ -141,6 +141,7 @@ class Synchronous(Regime):
     @override
     def end_training(self) -> None:
         self.strategy.signals.settle()
+        self.strategy.lost_peers.come_to_end()
         self._check_kept()
         for worker in self.strategy.workers:
             leave_whole_velocities_(worker)

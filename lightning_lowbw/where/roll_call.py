@@ -77,7 +77,7 @@ class RollCall:
         self.address = f"{self._host}:{self._port}"
         try:
             own = self._connect()
-            for key in ("call", "here"):  # of an earlier fit, or of processes before a restart
+            for key in ("call", "here", "end"):  # of an earlier fit, or of processes before a restart
                 own.delete_key(f"{key}/{self._rank}")
             own.set(f"failed/{self._rank}", "")
             own.set(f"place/{self._rank}", place)
@@ -94,6 +94,14 @@ class RollCall:
     def call(self) -> Answers | None:
         """Return which ranks answer; None if the store does not. Takes at most `STORE_S` seconds."""
         return _within(STORE_S, self._call) if self.has_begun else None
+
+    def come_to_end(self) -> Answers | None:
+        """Say that this rank has ended its training, and wait for the others.
+
+        Returns:
+            What they do, if some do not come within `ANSWER_S` seconds; None if all do, or the store does not answer.
+        """
+        return _within(STORE_S, self._come_to_end) if self.has_begun else None
 
     def close(self) -> None:
         """End the thread."""
@@ -119,6 +127,12 @@ class RollCall:
                 store.set(f"here/{self._rank}", self._phase())
         except RuntimeError:  # the store has gone: nobody can call any more
             return
+
+    def _come_to_end(self) -> Answers | None:
+        store = self._connect()
+        store.set(f"end/{self._rank}", "")
+        is_complete = _has(store, [f"end/{rank}" for rank in range(self._num_ranks)], ANSWER_S)
+        return None if is_complete else self._call()
 
     def _call(self) -> Answers:
         store = self._connect()

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
+from lightning_lowbw import DGCStrategy, DisagreementError, HierarchicalStrategy, LocalSGDStrategy
 from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
 from lightning_lowbw.where.roll_call import Answers
 from tests.programs import free_port
@@ -103,6 +103,37 @@ def test_a_rank_that_fails_is_named_with_its_reason(name: str, record_property: 
     assert "gloo" in cause
     assert seconds < 30.0
     record_property("seconds", seconds)
+
+
+def end_before_others(port: int, lengths: list[int]) -> str:
+    num_ranks, own = dist.get_world_size(), dist.get_rank()
+    data = make_data(num_ranks, lengths[own])
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_PORT=str(port), GROUP_RANK="0")
+    strategy = DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=6)  # the process does not end
+    trainer = make_trainer(strategy, num_ranks, max_epochs=1)
+    try:
+        trainer.fit(Tiny(), data)
+    except (RuntimeError, DisagreementError) as error:
+        return str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_rank_that_ends_before_others_says_so(short: int) -> None:
+    """Before, gloo ended its process: what it communicated at its end met an exchange of the others."""
+    lengths = [7, 10] if short == 0 else [10, 7]
+    messages = run_ranks(end_before_others, 2, free_port(), lengths, timeout_s=60.0)
+    assert messages[short].startswith(
+        f"Rank {short} has ended its training after step 7, and rank {1 - short} is in the exchange of gradients after "
+        "step 7. All ranks must have the same number of batches"
+    )
+    assert f"rank {short} (node 0, host " in messages[1 - short]
+    assert "has failed: DisagreementError in the end of the fit after step 7: Rank" in messages[1 - short]
 
 
 @pytest.mark.stock("a rank that raises an error of its own")
