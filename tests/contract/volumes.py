@@ -77,7 +77,7 @@ class Volumes:
         taken = [] if isinstance(self.what, Whole) else list(numels.values())
         if isinstance(self.what, TopK):
             taken = [numel for name, numel in numels.items() if self.what.takes(name, numel, 1)]
-        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 8 + 2 * self.row.num_ranks
+        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 6 + 2 * self.row.num_ranks
         if when.inner_momentum == "average":
             has_two = self.row.optimizer.func is torch.optim.AdamW  # type: ignore[attr-defined]
             words += sum(numels.values()) * (2 if has_two else 1)

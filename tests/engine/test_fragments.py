@@ -142,7 +142,7 @@ def test_sparse_fragments_are_to_the_bit(delay: int) -> None:
 
 # What it is for ----------------------------------------------------------------------------------------------------
 
-CONTROL = all_reduce_bytes(4 * (8 + 2 * 2), 2)  # the control message of each average, on two ranks
+CONTROL = all_reduce_bytes(4 * (6 + 2 * 2), 2)  # the control message of each average, on two ranks
 
 
 def sent_by_step(numels: Sequence[int], steps: int, method: Method) -> list[int]:

@@ -118,7 +118,7 @@ def test_where_nothing_is_whole_a_round_is_one_all_gather(nodes: str | None, cas
     num_ranks, num_parts = sum(map(len, groups)), len(groups[0])
     results = (two_level_results(nodes) if nodes else results_of(3, "sgd"))[f"alone, {case}"]
     check_sparse(results, "sgd", groups, **oracle_choices)
-    message = message_bytes(choices, num_parts) + 4 * (8 + 2 * num_ranks)
+    message = message_bytes(choices, num_parts) + 4 * (6 + 2 * num_ranks)
     for result in results if case == "two bits" or not nodes else ():  # between nodes, what is hidden counts when done
         averages = [(step + 1) // choices["k_steps"] for step in range(SPARSE_STEPS)]
         sent = result["inter" if nodes else "sent"]

@@ -75,7 +75,7 @@ def monitor() -> tuple[list[dict[str, float]], int, list[float]]:
 def test_what_is_logged() -> None:
     for rows, numel, distances in run_ranks(monitor, 2):
         buffers = 2 * 64  # running mean and variance; the count of batches is apart
-        average = all_reduce_bytes(4 * (numel + buffers + 8 + 2 * 2), 2) + all_reduce_bytes(8, 2)
+        average = all_reduce_bytes(4 * (numel + buffers + 6 + 2 * 2), 2) + all_reduce_bytes(8, 2)
         sent = [row["traffic/bytes_sent"] for row in rows]
         assert sent[1:] == [0, 0, 0, average, 0, 0, 0, average]
         assert [row["traffic/averages"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
