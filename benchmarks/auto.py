@@ -812,6 +812,7 @@ def differences_to_markdown(cells: list[Cell]) -> str:
 
 def control_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     """Return the table of what a change of a millionth makes of ddp; empty where that has not been trained."""
+    worse = {"val_loss": 0, "test_accuracy": 0}
     lines = [
         "| task | steps | seeds | validation loss of ddp | perturbed - ddp | in SE | test accuracy of ddp, % "
         "| ddp - perturbed, points | in SE |",
@@ -827,10 +828,16 @@ def control_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
         texts = [task, f"{num_steps:,}", str(len(both.seeds))]
         for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
             values, each = [scale * value for value in both.values("ddp", name)], both.difference(name, CONTROL)
+            worse[name] += each.in_errors > 1.0
             texts.append(with_error(statistics.mean(values), error_of(values), form))
             texts += told(each, scale, form)
         lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+    if len(lines) == 2:
+        return ""
+    return "\n".join(lines) + (
+        f"\n\nSo ddp is worse than itself, by more than one standard error, in {worse['val_loss']} of these "
+        f"{len(lines) - 2} rows in the loss, in {worse['test_accuracy']} in the accuracy."
+    )
 
 
 def told(difference: Difference, scale: float, form: str) -> list[str]:
