@@ -117,11 +117,12 @@ class AutoSparsity:
         """
         assert self._chosen is not None
         self._is_resumed, name = False, type(self._strategy).__name__
-        before, now = self._chosen.get("num_steps", math.inf), min(of_all_ranks(num_steps_of(trainer)))
+        before = self._chosen.get("num_steps", math.nan)
+        now = min(math.inf if math.isnan(steps) else steps for steps in of_all_ranks(num_steps_of(trainer)))
         if self.has_chosen_dense and now > before:
             rank_zero_info(
-                f"{name}: whole gradients were chosen for a run of {before:.0f} steps, and this one has {now:.0f}: it "
-                "measures and chooses again."
+                f"{name}: whole gradients were chosen for a run of {before:.0f} steps, and this one has "
+                f"{'no known end' if now == math.inf else f'{now:.0f}'}: it measures and chooses again."
             )
             self._chosen, self._link_watch = None, None
             return

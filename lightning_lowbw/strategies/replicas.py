@@ -30,7 +30,7 @@ from lightning_lowbw.strategies.consensus_view import (
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.regime import Regime
-from lightning_lowbw.strategies.uneven import Policy, Uneven
+from lightning_lowbw.strategies.uneven import Policy, Uneven, of_all_ranks
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.where.flat_peers import FlatPeers
 
@@ -265,8 +265,9 @@ def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
     begin = when.begin_step
     if not isinstance(begin, float):
         return
-    num_steps = num_steps_of(trainer)
-    if not math.isfinite(num_steps):
+    lengths = of_all_ranks(num_steps_of(trainer))
+    num_steps = max(lengths)
+    if not all(map(math.isfinite, lengths)):
         raise ConfigurationError(
             f"begin_step={begin} of a run whose number of steps is not known: give a number of steps."
         )

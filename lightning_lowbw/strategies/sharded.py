@@ -42,7 +42,7 @@ from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, Sharded
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
 from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_
-from lightning_lowbw.strategies.signals import Signals, fail_by_signal_
+from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.collectives import Collectives
@@ -232,11 +232,6 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.regime.end_training()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        fail_by_signal_(exception)
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

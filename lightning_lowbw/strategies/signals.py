@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -140,15 +139,3 @@ class Signals:
             signal.SIGUSR1,
             None,  # type: ignore[arg-type]  # the frame, which it does not use
         )
-
-
-def fail_by_signal_(exception: BaseException) -> None:
-    """Let a process that a SIGTERM has ended exit with 143, as by convention; Lightning's exception reports success.
-
-    `torchrun --max-restarts` restarts it then, and a scheduler sees that the run was cut off.
-
-    In place:
-        The exception.
-    """
-    if isinstance(exception, SIGTERMException):
-        exception.code = 128 + signal.SIGTERM

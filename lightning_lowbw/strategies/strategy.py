@@ -47,7 +47,7 @@ from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.optimizers import OptimizerWorkers
 from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
-from lightning_lowbw.strategies.signals import Signals, fail_by_signal_
+from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.velocities import with_whole_velocities
 from lightning_lowbw.strategies.words import in_words, where_in_words
@@ -218,7 +218,6 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     def on_exception(self, exception: BaseException) -> None:
         explain_(exception, self)  # before Lightning would do so
         self.lost_peers.explain_(exception)
-        fail_by_signal_(exception)
         super().on_exception(exception)
 
     @override

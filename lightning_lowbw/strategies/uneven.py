@@ -131,6 +131,7 @@ class Uneven:
         self.meets = min(lengths) < longest or longest == math.inf
         for worker in self._workers:
             worker.meet = self._meet_for_average if self.meets else None
+            worker.weighs_samples, worker.num_samples = False, 0.0
         if not self.meets:
             return
         counts = " and ".join("an unknown number of" if n == math.inf else f"{n:.0f}" for n in sorted(set(lengths)))
@@ -139,6 +140,8 @@ class Uneven:
                 "training_step(dataloader_iter) does not show which batch is the last one, and the ranks have "
                 f"{counts} batches, so that they cannot agree on it. Take the batch as argument, or make the data even."
             )
+        # Schedulers may have been made for the number of steps of this rank.
+        set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=lengths.index(longest)))
         self._make_equal(trainer, longest)
         does = "finish" if self._can_finish else "stop when they average next"
         rank_zero_info(
@@ -152,7 +155,11 @@ class Uneven:
 
         A rank with fewer ends its epoch where its loader ends.
         """
-        trainer.fit_loop.max_batches = longest
+        trainer.fit_loop.max_batches = longest if longest == math.inf else int(longest)
+        loop = trainer.fit_loop.epoch_loop
+        if loop.batch_progress.is_last_batch and getattr(loop, "restarted_on_train_batch_end", False):
+            # Resumed after the last batch of an epoch, which may have been shorter: then Lightning begins the next one.
+            loop.batch_progress.current.completed = trainer.fit_loop.max_batches  # type: ignore[assignment]
         interval = trainer.val_check_interval
         if trainer.val_check_batch is None or not isinstance(interval, float):
             return
@@ -268,8 +275,8 @@ class Uneven:
             number = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
             if (number + 1) % int(every) == 0:
                 return True
-        # In manual optimization each optimizer may step in a batch, and each step counts.
-        most = 1 if trainer.lightning_module.automatic_optimization else len(self._workers)
+        # In manual optimization any number of steps may be taken in a batch, and each counts.
+        most = 1 if trainer.lightning_module.automatic_optimization else math.inf
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
         intervals = [each._every_n_train_steps for each in savers if each._every_n_train_steps > 0]
         return any(trainer.global_step % steps + most >= steps for steps in intervals)

@@ -268,16 +268,26 @@ class Reloading(Decaying):
         return uneven_loader(lengths[self.trainer.global_rank])
 
 
-def fit_reloading() -> tuple[int, str]:
-    model, trainer = Reloading(), make_trainer(make("local_sgd"), 2, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+def fit_reloading() -> tuple[int, str, list[int]]:
+    trace, strategy = Trace(), make("local_sgd")
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3, "callbacks": [trace]}
+    model, trainer = Reloading(), make_trainer(strategy, 2, **options)
+    averages: list[int] = []
+
+    class Averages(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            averages.append(strategy.workers[0].num_averages)
+
+    trainer.callbacks.append(Averages())  # type: ignore[attr-defined]
     trainer.fit(model, val_dataloaders=uneven_loader(1))
-    return trainer.global_step, weights(model)
+    return trainer.global_step, weights(model), averages
 
 
 def test_data_that_are_loaded_anew_may_have_other_lengths() -> None:
-    (steps, first), (_, second) = run_ranks(fit_reloading, 2)
+    (steps, first, averages), (_, second, _) = run_ranks(fit_reloading, 2)
     assert steps == 5 + 4 + 6
     assert first == second
+    assert averages == [2, 3, 6]  # after 3 and 5 steps; 8; 11, 14 and 15
 
 
 class StopInMidEpoch(pl.Callback):
@@ -361,6 +371,69 @@ def test_a_resume_after_an_uneven_epoch_is_exact(
 ) -> None:
     for whole, resumed in run_ranks(fit_and_resume, 2, method, load, policy, str(tmp_path)):
         assert resumed == whole
+
+
+def fit_and_resume_after_cuts(load: Callable[[int], DataLoader], folder: str) -> list[tuple[int, str]]:
+    """Return the end of a run, and of its resumes from the checkpoints that have cut its epochs."""
+    ends: list[tuple[int, str]] = []
+    for name in ("", "epoch=0-step=8.ckpt", "epoch=1-step=16.ckpt"):
+        model, save = Decaying(), ModelCheckpoint(f"{folder}/from {name}", every_n_train_steps=4, save_top_k=-1)
+        settings: dict[str, Any] = {"max_epochs": 3, "callbacks": [save], "enable_checkpointing": True}
+        trainer, data = make_trainer(make("local_sgd"), 2, **settings), load([6, 11][dist.get_rank()])
+        trainer.fit(model, data, uneven_loader(1), ckpt_path=f"{folder}/from /{name}" if name else None)
+        ends.append((trainer.global_step, weights(model)))
+    return ends
+
+
+@pytest.mark.parametrize("load", [stream, uneven_loader])
+def test_a_resume_from_a_checkpoint_that_has_cut_an_epoch_is_exact(
+    load: Callable[[int], DataLoader], tmp_path: Any
+) -> None:
+    for whole, *resumed in run_ranks(fit_and_resume_after_cuts, 2, load, str(tmp_path)):
+        assert whole[0] == 24
+        assert resumed == [whole, whole]
+
+
+class OneCycle(Tiny):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=num_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def rates(method: str) -> tuple[list[float], str]:
+    found: list[float] = []
+
+    class Rates(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            found.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    result = fit(method, uneven_loader([7, 10][dist.get_rank()]), OneCycle(), callbacks=[Rates()])
+    return found[:7], result["end"]
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "k_steps=1"])
+def test_schedulers_have_the_number_of_steps_of_the_longest_data(method: str) -> None:
+    first, second = run_ranks(rates, 2, method)
+    assert first == second
+
+
+class Critic(TwoOptimizers):
+    """Three steps in each batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()[0]  # type: ignore[index]
+        for _ in range(3):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_checkpoints_by_steps_come_together_with_any_number_of_steps_in_a_batch(tmp_path: Any) -> None:
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)
+    fits = partial(fit_stream, callbacks=[save], enable_checkpointing=True, max_epochs=1)
+    assert agreed(run_ranks(fits, 2, "local_sgd", "finish", Critic, [4, 9], timeout_s=60.0)) == 12
 
 
 # Two levels --------------------------------------------------------------------------------------------------------
