@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.programs import TORCHRUN, forget_launcher, run_python, run_script
+from tests.programs import TORCHRUN, forget_launcher, free_port, run_python, run_script
 from tests.ranks import run_ranks
 from tests.strategies import restarted
 from tests.strategies.launched import train
@@ -29,6 +30,7 @@ def check(folder: Path, strategy: str) -> None:
 def train_from_here(strategy: str, folder: str) -> None:
     """As a program does that nobody has launched."""
     forget_launcher()
+    os.environ["MASTER_PORT"] = str(free_port())  # the Trainer's own choice may be taken before its ranks listen
     train(strategy, folder)
 
 
