@@ -20,7 +20,7 @@ from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies import uneven
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Kill, Trace, uneven_loader, weights
-from tests.tiny import BATCH, Constant, Tiny, TwoOptimizers, make_trainer
+from tests.tiny import BATCH, Constant, Tiny, TwoOptimizers, make_trainer, since_lightning_2_5
 
 
 class Stream(IterableDataset):
@@ -385,6 +385,7 @@ def fit_and_resume_after_cuts(load: Callable[[int], DataLoader], folder: str) ->
     return ends
 
 
+@since_lightning_2_5  # which knows that a checkpoint was saved in the last batch
 @pytest.mark.parametrize("load", [stream, uneven_loader])
 def test_a_resume_from_a_checkpoint_that_has_cut_an_epoch_is_exact(
     load: Callable[[int], DataLoader], tmp_path: Any
