@@ -27,11 +27,10 @@ from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes, tell_what_stays_whole
 from lightning_lowbw.strategies.choice import adopt, take
-from lightning_lowbw.strategies.uneven import of_all_ranks
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.agreement import failing_together, gather
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import Peers
 
@@ -118,7 +117,7 @@ class AutoSparsity:
         assert self._chosen is not None
         self._is_resumed, name = False, type(self._strategy).__name__
         before = self._chosen.get("num_steps", math.nan)
-        now = min(math.inf if math.isnan(steps) else steps for steps in of_all_ranks(num_steps_of(trainer)))
+        now = min(math.inf if math.isnan(steps) else steps for steps in gather(num_steps_of(trainer)))
         if self.has_chosen_dense and now > before:
             rank_zero_info(
                 f"{name}: whole gradients were chosen for a run of {before:.0f} steps, and this one has "
@@ -307,7 +306,7 @@ class AutoSparsity:
             left_out.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
         elif strategy._ddp_kwargs.get("broadcast_buffers"):
             left_out.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
-        elif len({*(lengths := of_all_ranks(trainer.num_training_batches))}) > 1 or math.inf in lengths:
+        elif len({*(lengths := gather(trainer.num_training_batches))}) > 1 or math.inf in lengths:
             left_out.append("local_sgd: the ranks have different or unknown numbers of batches")
         return left_out
 

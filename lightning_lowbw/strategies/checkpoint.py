@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -19,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_lowbw.engine.state import equal_state, load_equal_state, merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
-from lightning_lowbw.where.agreement import agree, failing_together
+from lightning_lowbw.where.agreement import agree, failing_together, gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -307,7 +306,7 @@ class Checkpoints:
                 if not metadata["is_interrupted"]:
                     raise
                 missing = str(error).split(". ")[0]
-        missing = _by_rank(self._gather(missing))
+        missing = _by_rank(gather(missing))
         return (None if missing else found), missing
 
     def _take_over(
@@ -336,7 +335,7 @@ class Checkpoints:
                 "ranks' own states."
             )
         else:
-            torn = _by_rank(self._gather(torn))
+            torn = _by_rank(gather(torn))
             folder = shards.folder_of(path)
             if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
                 self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
@@ -370,16 +369,6 @@ class Checkpoints:
 
         merged: list[Mapping[str, Any]] = [merge(states(number)) for number in numbers]
         return merged, None, _by_rank([torn[rank] for rank in ranks])
-
-    def _gather(self, value: str) -> list[str]:
-        """Return the text of each rank.
-
-        Collective: all ranks, blocking.
-        """
-        gathered: list[Any] = [value] * self._strategy.world_size
-        if self._strategy.world_size > 1:
-            dist.all_gather_object(gathered, value)
-        return gathered
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         self._rng_state, self._precision_state = shard["rng"], shard.get("precision")

@@ -7,12 +7,14 @@ import re
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_lowbw.errors import DisagreementError
 from lightning_lowbw.where.roll_call import ANSWER_S, Answers, RollCall
@@ -96,12 +98,14 @@ class LostPeers:
         """Wait in the store until all ranks have ended their training, where it may be seen that some train on.
 
         Their next exchange would meet what this rank communicates at the end of the fit, and gloo ends a process that
-        receives a message of another size.
+        receives a message of another size. Waits no longer than the strategy's `timeout`; the collectives that follow
+        have it, too.
 
         Raises:
             DisagreementError: on this rank; the others then find it failed.
         """
-        own = self._strategy.trainer.global_step
+        own, timeout = self._strategy.trainer.global_step, self._strategy._timeout or default_pg_timeout
+        last = time.monotonic() + timeout.total_seconds()
         while (answers := self._roll_call.come_to_end()) is not None and not (answers.failed or answers.silent):
             going = [f"rank {rank} is in {phase}" for rank, phase in answers.present.items() if _trains_on(phase, own)]
             if going:
@@ -109,6 +113,8 @@ class LostPeers:
                     f"Rank {dist.get_rank()} has ended its training after step {own}, and {', '.join(going)}. All "
                     "ranks must have the same number of batches; Trainer(limit_train_batches=...) gives it to them."
                 )
+            if time.monotonic() > last:
+                return
 
     def close(self) -> None:
         """Stop answering."""

@@ -30,8 +30,9 @@ from lightning_lowbw.strategies.consensus_view import (
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.regime import Regime
-from lightning_lowbw.strategies.uneven import Policy, Uneven, of_all_ranks
+from lightning_lowbw.strategies.uneven import Policy, Uneven
 from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.where.agreement import gather
 from lightning_lowbw.where.flat_peers import FlatPeers
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
     begin = when.begin_step
     if not isinstance(begin, float):
         return
-    lengths = of_all_ranks(num_steps_of(trainer))
+    lengths = gather(num_steps_of(trainer))
     num_steps = max(lengths)
     if not all(map(math.isfinite, lengths)):
         raise ConfigurationError(

@@ -34,18 +34,20 @@ def exchange_unscaled_(precision_plugin: Any, optimizer: Optimizer, exchange: Ca
         exchange(False)
         return
     scale = scaler._get_scale_async()  # `get_scale` waits for a GPU
-    if gradients := _gradients(optimizer):
-        torch._foreach_div_(gradients, scale)
+    _apply_(torch._foreach_div_, optimizer, scale)
     if exchange(True):
-        torch._foreach_mul_(_gradients(optimizer), scale)  # which the plugin takes out again
+        _apply_(torch._foreach_mul_, optimizer, scale)  # which the plugin takes out again
     else:
         let_scaler_skip_(optimizer)
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Return what the gradients of an optimizer's parameters contain on this rank."""
+def _apply_(function: Callable[[list[Tensor], Tensor], None], optimizer: Optimizer, scale: Tensor) -> None:
+    """Multiply or divide what the gradients of an optimizer contain on this rank, if there are any."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [g._values() if g.is_sparse else g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    if gradients:
+        function(
+            [g._values() if g.is_sparse else g.to_local() if isinstance(g, DTensor) else g for g in gradients], scale
+        )
 
 
 def let_scaler_skip_(optimizer: Optimizer) -> None:

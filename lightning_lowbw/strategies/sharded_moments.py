@@ -29,6 +29,7 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.where.agreement import gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
@@ -206,8 +207,6 @@ def _first_in_world(fault: Tensor, numbers: Mapping[Kind, range]) -> tuple[int, 
 
     Collective: all ranks, blocking; one of them has a fault.
     """
-    told: list[Any] = [0] * dist.get_world_size()
-    dist.all_gather_object(told, int(fault))
-    first = first_reported(told, numbers)
+    first = first_reported(gather(int(fault)), numbers)
     assert first is not None
     return first

@@ -34,6 +34,7 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.progress import batches_of, counters_of, ends_epoch, is_over, set_counters
 from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.where.agreement import gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -126,7 +127,7 @@ class Uneven:
         loader = trainer.fit_loop._combined_loader
         if loader is not self._loader:  # else `_make_equal` has replaced it: a tuner starts the training twice
             self._loader, self._num_batches = loader, trainer.num_training_batches
-        lengths = of_all_ranks(self._num_batches)  # infinity where it is not known
+        lengths = gather(self._num_batches)  # infinity where it is not known
         longest = max(lengths)
         self.meets = min(lengths) < longest or longest == math.inf
         for worker in self._workers:
@@ -368,16 +369,6 @@ class Uneven:
         set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=longest))
         if any(place.is_over for place in places):
             trainer.should_stop = True
-
-
-def of_all_ranks(number: float) -> list[float]:
-    """Return a number of each rank, in their order.
-
-    Collective: all ranks, blocking.
-    """
-    numbers: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(numbers, float(number))
-    return numbers
 
 
 def _num_samples(batch: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.ops.reference import as_real
 
 MAX_DIFFERENCES = 8  # lines of an error message
+
+T = TypeVar("T")
 
 
 def agree(topic: str, facts: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
@@ -33,10 +36,10 @@ def agree(topic: str, facts: Mapping[str, object], group: dist.ProcessGroup | No
         return
     stated = {name: repr(value) for name, value in facts.items()}
     digest = hashlib.sha256(repr(sorted(stated.items())).encode()).hexdigest()
-    digests = _gather(digest, group)
+    digests = gather(digest, group)
     if len(set(digests)) == 1:
         return
-    by_rank = _gather(stated, group)
+    by_rank = gather(stated, group)
     differences = []
     for name in dict.fromkeys(name for facts_of_rank in by_rank for name in facts_of_rank):
         values = [facts_of_rank.get(name, "nothing") for facts_of_rank in by_rank]
@@ -64,7 +67,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as raised:  # noqa: BLE001 - it is raised again below, after it has been sent to the others
         error = raised
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        messages = _gather(None if error is None else f"{type(error).__name__}: {error}", group)
+        messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
         failed = [f"  rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
         if failed and error is None:
             raise ConfigurationError("Other ranks cannot go on:\n" + "\n".join(failed))
@@ -92,7 +95,17 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()
 
 
-def _gather(value: object, group: dist.ProcessGroup | None) -> list:
-    gathered: list = [None] * dist.get_world_size(group)
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return a plain value of each rank, in their order.
+
+    Collective: all ranks of the group, blocking; none where torch.distributed is not initialised, which is one rank.
+
+    Args:
+        value: of this rank.
+        group: the process group; None is the world.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered = [value] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -6,11 +6,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from lightning_lowbw.arguments import is_count
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.agreement import failing_together, gather
 from lightning_lowbw.where.topology import Topology
 
 # "flat", "auto", ranks per node, the ranks of each node, or these as a value
@@ -81,8 +79,4 @@ def discover() -> Topology:
     """
     number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
     host = f"{socket.gethostname()}/{number}"
-    if not dist.is_initialized():
-        return Topology.of_hosts([host])
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
-    return Topology.of_hosts(hosts)
+    return Topology.of_hosts(gather(host))

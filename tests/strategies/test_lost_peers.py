@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -187,6 +188,21 @@ def test_ranks_that_have_all_lost_a_peer_are_told_of_their_batches() -> None:
         Answers({}, {1: "ValueError in the training: a sentence."}, [], {1: "host a"})
     )
     assert "a sentence. Look at the output there" in told
+
+
+def test_the_end_is_not_waited_for_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody trains on, and one never comes: the collective that follows reports it."""
+    monkeypatch.setattr(DGCStrategy, "trainer", SimpleNamespace(global_step=7), raising=False)
+    peers, calls = LostPeers(DGCStrategy(timeout=0.2)), list[int]()
+
+    def in_validation() -> Answers:
+        calls.append(1)
+        time.sleep(0.05)
+        return Answers({1: "validation after step 7"}, {}, [], {1: "host a"})
+
+    monkeypatch.setattr(peers, "_roll_call", SimpleNamespace(come_to_end=in_validation))
+    peers.come_to_end()
+    assert 2 <= len(calls) <= 6
 
 
 def raised(error: Exception) -> Exception:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import NonFiniteGradientError
+from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
@@ -94,3 +95,11 @@ def test_a_nonfinite_gradient_is_an_error_on_all_ranks() -> None:
     assert messages[0] == messages[1]
     assert "rank 1" in messages[0]
     assert "wide.weight" in messages[0]
+
+
+def test_an_optimizer_without_gradients_has_nothing_to_scale() -> None:
+    plugin = amp_with_scaler()
+    plugin.scaler.scale(torch.ones(()))  # type: ignore[union-attr]
+    asked: list[bool] = []
+    exchange_unscaled_(plugin, sgd([torch.nn.Parameter(torch.ones(2))]), lambda skip: not asked.append(skip))
+    assert asked == [True]
