@@ -57,7 +57,8 @@ from lightning_lowbw.engine import measuring
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, why_dense
 from lightning_lowbw.engine.measuring import seconds_of_work
 from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
+from lightning_lowbw.strategies.exclusions import numels_of
+from lightning_lowbw.strategies.step_times import NUM_STEPS, NUM_UNTIMED, StepTimes
 from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.link import Link
@@ -65,7 +66,7 @@ from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_RANKS = 2
-CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
+CHOSEN_AFTER = NUM_STEPS
 STEPS = (100, 800, 5000)
 LATENCY_S = 1e-4
 LINKS = {name: Link(LATENCY_S, gbit * 1e9 / 8) for name, gbit in (("100mbit", 0.1), ("1gbit", 1.0), ("10gbit", 10.0))}
@@ -85,6 +86,7 @@ NUM_NOMINAL_STEPS = 60  # of which the fastest is a task's step, whatever else r
 COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False}  # as in contestants.py
 WINDOW_S, LEAST_STEPS, MOST_STEPS, UNTIMED_STEPS = 4.0, 3, 20, 3  # of one measurement in the lab
 NUM_ROUNDS = 8  # of measurements in turn, where a step is short enough for `MOST_STEPS`
+NUM_SEEDS = 5  # of most rows
 CLEARLY = 2.0  # standard errors by which a run takes longer than another
 DDP_KEY, DENSE_KEY = "ddp", "1.0"  # of what is timed; the others are densities, too
 MODEL_25M = "mlp-25M"
@@ -230,13 +232,13 @@ def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[l
     said: list[str] = []
     work_s = dict(zip(DENSITIES, nominal["work_s"], strict=True))
 
-    def timed(auto: AutoSparsity) -> tuple[float, float]:
-        sparse, others = auto._numels()
+    def timed(times: StepTimes) -> tuple[float, float]:
+        sparse, others = numels_of(times._strategy)
         step_s, nbytes = nominal["step_s"][task], 4 * (sum(sparse) + sum(others))
         return step_s, step_s + link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(nbytes, NUM_RANKS))
 
     with (
-        mock.patch.object(AutoSparsity, "_timed", timed),
+        mock.patch.object(StepTimes, "medians", timed),
         mock.patch.object(measuring, "measure_link", return_value=link),
         mock.patch.object(measuring, "seconds_of_work", lambda _, density, *__: work_s[density]),
         mock.patch.object(measuring, "seconds_of_small_tensors", return_value=nominal["small_s"][task]),
@@ -876,7 +878,18 @@ def summary_of(cells: list[Cell]) -> str:
             f"{name} of these {len(sparse)}: within one standard error of ddp's in {within}, better in {better}, worse "
             f"in {len(found['worse'])}{worse}."
         )
+    beyond = {key: sum(is_beyond_ddp(cell, key) for cell in sparse) for key in ("val_loss", "test_accuracy")}
+    parts.append(
+        "A row with more seeds has a smaller error. By more than the standard error that ddp's own mean has over "
+        f"{NUM_SEEDS} seeds (its standard deviation / √{NUM_SEEDS}), auto is worse in {beyond['val_loss']} rows in the "
+        f"loss, in {beyond['test_accuracy']} in the accuracy."
+    )
     return " ".join(parts)
+
+
+def is_beyond_ddp(cell: Cell, key: str) -> bool:
+    """Whether auto is worse than ddp by more than the standard error that ddp's mean has over `NUM_SEEDS` seeds."""
+    return cell.difference(key).mean > statistics.stdev(cell.values("ddp", key)) / math.sqrt(NUM_SEEDS)
 
 
 def wall_clock_to_markdown(records: list[Row]) -> str:

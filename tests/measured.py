@@ -8,6 +8,7 @@ import pytest
 
 from lightning_lowbw.engine.auto import Measured
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
+from lightning_lowbw.strategies.step_times import StepTimes
 
 
 def give_measured(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> list[int]:
@@ -18,6 +19,6 @@ def give_measured(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> list[i
         steps.append(auto._strategy.workers[0].step)
         return measured
 
-    monkeypatch.setattr(AutoSparsity, "_timed", lambda _: (measured.step_s, measured.dense_s))
+    monkeypatch.setattr(StepTimes, "medians", lambda _: (measured.step_s, measured.dense_s))
     monkeypatch.setattr(AutoSparsity, "_measure", measure)
     return steps

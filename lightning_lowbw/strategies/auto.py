@@ -6,8 +6,9 @@ from typing_extensions import Unpack, override
 
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
+from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
+from lightning_lowbw.strategies.step_times import NUM_STEPS
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.topology_choice import TopologyChoice

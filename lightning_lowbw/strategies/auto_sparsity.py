@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim import Adam, AdamW
 
 from lightning_lowbw.engine.auto import Measured, Run, in_time, plan, plan_anew, why_dense
 from lightning_lowbw.engine.auto_method import code_of_ddp, pick
@@ -22,11 +18,11 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
 from lightning_lowbw.engine.measuring import agreed, measure, with_narrow
 from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.advice import num_steps_of, steps_per_epoch_of, tell_notes, tell_what_stays_whole
+from lightning_lowbw.strategies.advice import num_steps_of, tell_notes, tell_what_stays_whole
 from lightning_lowbw.strategies.choice import adopt, take
+from lightning_lowbw.strategies.exclusions import check_corrections, left_out, numels_of
+from lightning_lowbw.strategies.step_times import NUM_STEPS, StepTimes
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
@@ -40,9 +36,6 @@ if TYPE_CHECKING:
 
     from lightning_lowbw.strategies.strategy import Strategy
 
-NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
-NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
-
 
 class AutoSparsity:
     """Chooses the schedule, or the method, once in a run.
@@ -53,7 +46,7 @@ class AutoSparsity:
         allow_local: with `picks`, whether local SGD may be.
 
     Attributes:
-        is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
+        times: of the first steps.
     """
 
     def __init__(self, strategy: Strategy, *, picks: bool = False, allow_local: bool = False) -> None:
@@ -64,8 +57,8 @@ class AutoSparsity:
         self._callbacks: list[Callback] = []  # the Trainer's, in this fit
         self._link_watch: LinkWatch | None = None
         self._epoch_of_watch = -1  # in which it has found a change last
-        self.is_timing = self._is_pretrained = self._is_resumed = False
-        self._restart()
+        self._is_pretrained = self._is_resumed = False
+        self.times = StepTimes(strategy)
 
     def begin_fit(self, trainer: pl.Trainer) -> None:
         """Forget what the last fit has chosen."""
@@ -76,7 +69,7 @@ class AutoSparsity:
         when = strategy.method.when
         self._given = strategy.method if isinstance(when, EveryStep) and when.is_auto else None
         self._chosen, self._adopted = None, None
-        self.is_timing = self._is_pretrained = self._is_resumed = False
+        self.times.is_timing = self._is_pretrained = self._is_resumed = False
         self._link_watch, self._epoch_of_watch = None, -1
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -142,65 +135,40 @@ class AutoSparsity:
         is_open = isinstance(when, EveryStep) and when.is_auto and self._chosen is None  # else a callback has set it
         # A search for a learning rate has callbacks of its own; the run comes after it.
         is_open = is_open and trainer.callbacks is self._callbacks  # type: ignore[attr-defined]
-        if is_open and not self._picks and not self._numels()[0]:
+        if is_open and not self._picks and not numels_of(strategy)[0]:
             rank_zero_info(
                 f'{type(strategy).__name__}, sparsity="auto": whole gradients are sent, because no tensor that is '
                 "trained has min_numel elements and is not excluded."
             )
             is_open = False
-        self.is_timing = is_open and any(worker.peers.num_participants > 1 for worker in strategy.workers)
-        if self.is_timing and not self._picks:
+        is_timing = is_open and any(worker.peers.num_participants > 1 for worker in strategy.workers)
+        if is_timing and not self._picks:
             with failing_together():
-                self._check_corrections()
+                check_corrections(strategy.workers)
         num_steps = num_steps_of(trainer) - trainer.global_step
-        if self.is_timing and num_steps < NUM_STEPS and trainer.lightning_module.automatic_optimization:
+        if is_timing and num_steps < NUM_STEPS and trainer.lightning_module.automatic_optimization:
             rank_zero_info(
                 f"{type(strategy).__name__}: this run has {num_steps:.0f} more optimizer steps, and the first "
                 f"{NUM_STEPS} send whole gradients and are measured: nothing will be compressed."
             )
-        self._restart()
-        self._first_step = trainer.global_step
-        self._first_batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-    def _restart(self) -> None:
-        self._worker: Worker | None = None  # whose steps are timed: that of the first optimizer that steps
-        self._num_steps = self._first_step = self._first_batch = 0
-        self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
-        self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
-
-    def restart_clock(self) -> None:
-        """Do not count the time since the last step, such as validation or a checkpoint."""
-        self._last = (time.perf_counter(), self._strategy.ledger.exposed_s)
+        self.times.begin_training(trainer, is_timing=is_timing)
 
     def end_step(self, worker: Worker, trainer: pl.Trainer) -> None:
         """Time an optimizer step; after the last one that is timed, choose. Later, watch the link.
 
         Collective: all ranks, blocking, after that step, and after each window of `LinkWatch`; nothing else.
         """
-        self._worker = self._worker or worker
-        if worker is not self._worker:
+        if not self.times.counts(worker):
             return
-        self._num_steps += 1
         if self._link_watch is not None:
             self._watch(worker, trainer)
-        if not self.is_timing:
-            return
-        if self._strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(self._strategy.root_device)
-        before = self._last
-        self.restart_clock()
-        if before is None or self._last is None:
-            return
-        seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
-        self._times.append((seconds, seconds - waited))
-        if len(self._times) == NUM_UNTIMED + NUM_TIMED:
-            self.is_timing = False
+        if self.times.end_step():
             self._decide(worker, trainer)
 
     def _decide(self, worker: Worker, trainer: pl.Trainer) -> None:
         strategy = self._strategy
-        timed = Measured(*self._timed(), sparse_s={}, link=Link(0.0, math.inf))
-        measured, run = agreed(timed, self._run(worker, trainer), worker.peers, strategy.root_device)
+        timed = Measured(*self.times.medians(), sparse_s={}, link=Link(0.0, math.inf))
+        measured, run = agreed(timed, self._run(trainer), worker.peers, strategy.root_device)
         chosen: Method | EveryStep | None = None
         reason = why_dense(measured.step_s, measured.dense_s, run, self._schedule.budget, or_else=self._picks)
         if reason is not None and self._picks:
@@ -232,7 +200,7 @@ class AutoSparsity:
             run,
             self._schedule.budget,
             allow_local=self._allow_local,
-            left_out=self._left_out(trainer),
+            left_out=left_out(self._strategy, trainer, allow_local=self._allow_local),
             topology=self._strategy.method.where.topology,
         )
 
@@ -259,7 +227,7 @@ class AutoSparsity:
         if seconds is None:
             return
         measured = self._measure_exchange(self._chosen["step_s"])
-        measured, run = agreed(measured, self._run(worker, trainer), worker.peers, strategy.root_device)
+        measured, run = agreed(measured, self._run(trainer), worker.peers, strategy.root_device)
         if run.num_left < WATCHED_STEPS:
             return
         chosen: EveryStep | None
@@ -280,41 +248,6 @@ class AutoSparsity:
             if isinstance(each, GradientWorker) and each.sparse is not None and each.sparse.link is not None:
                 each.sparse.link = measured.link
 
-    def _left_out(self, trainer: pl.Trainer) -> list[str]:
-        """Return the methods that have not been measured for this training, or cannot be used; with the reasons.
-
-        Collective: all ranks, where local SGD is allowed.
-        """
-        strategy, left_out = self._strategy, list[str]()
-        workers = [worker for worker in strategy.workers if isinstance(worker, GradientWorker)]
-        unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
-        if unknown:
-            left_out.append(f"dgc: its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}")
-        elif not self._numels()[0]:
-            left_out.append("dgc: no tensor that is trained has min_numel elements")
-        else:
-            try:
-                self._check_corrections()
-            except ConfigurationError as error:
-                left_out.append(f"dgc: {str(error).split('. ')[0]}")
-        if not self._allow_local:
-            return left_out
-        others = {type(each.optimizer).__name__ for each in workers} - {"SGD"}
-        if others:
-            left_out.append(f"local_sgd: its accuracy is measured with SGD, not with {', '.join(sorted(others))}")
-        elif strategy._layer_sync is not None:
-            left_out.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
-        elif strategy._ddp_kwargs.get("broadcast_buffers"):
-            left_out.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
-        elif len({*(lengths := gather(trainer.num_training_batches))}) > 1 or math.inf in lengths:
-            left_out.append("local_sgd: the ranks have different or unknown numbers of batches")
-        return left_out
-
-    def _check_corrections(self) -> None:
-        for worker in self._strategy.workers:
-            if isinstance(worker, GradientWorker):
-                worker.correction.check()
-
     @property
     def _schedule(self) -> EveryStep:
         """The schedule with "auto" in it."""
@@ -322,45 +255,8 @@ class AutoSparsity:
         assert isinstance(self._given.when, EveryStep)
         return self._given.when
 
-    def _run(self, worker: Worker, trainer: pl.Trainer) -> Run:
-        total = self._num_steps_of(trainer)
-        num_done = trainer.global_step + 1  # it does not count this one yet
-        share = self._num_steps / max(1, num_done - self._first_step)  # of the Trainer's steps, that of this optimizer
-        left = (total - num_done) * min(1.0, share)
-        return Run(
-            num_done=worker.step,
-            num_steps=worker.step + max(0, int(left)) if math.isfinite(left) else None,
-            steps_per_epoch=steps_per_epoch_of(trainer),
-            is_pretrained=self._is_pretrained or self._schedule.pretrained,
-            is_adam=isinstance(worker.optimizer, (Adam, AdamW)),
-        )
-
-    def _num_steps_of(self, trainer: pl.Trainer) -> float:
-        """Return the steps of the run, of all optimizers, as `trainer.global_step` counts them."""
-        total, most = num_steps_of(trainer), trainer.max_steps
-        if trainer.lightning_module.automatic_optimization or total == most:
-            return total
-        # Lightning counts batches, with any number of steps in each.
-        num_batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1 - self._first_batch
-        total *= (trainer.global_step + 1 - self._first_step) / max(1, num_batches)
-        return min(total, most) if most >= 0 else total
-
-    def _numels(self) -> tuple[list[int], list[int]]:
-        """Return the elements of this rank's part of each sparse tensor, and of each other one."""
-        what = self._strategy.method.what
-        assert isinstance(what, TopK)
-        sparse, others = list[int](), list[int]()
-        for worker in self._strategy.workers:
-            whole, rest = numels_by_kind(worker, what)
-            parts = [worker.peers.part(numel) for numel in whole]
-            sparse += [part.stop - part.start for part in parts]
-            others += rest
-        return sparse, others
-
-    def _timed(self) -> tuple[float, float]:
-        """Return the seconds of a step without communication, and of a dense one, on this rank."""
-        dense_s, step_s = (statistics.median(times) for times in zip(*self._times[NUM_UNTIMED:], strict=True))
-        return max(step_s, 1e-6), dense_s
+    def _run(self, trainer: pl.Trainer) -> Run:
+        return self.times.run(trainer, is_pretrained=self._is_pretrained or self._schedule.pretrained)
 
     def _measure(self, step_s: float, dense_s: float) -> Measured:
         """Return the measured times, of steps and of the link, on this rank.
@@ -370,7 +266,7 @@ class AutoSparsity:
         measured = self._measure_exchange(step_s, dense_s)
         if not self._picks:
             return measured
-        sparse, others = self._numels()
+        sparse, others = numels_of(self._strategy)
         return with_narrow(
             measured, sum(sparse) + sum(others), self._peers.num_participants, self._strategy.root_device
         )
@@ -379,7 +275,7 @@ class AutoSparsity:
         what = self._strategy.method.what
         assert isinstance(what, TopK)
         device = self._strategy.root_device
-        return measure(what, self._peers, device, *self._numels(), step_s=step_s, dense_s=dense_s)
+        return measure(what, self._peers, device, *numels_of(self._strategy), step_s=step_s, dense_s=dense_s)
 
     @property
     def _peers(self) -> Peers:

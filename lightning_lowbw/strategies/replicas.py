@@ -20,13 +20,13 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of, warn_if_never_local
-from lightning_lowbw.strategies.consensus_view import (
-    ConsensusView,
+from lightning_lowbw.strategies.callback_agreement import (
     agree_on_averages_,
     agree_on_monitored,
     agree_on_weights_,
     weights_of,
 )
+from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.regime import Regime

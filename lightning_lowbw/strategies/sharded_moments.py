@@ -27,7 +27,8 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kept import forget, may_report
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.strategies.consensus_view import ConsensusView, agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.where.agreement import gather
 

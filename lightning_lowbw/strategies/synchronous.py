@@ -41,7 +41,7 @@ class Synchronous(Regime):
 
     @override
     def end_save(self) -> None:
-        self.strategy.auto.restart_clock()
+        self.strategy.auto.times.restart_clock()
 
     @override
     def begin_fit(self) -> None:
@@ -126,7 +126,7 @@ class Synchronous(Regime):
     def end_validation(self) -> None:
         if not self.strategy.trainer.sanity_checking:  # after which there may be nothing to train
             self._batch_norm.hide()
-        self.strategy.auto.restart_clock()
+        self.strategy.auto.times.restart_clock()
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:

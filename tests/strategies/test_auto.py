@@ -31,7 +31,8 @@ from lightning_lowbw.engine import measuring
 from lightning_lowbw.engine.auto import DENSITIES, Measured
 from lightning_lowbw.engine.measuring import seconds_of_narrow_work
 from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity
+from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
+from lightning_lowbw.strategies.step_times import NUM_STEPS, StepTimes
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
@@ -332,7 +333,7 @@ def measure_all() -> Measured:
         return found[0]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_timed", lambda _: (SLOW.step_s, SLOW.dense_s + 10.0))  # few steps are left
+        monkeypatch.setattr(StepTimes, "medians", lambda _: (SLOW.step_s, SLOW.dense_s + 10.0))  # few steps are left
         monkeypatch.setattr(AutoSparsity, "_measure", measure)
         trainer = make_trainer(AutoStrategy(), dist.get_world_size(), max_steps=NUM_STEPS + 1, max_epochs=-1)
         trainer.fit(Wide(), make_data(dist.get_world_size(), STEPS))

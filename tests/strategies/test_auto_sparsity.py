@@ -21,15 +21,15 @@ from lightning_lowbw import ConfigurationError, DGCStrategy, EveryStep, Sparsity
 from lightning_lowbw.engine import auto
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan
 from lightning_lowbw.engine.measuring import seconds_of_work
-from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_TIMED, NUM_UNTIMED, AutoSparsity
+from lightning_lowbw.strategies import auto_sparsity, step_times
+from lightning_lowbw.strategies.step_times import NUM_STEPS, StepTimes
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
 
-CHOSEN_AFTER = NUM_UNTIMED + NUM_TIMED + 1  # steps
+CHOSEN_AFTER = NUM_STEPS
 STEPS, END = 130, 20  # a run is planned for so many steps, and stopped after so many: all is chosen by then
 BEFORE, AFTER = CHOSEN_AFTER - 2, CHOSEN_AFTER + 5
 LINK = Link(1e-4, 1e7)
@@ -220,9 +220,8 @@ def fit_with_other_facts_on_a_rank() -> EveryStep:
     own = dataclasses.replace(SLOW, step_s=0.1 + 0.1 * dist.get_rank())
     with pytest.MonkeyPatch.context() as monkeypatch:
         give_measured(monkeypatch, own)
-        monkeypatch.setattr(
-            auto_sparsity, "num_steps_of", lambda trainer: STEPS if dist.get_rank() else CHOSEN_AFTER + 5
-        )
+        for module in (auto_sparsity, step_times):
+            monkeypatch.setattr(module, "num_steps_of", lambda _: STEPS if dist.get_rank() else CHOSEN_AFTER + 5)
         strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[Stop(END)])
         trainer.fit(Tiny(), make_data(dist.get_world_size(), STEPS))
@@ -283,9 +282,9 @@ class SlowToValidate(Tiny):
 def seconds_of_a_step(validation_s: float) -> float:
     """Return what a dense step takes by the strategy's clock."""
     found: list[tuple[float, float]] = []
-    real = AutoSparsity._timed
+    real = StepTimes.medians
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_timed", lambda auto: found.append(real(auto)) or found[0])
+        monkeypatch.setattr(StepTimes, "medians", lambda times: found.append(real(times)) or found[0])
         strategy = DGCStrategy(min_numel=MIN_NUMEL)
         trainer = make_trainer(strategy, dist.get_world_size(), val_check_interval=1, limit_val_batches=1)
         data = make_data(dist.get_world_size(), CHOSEN_AFTER + 2)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
-from lightning_lowbw.strategies.consensus_view import agree_on_weights_
+from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.flat_peers import FlatPeers
 from tests.ranks import run_ranks

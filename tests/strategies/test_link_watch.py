@@ -13,8 +13,9 @@ import torch.distributed as dist
 from lightning_lowbw import AutoStrategy, DGCStrategy, EveryStep
 from lightning_lowbw.engine import link_watch
 from lightning_lowbw.engine.auto import DENSITIES, Measured
-from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.auto_sparsity import NUM_STEPS, AutoSparsity, described
+from lightning_lowbw.strategies import auto_sparsity, step_times
+from lightning_lowbw.strategies.auto_sparsity import AutoSparsity, described
+from lightning_lowbw.strategies.step_times import NUM_STEPS
 from lightning_lowbw.where.link import Link
 from tests.measured import give_measured
 from tests.ranks import run_ranks
@@ -58,7 +59,8 @@ def fit(
     with pytest.MonkeyPatch.context() as monkeypatch:  # the ranks live on
         give_measured(monkeypatch, first)
         monkeypatch.setattr(AutoSparsity, "_measure_exchange", measure_again)
-        monkeypatch.setattr(auto_sparsity, "num_steps_of", lambda trainer: 100_000)
+        for module in (auto_sparsity, step_times):
+            monkeypatch.setattr(module, "num_steps_of", lambda _: 100_000)
         monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
         monkeypatch.setattr(link_watch, "WATCHED_STEPS", WINDOW)
         monkeypatch.setattr(link_watch, "CHANGE", 1e3)  # what loopback takes varies
@@ -142,7 +144,7 @@ def test_what_lowbw_has_picked_follows_where_it_is_dgc() -> None:
 
 def fit_wide(first: Measured) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(AutoSparsity, "_left_out", lambda *_: [])
+        monkeypatch.setattr(auto_sparsity, "left_out", lambda *_, **__: [])
         return fit(first, SLOWER, picks=True)
 
 
