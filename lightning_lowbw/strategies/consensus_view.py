@@ -33,7 +33,7 @@ class ConsensusView:
         """Whether the model holds the consensus of replicas that differ."""
         return bool(self._shown)
 
-    def show(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> None:
+    def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
         """Put the consensus into the model, until `hide`.
 
         Collective: all ranks; if the replicas are equal, as `engine.kept.check_kept`. Not during the handling of an
@@ -41,7 +41,7 @@ class ConsensusView:
         """
         if self.is_shown:
             return
-        if module.trainer.interrupted:
+        if is_interrupted:
             if not all(worker.parameters_agree for worker in workers):
                 rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
             return

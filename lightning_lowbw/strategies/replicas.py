@@ -138,7 +138,7 @@ class Replicas(Regime):
     @override
     def tear_down(self) -> None:
         self.quiet.restore()
-        if self.view.is_shown and not self.strategy.trainer.interrupted:  # a resume with no batch left to train
+        if self.view.is_shown and not self.strategy.is_interrupted:  # a resume with no batch left to train
             self._keep_consensus()
         super().tear_down()
 
@@ -193,12 +193,13 @@ class Replicas(Regime):
         if module is None or module._trainer is None or self.view.is_shown:
             return
         trainer = module.trainer
-        if not trainer.interrupted:
+        is_interrupted = self.strategy.is_interrupted
+        if not is_interrupted:
             self.quiet.pause_audit()
             self.uneven.check_view(trainer)
             if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
                 agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
-        self.view.show(self.workers, module)
+        self.view.show(self.workers, module, is_interrupted=is_interrupted)
 
     @override
     def end_validation(self) -> None:

@@ -34,6 +34,7 @@ from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.interruption import InterruptibleModelParallel
 from lightning_lowbw.strategies.keywords import as_timeout
+from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.optimizers import OptimizerWorkers
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
@@ -146,6 +147,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         self._default = DefaultSharding(self._blocks)
         self._guard = BypassGuard()
         self._backwards = Backwards()
+        self.lost_peers = LostPeers(self)  # type: ignore[arg-type]
         self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]
 
     accelerator = property(ModelParallelStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
@@ -165,6 +167,12 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
 
     @property
     @override
+    def is_interrupted(self) -> bool:
+        """Whether an exception has ended the training of this rank, and not of all after the same step (SIGTERM)."""
+        return super().is_interrupted and not self.signals.is_ending_all
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return dict(self.groups.sampler_arguments(self.global_rank))
 
@@ -175,6 +183,8 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         self._setup_distributed()
         assert self.lightning_module is not None
         fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.lost_peers.begin_fit()
         settings = facts.settings_of(self.trainer) if fitting else {}
         with failing_together():
             choice = repr(check_choice(self.topology) or self.topology)
@@ -231,7 +241,13 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.lost_peers.come_to_end()
         self.regime.end_training()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.lost_peers.explain_(exception)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -240,6 +256,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         self.clipping.restore()
         self._guard.release()
         self._default.restore()
+        self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         super().teardown()

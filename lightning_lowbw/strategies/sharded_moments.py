@@ -135,13 +135,14 @@ class ShardedMoments(Regime):
         workers = self._replicas
         if not workers or module is None or module._trainer is None or self.view.is_shown:
             return
-        if not module.trainer.interrupted:
+        is_interrupted = self.strategy.is_interrupted
+        if not is_interrupted:
             for worker in workers:
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
                 elif worker.peers.num_ranks > 1 and may_report(worker):
                     _check_kept(worker)
-        self.view.show(workers, module)
+        self.view.show(workers, module, is_interrupted=is_interrupted)
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:

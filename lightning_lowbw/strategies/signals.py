@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -42,11 +44,17 @@ class Signals:
         self._strategy = strategy
         self._loop: Any = None  # Lightning's, in which a broadcast is replaced
         self._asked: tuple[dist.Work, Tensor] | None = None  # a message that has been begun
+        self._have_agreed = False  # to stop
         self.save_is_due = False
+
+    @property
+    def is_ending_all(self) -> bool:
+        """Whether the exception that is handled now is that of a SIGTERM, which all ranks raise after the same step."""
+        return self._have_agreed and isinstance(sys.exc_info()[1], SIGTERMException)
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
-        self._asked, self.save_is_due = None, False
+        self._asked, self._have_agreed, self.save_is_due = None, False, False
 
     def defer(self, trainer: pl.Trainer) -> None:
         """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
@@ -125,7 +133,7 @@ class Signals:
         connector = self._strategy.trainer._signal_connector
         if worker.stop_agreed and not connector.received_sigterm:
             rank_zero_info(f"A rank has received SIGTERM: all ranks end after optimizer step {worker.step}.")
-            connector.received_sigterm = True  # Lightning raises it after the batch
+            self._have_agreed = connector.received_sigterm = True  # Lightning raises it after the batch
         self.save_is_due |= worker.save_agreed
         worker.save_agreed = False  # else it would be read again when an average begins, which has no message yet
 

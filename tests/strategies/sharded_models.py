@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -99,6 +99,15 @@ class Configured(Plain):
             fully_shard(layer, mesh=mesh, **self.policy())
 
 
+class ByStep(Configured):
+    """Draws its data by the step, for a loader begins anew in the middle of an epoch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.global_rank)
+        x, y = torch.randn(4, 16, generator=generator), torch.randint(0, 5, (4,), generator=generator)
+        return super().training_step((x, y), batch_idx)
+
+
 def train(
     strategy: Any,
     module: pl.LightningModule,
@@ -111,7 +120,8 @@ def train(
     **kwargs: Any,
 ) -> pl.Trainer:
     """Fit a module on this rank's share of the data."""
-    quiet = {
+    options: dict[str, Any] = {
+        "devices": int(os.environ["WORLD_SIZE"]),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -120,7 +130,7 @@ def train(
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
     }
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), **{**quiet, **kwargs})
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", **{**options, **kwargs})
     loader = data(steps, num_shares, share)
     trainer.fit(module, loader, loader if val else None, ckpt_path=ckpt_path)
     return trainer

@@ -19,7 +19,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.top_k import SPARSE_LOCO
 from tests.engine.problem import each
 from tests.ranks import run_ranks
-from tests.strategies.sharded_models import Configured, Plain, distance, shard_digest, train, whole
+from tests.strategies.sharded_models import ByStep, Plain, distance, shard_digest, train, whole
 from tests.tiny import Watcher, sgd
 
 STEPS, SAVED_AT = 8, 5
@@ -31,15 +31,6 @@ METHODS = {
     "sparse_loco": LocalSGD(k_steps=2, begin_step=0, compression={**SPARSE_LOCO, "min_numel": 50, "density": 0.1}),
     "int8": preset("int8"),
 }
-
-
-class ByStep(Configured):
-    """Draws its data by the step, for a loader begins anew in the middle of an epoch."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.global_rank)
-        x, y = torch.randn(4, 16, generator=generator), torch.randint(0, 5, (4,), generator=generator)
-        return super().training_step((x, y), batch_idx)
 
 
 def strategy_of(name: str, **kwargs: Any) -> ShardedStrategy:
