@@ -48,7 +48,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    model, data = DigitsClassifier(), DigitsData()
+    model, data = DigitsClassifier(schedule="cosine"), DigitsData()
     trainer.fit(model, datamodule=data)  # validation and the test use the consensus
     trainer.test(model, datamodule=data)
 

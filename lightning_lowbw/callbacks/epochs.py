@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.namespaces import twins
-from lightning_lowbw.strategies import ShardedStrategy, Strategy, steps_per_epoch_of
+from lightning_lowbw.strategies import ShardedStrategy, Strategy, accumulates_by_schedule, steps_per_epoch_of
 
 OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
 
@@ -26,9 +24,11 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
     in_steps = f"Give it in steps: {alternative}."
     if not pl_module.automatic_optimization:
         raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, as Lightning's own code reads it
-    if any(isinstance(each, twins(GradientAccumulationScheduler)) and len(each.scheduling) > 1 for each in callbacks):
-        raise ConfigurationError(f"With GradientAccumulationScheduler the steps per epoch change. {in_steps}")
+    if accumulates_by_schedule(trainer):
+        raise ConfigurationError(
+            "With GradientAccumulationScheduler the steps per epoch are not known when the training starts. Use "
+            f"Trainer(accumulate_grad_batches=...) instead. Or: {in_steps}"
+        )
     number = steps_per_epoch_of(trainer)
     if number is None:
         raise ConfigurationError(f"The training data has no length. {in_steps}")

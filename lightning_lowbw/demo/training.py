@@ -21,7 +21,7 @@ from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.strategies import DGCStrategy
 from lightning_lowbw.zoo import DigitsClassifier, DigitsData
 
-# What a user writes for each strategy; `callbacks` may be among it.
+# What a user writes for each strategy.
 # The sparsity is a number, so that each run sends the same: "auto" goes by the times it measures.
 TRAINER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -69,9 +69,8 @@ def train(strategy: str, max_steps: int, output: Path) -> None:
     """Train, test, and write the record on rank zero."""
     seed_everything(SEED, workers=True, verbose=False)
     model, data, recorder = DigitsClassifier(), DigitsData(), Recorder()
-    arguments = dict(TRAINER_ARGUMENTS[strategy])
     trainer = Trainer(
-        callbacks=[*arguments.pop("callbacks", []), TrafficMonitor(), recorder],
+        callbacks=[TrafficMonitor(), recorder],
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
@@ -82,7 +81,7 @@ def train(strategy: str, max_steps: int, output: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **arguments,
+        **TRAINER_ARGUMENTS[strategy],
     )
     trainer.fit(model, data)
     tested = trainer.test(model, data, verbose=False)[0]

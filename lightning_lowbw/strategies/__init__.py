@@ -1,6 +1,6 @@
 """Thin Lightning adapters: one `DDPStrategy` subclass, one concern per file, and the named constructors."""
 
-from lightning_lowbw.strategies.advice import steps_per_epoch_of
+from lightning_lowbw.strategies.advice import accumulates_by_schedule, steps_per_epoch_of
 from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
@@ -17,6 +17,7 @@ __all__ = [
     "LocalSGDStrategy",
     "ShardedStrategy",
     "Strategy",
+    "accumulates_by_schedule",
     "register",
     "steps_per_epoch_of",
 ]

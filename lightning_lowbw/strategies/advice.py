@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.engine.checks import warn_if_incomplete
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.namespaces import twins
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import MOST_FRAGMENTS, EveryK
 from lightning_lowbw.when.every_step import EveryStep
@@ -22,15 +23,23 @@ MUCH = 0.5  # of the trained elements; below it a line is logged
 
 def num_steps_of(trainer: pl.Trainer) -> float:
     """Return the number of optimizer steps of the run; NaN where it cannot be known."""
-    try:
-        num_steps = float(trainer.estimated_stepping_batches)
-    except MisconfigurationException:
+    num_steps = float(trainer.estimated_stepping_batches)
+    if accumulates_by_schedule(trainer) and trainer.max_epochs != -1:  # Lightning reckons without it
         return math.nan
     return math.nan if num_steps < 0 else num_steps  # -1: Lightning has no limit
 
 
+def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
+    """Return whether a callback sets, by the epoch, how many batches' gradients are accumulated for a step."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    schedulers = [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
+    return any(each.going_to_accumulate_grad_batches() for each in schedulers)
+
+
 def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
-    """Return the number of optimizer steps of an epoch; None where the training data has no length."""
+    """Return the number of optimizer steps of an epoch; None where it is not known."""
+    if accumulates_by_schedule(trainer):
+        return None
     num_batches = float(trainer.num_training_batches)
     return math.ceil(num_batches / trainer.accumulate_grad_batches) if math.isfinite(num_batches) else None
 

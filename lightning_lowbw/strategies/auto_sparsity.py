@@ -32,7 +32,6 @@ from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import Callback
 
     from lightning_lowbw.strategies.strategy import Strategy
 
@@ -54,7 +53,6 @@ class AutoSparsity:
         self._given: Method | None = None  # with "auto" in it
         self._chosen: dict[str, Any] | None = None  # what replaces it; see `described`
         self._adopted: Method | None = None  # that, as a method
-        self._callbacks: list[Callback] = []  # the Trainer's, in this fit
         self._link_watch: LinkWatch | None = None
         self._epoch_of_watch = -1  # in which it has found a change last
         self._is_pretrained = self._is_resumed = False
@@ -63,7 +61,6 @@ class AutoSparsity:
     def begin_fit(self, trainer: pl.Trainer) -> None:
         """Forget what the last fit has chosen."""
         strategy = self._strategy
-        self._callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if self._given is not None and strategy.method == self._adopted:
             take(strategy, self._given)
         when = strategy.method.when
@@ -103,7 +100,7 @@ class AutoSparsity:
             self._is_resumed = True
 
     def _keep_or_choose_anew(self, trainer: pl.Trainer) -> None:
-        """Say what a resumed run keeps, unless that are dense steps that were chosen for a shorter run.
+        """Say what a resumed run keeps; choose again if that is dense steps, and they were chosen for a shorter run.
 
         Collective: all ranks.
         """
@@ -133,8 +130,7 @@ class AutoSparsity:
             self._keep_or_choose_anew(trainer)
         strategy, when = self._strategy, self._strategy.method.when
         is_open = isinstance(when, EveryStep) and when.is_auto and self._chosen is None  # else a callback has set it
-        # A search for a learning rate has callbacks of its own; the run comes after it.
-        is_open = is_open and trainer.callbacks is self._callbacks  # type: ignore[attr-defined]
+        is_open = is_open and not strategy.regime.is_search(trainer)
         if is_open and not self._picks and not numels_of(strategy)[0]:
             rank_zero_info(
                 f'{type(strategy).__name__}, sparsity="auto": whole gradients are sent, because no tensor that is '

@@ -32,6 +32,6 @@ class Backwards:
         There has been none in the batch norm epoch of StochasticWeightAveraging: the gradients are those of the last
         exchange then, and sent again they would count twice.
         """
-        last = self._num_exchanged.get(id(worker.optimizer))
+        last = self._num_exchanged.get(id(worker.optimizer), 0)
         self._num_exchanged[id(worker.optimizer)] = self.num
         return last != self.num

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -51,7 +51,7 @@ class Checkpoints:
         self._num_saves = 0
         self._last_queued: Future[None] | None = None  # done when the last save is written
         self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
-        self._saved_as: dict[str, _PATH] = {}  # rank 0's path, by this rank's own
+        self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
         self._rng_state: Mapping[str, Any] | None = None  # to be set before the first batch
         self._precision_state: dict[str, Any] | None = None
 
@@ -66,6 +66,7 @@ class Checkpoints:
         Collective: all ranks.
         """
         self._rng_state = self._precision_state = None
+        self._removed = []
         self._num_saves = 0  # ranks that an exception ended may have saved different numbers of times
         self._run_id = self._strategy.broadcast(uuid.uuid4().hex[:12])
 
@@ -94,7 +95,7 @@ class Checkpoints:
             write(checkpoint, filepath)
             return
         self._wait_for_the_save_before()
-        filepath = self._path_of_rank_zero(filepath)
+        filepath = self._follow_rank_zero(filepath)
         together = contextlib.nullcontext if strategy.is_interrupted else failing_together
         if strategy.is_interrupted:
             for worker in strategy.workers:
@@ -163,17 +164,31 @@ class Checkpoints:
             "buffers": {name: own.get(name, buffer).cpu().clone() for name, buffer in module.named_buffers()},
         }
 
-    def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
-        """Return the path of rank 0: names with metrics in them differ between ranks, and only rank 0 writes the file.
+    def _follow_rank_zero(self, filepath: _PATH = "") -> _PATH:
+        """Return the path of rank 0, and remove in each node what rank 0 has removed.
+
+        Both may differ between ranks: names have metrics in them, and `ModelCheckpoint` removes the worst by a metric.
+        The files that count are those of rank 0.
 
         Collective: all ranks; not during the handling of an exception, when some ranks may be elsewhere.
         """
         strategy = self._strategy
         if strategy.world_size == 1 or strategy.is_interrupted:
             return filepath
-        path = strategy.broadcast(filepath)
-        self._saved_as[str(filepath)] = path
-        return path
+        filepath, removed = strategy.broadcast((filepath, self._removed))
+        self._removed = []
+        for folder in () if strategy.is_global_zero else removed:
+            self._latest.pop(folder, None)
+            if strategy.local_rank == 0:  # disks need not be shared
+                self._remove(folder)
+        return filepath
+
+    def end_fit(self) -> None:
+        """Remove in each node what rank 0 has removed since the last save.
+
+        Collective: all ranks.
+        """
+        self._follow_rank_zero()
 
     def _sweep(self, folder: str, path: str) -> None:
         """Delete earlier shards of this rank beside a checkpoint, and those of ranks that no longer exist."""
@@ -197,12 +212,16 @@ class Checkpoints:
             rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
     def remove_shards(self, filepath: _PATH) -> None:
-        """Delete the shards of a checkpoint that has been deleted."""
-        folder = shards.folder_of(self._saved_as.pop(str(filepath), filepath))
-        self._latest.pop(folder, None)
-        if self._strategy.local_rank == 0:  # of each node: disks need not be shared
-            with contextlib.suppress(FileNotFoundError):  # another node was faster
-                self._strategy.checkpoint_io.remove_checkpoint(folder)
+        """Delete the shards of a checkpoint that rank 0 has deleted; other nodes do so at the next save."""
+        if self._strategy.is_global_zero:
+            folder = shards.folder_of(filepath)
+            self._removed.append(folder)
+            self._latest.pop(folder, None)
+            self._remove(folder)
+
+    def _remove(self, folder: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # nodes may share the disk
+            self._strategy.checkpoint_io.remove_checkpoint(folder)
 
     # Loading ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +325,7 @@ class Checkpoints:
                 if not metadata["is_interrupted"]:
                     raise
                 missing = str(error).split(". ")[0]
-        missing = _by_rank(gather(missing))
+        missing = by_rank(gather(missing))
         return (None if missing else found), missing
 
     def _take_over(
@@ -335,7 +354,7 @@ class Checkpoints:
                 "ranks' own states."
             )
         else:
-            torn = _by_rank(gather(torn))
+            torn = by_rank(gather(torn))
             folder = shards.folder_of(path)
             if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
                 self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
@@ -360,15 +379,8 @@ class Checkpoints:
             return shard["workers"], {**shard, "path": own_path}, _torn(shard)
         numbers, ranks = range(len(strategy.workers)), range(metadata["num_ranks"])
         torn: dict[int, str] = {}
-
-        def states(number: int) -> Iterator[Mapping[str, Any]]:
-            for rank in ranks:
-                shard, _ = load(rank)
-                torn[rank] = _torn(shard)
-                yield shard["workers"][number]
-
-        merged: list[Mapping[str, Any]] = [merge(states(number)) for number in numbers]
-        return merged, None, _by_rank([torn[rank] for rank in ranks])
+        merged: list[Mapping[str, Any]] = [merge(states_of(number, ranks, load, torn)) for number in numbers]
+        return merged, None, by_rank([torn[rank] for rank in ranks])
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         self._rng_state, self._precision_state = shard["rng"], shard.get("precision")
@@ -388,11 +400,28 @@ class Checkpoints:
         self._rng_state = self._precision_state = None
 
 
+def states_of(
+    number: int,
+    ranks: Iterable[int],
+    load: Callable[[int], tuple[Mapping[str, Any], str]],
+    torn: dict[int, str],
+) -> Iterator[Mapping[str, Any]]:
+    """Yield what ranks have saved of a worker, one shard in memory at a time.
+
+    In place:
+        `torn`: what an exception had interrupted, by rank.
+    """
+    for rank in ranks:
+        shard, _ = load(rank)
+        torn[rank] = _torn(shard)
+        yield shard["workers"][number]
+
+
 def _torn(shard: Mapping[str, Any]) -> str:
     return " and ".join(state["torn"] for state in shard["workers"] if state["torn"])
 
 
-def _by_rank(texts: Sequence[str]) -> str:
+def by_rank(texts: Sequence[str]) -> str:
     """Return the texts of the ranks; ranks with the same text are put together."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):

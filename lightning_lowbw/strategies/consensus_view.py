@@ -61,6 +61,9 @@ class ConsensusView:
     @contextmanager
     def loading(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> Iterator[None]:
         """Keep the consensus of a checkpoint in the model until `hide`, while other weights are loaded."""
+        if not workers:
+            yield
+            return
         tensors = {name: tensor for worker in workers for name, tensor in worker.consensus_view.tensors().items()}
         tensors |= dict(module.named_buffers())
         shown = {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -52,8 +52,9 @@ def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str,
     shared = [each for each in callbacks if isinstance(each, twins(Checkpoint) + twins(EarlyStopping))]
     schedulers = [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
     timers = [each for each in callbacks if isinstance(each, twins(Timer))]
+    names = [name for name in SETTINGS if not (takes_uneven and name == LENGTH)]
     return {
-        **{f"Trainer({name})": getattr(trainer, name) for name in SETTINGS if not (takes_uneven and name == LENGTH)},
+        **{f"Trainer({name})": getattr(trainer, name, None) for name in names},  # a `val_check_interval` may be a time
         "Trainer(max_time)": [_duration_of(each) for each in timers],
         "callbacks": [each.state_key for each in shared],
         "GradientAccumulationScheduler": [each.scheduling for each in schedulers],

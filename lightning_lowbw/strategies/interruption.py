@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -53,11 +53,3 @@ class Interruptible(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision if self.is_interrupted else bool(super().reduce_boolean_decision(decision, all))
-
-
-class InterruptibleDDP(Interruptible, DDPStrategy):
-    """DDP that can be interrupted."""
-
-
-class InterruptibleModelParallel(Interruptible, ModelParallelStrategy):
-    """Lightning's strategy for sharded models that can be interrupted."""

@@ -1,4 +1,4 @@
-"""Names the lost ranks after a collective has failed on this one."""
+"""Names ranks that are lost, after a failed collective; and ranks that train on, at the end of a fit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ PHASES = {
     "validation_step": "validation",
     "on_validation_start": "validation",
     "on_validation_end": "validation",
-    "run_validation": "validation",
     "_run_sanity_check": "validation",
     "optimizer_step": "the optimizer's step",
     "on_train_epoch_end": "the end of an epoch",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
+from typing_extensions import override
 
 from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
+from lightning_lowbw.strategies.following import set_accelerator
+
+if TYPE_CHECKING:
+    from lightning_lowbw.strategies.checkpoint import Checkpoints
+    from lightning_lowbw.strategies.regime import Regime
 
 
 class OptimizerWorkers(ParallelStrategy):
@@ -22,12 +30,22 @@ class OptimizerWorkers(ParallelStrategy):
     """
 
     method: Method
+    regime: Regime
     _workers: dict[int, Worker]  # by id of the optimizer
+    _resolved_begin: tuple[float, int] | None = None  # a `begin_step` that is a fraction, and the steps it was last
+    _checkpoints: Checkpoints
+
+    accelerator = property(ParallelStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
 
     @property
     def workers(self) -> list[Worker]:
         """The method's workers, in the order of the optimizers, of the present fit or the last one."""
         return list(self._workers.values())
+
+    @property
+    def replicas(self) -> list[ReplicaWorker]:
+        """Those of methods that average weights."""
+        return [worker for worker in self.workers if isinstance(worker, ReplicaWorker)]
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -65,3 +83,19 @@ class OptimizerWorkers(ParallelStrategy):
         self.method = method
         for worker in self.workers:
             worker.method = method
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.regime.end_training()
+        self._checkpoints.end_fit()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.regime.end_validation()
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.remove_shards(filepath)

@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 
 
 class Regime:
-    """The hooks of a fit, in their order; here they do nothing. See `Synchronous` and `Replicas`."""
+    """The hooks of a fit, in their order; here they do nothing. See `Synchronous` and `Replicas`.
+
+    Attributes:
+        is_fit_over: whether the last fit has ended. The model and the optimizers have then what is equal on all ranks,
+            and are on the CPU, which NCCL does not reach: nothing is averaged or checked any more.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
+        self.is_fit_over = False
         self._callback = FirstCallback(self)
 
     @property
@@ -36,6 +42,12 @@ class Regime:
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
+        self.is_fit_over = False
+
+    def is_search(self, trainer: pl.Trainer) -> bool:
+        """Return whether a tuner searches, with callbacks of its own: the fit comes after it."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        return self.strategy.world_size > 1 and self._callback not in callbacks
 
     def buffers_of(self, optimizer: Optimizer) -> dict[str, Tensor] | None:
         """Return the buffers that are averaged with an optimizer's parameters."""
@@ -95,10 +107,7 @@ class Regime:
             self.strategy.signals.save(trainer)
 
     def show(self) -> None:
-        """Put the consensus into the model, until the next batch, the end of validation or the end of a save."""
-
-    def begin_validation(self) -> None:
-        """Called before validation."""
+        """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
 
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
         """Average the metrics that callbacks monitor, if ranks have their own; called after validation, before them."""
@@ -124,6 +133,7 @@ class Regime:
 
     def tear_down(self) -> None:
         """Restore Lightning's objects."""
+        self.is_fit_over = True
         module = self.strategy.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and self._callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -26,11 +25,10 @@ from lightning_lowbw.strategies.callback_agreement import (
     agree_on_weights_,
     weights_of,
 )
-from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
-from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.uneven import Policy, Uneven
+from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.where.agreement import gather
 from lightning_lowbw.where.flat_peers import FlatPeers
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
 
-class Replicas(Regime):
+class Replicas(Viewing):
     """Connects the consensus view, the absence of communication between averages, and uneven data to the hooks of a
     fit.
 
@@ -51,7 +49,6 @@ class Replicas(Regime):
     Attributes:
         quiet: keeps the steps between averages free of communication.
         uneven: ends the epochs of ranks with different or unknown numbers of batches.
-        view: of the consensus.
 
     Raises:
         ConfigurationError: a value is out of range, or does not go together with averages.
@@ -69,18 +66,7 @@ class Replicas(Regime):
             )
         self.quiet = Quiet(strategy, audit)
         self.uneven = Uneven(strategy, uneven, self.quiet.pause_audit)
-        self.view = ConsensusView()
         self._losses: list[Tensor] = []  # since the last step of any optimizer
-
-    @property
-    @override
-    def own_buffers(self) -> dict[str, Tensor]:
-        return self.view.own_buffers
-
-    @property
-    def workers(self) -> list[ReplicaWorker]:
-        """The strategy's workers."""
-        return [worker for worker in self.strategy.workers if isinstance(worker, ReplicaWorker)]
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -91,11 +77,16 @@ class Replicas(Regime):
                 "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing "
                 "between averages, which include batch norm's statistics. Leave it out."
             )
+        if getattr(trainer, "_val_check_time_interval", None) is not None:  # since Lightning 2.6
+            raise ConfigurationError(
+                "Trainer(val_check_interval=...) is a time, and each rank has a clock of its own: between averages one "
+                "would validate while others train on. Give a number of batches."
+            )
 
     @override
     def begin_fit(self) -> None:
+        super().begin_fit()
         self._losses.clear()
-        self.view.keep()
         self.uneven.begin_fit()
 
     @override
@@ -105,14 +96,6 @@ class Replicas(Regime):
         return buffers_by_optimizer(module, self.strategy.optimizers)[id(optimizer)]
 
     @override
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        module = self.strategy.lightning_module
-        assert module is not None
-        with self.view.loading(self.workers, module):
-            yield
-
-    @override
     def begin_training(self, trainer: pl.Trainer) -> None:
         resolve_begin(self.strategy, trainer)
         super().begin_training(trainer)
@@ -120,10 +103,11 @@ class Replicas(Regime):
             return
         self.quiet.restore()
         assert isinstance(self.strategy.method.when, EveryK)
-        warn_if_never_local(self.strategy.method.when, trainer)
+        if not self.is_search(trainer):
+            warn_if_never_local(self.strategy.method.when, trainer)
         self.uneven.begin_training(trainer)
         self.quiet.defer(trainer)
-        for worker in self.workers:
+        for worker in self.strategy.replicas:
             worker.begin_local()
         self.quiet.choose_backward_sync()
         model = self.strategy.model
@@ -139,7 +123,7 @@ class Replicas(Regime):
     def tear_down(self) -> None:
         self.quiet.restore()
         if self.view.is_shown and not self.strategy.is_interrupted:  # a resume with no batch left to train
-            self._keep_consensus()
+            self.keep_consensus()
         super().tear_down()
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -154,7 +138,7 @@ class Replicas(Regime):
 
     @override
     def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
-        return everything if any(worker.reduces_in_backward for worker in self.workers) else []
+        return everything if any(worker.reduces_in_backward for worker in self.strategy.replicas) else []
 
     @override
     def begin_backward(self, loss: Tensor) -> None:
@@ -190,7 +174,7 @@ class Replicas(Regime):
     @override
     def show(self) -> None:
         module = self.strategy.lightning_module
-        if module is None or module._trainer is None or self.view.is_shown:
+        if module is None or module._trainer is None or self.view.is_shown or self.is_fit_over:
             return
         trainer = module.trainer
         is_interrupted = self.strategy.is_interrupted
@@ -199,25 +183,15 @@ class Replicas(Regime):
             self.uneven.check_view(trainer)
             if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
                 agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
-        self.view.show(self.workers, module, is_interrupted=is_interrupted)
-
-    @override
-    def end_validation(self) -> None:
-        if not self.strategy.trainer.sanity_checking:  # after which there may be nothing to train
-            self.view.hide()
+        self.view.show(self.strategy.replicas, module, is_interrupted=is_interrupted)
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         module = self.strategy.lightning_module
         trainer = None if module is None else module._trainer
-        if self.workers and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if self.strategy.replicas and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.show()
         return self.view.copied(take())
-
-    @override
-    def end_save(self) -> None:
-        if not self.strategy.trainer.validating:
-            self.view.hide()
 
     @override
     def begin_epoch(self, trainer: pl.Trainer) -> None:
@@ -237,14 +211,7 @@ class Replicas(Regime):
     @override
     def leave_consensus(self) -> None:
         self.uneven.finish_epoch(is_over=True)  # a callback may have stopped the training in mid-epoch
-        self.show()
-        self._keep_consensus()
-
-    def _keep_consensus(self) -> None:
-        """Leave the consensus in the model."""
-        self.view.keep()
-        for worker in self.workers:
-            worker.finish()
+        super().leave_consensus()
 
     @override
     def end_training(self) -> None:
@@ -255,7 +222,7 @@ class Replicas(Regime):
 
 
 def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
-    """Turn a `begin_step` that is a fraction of the run into a number of steps.
+    """Turn a `begin_step` that is a fraction of the run into a number of steps; for each run anew.
 
     Collective: all ranks.
 
@@ -264,7 +231,8 @@ def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
     """
     when = strategy.method.when
     assert isinstance(when, EveryK)
-    begin = when.begin_step
+    fraction, step = strategy._resolved_begin or (None, None)  # of the last fit, or of a tuner's search
+    begin = fraction if step is not None and step == when.begin_step else when.begin_step
     if not isinstance(begin, float):
         return
     lengths = gather(num_steps_of(trainer))
@@ -275,6 +243,7 @@ def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
         )
     step = round(begin * num_steps)
     strategy.reconfigure(strategy.method.replace(begin_step=step))
+    strategy._resolved_begin = begin, step
     rank_zero_info(f"{type(strategy).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
 
 

@@ -31,8 +31,7 @@ from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Needs
 from lightning_lowbw.strategies.clipping import Clipping
-from lightning_lowbw.strategies.following import set_accelerator
-from lightning_lowbw.strategies.interruption import InterruptibleModelParallel
+from lightning_lowbw.strategies.interruption import Interruptible
 from lightning_lowbw.strategies.keywords import as_timeout
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
@@ -54,7 +53,7 @@ from lightning_lowbw.where.topology import Topology
 from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice, resolve
 
 
-class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
+class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
     """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
 
     Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
@@ -130,8 +129,13 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         check_offload(offload_state, self.method)
         self.offload_state = offload_state
         self.ledger = TrafficLedger()
-        self._options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "resume": resume}
-        self._blocks = tuple(blocks) if not isinstance(blocks, str) else blocks
+        self._options: dict[str, Any] = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "blocks": blocks if isinstance(blocks, str) else tuple(blocks),
+            "save_distributed_checkpoint": save_distributed_checkpoint,
+            "offload_state": offload_state,
+            "resume": resume,
+        }
         self._workers = {}
         self._views: dict[int, LocalView] = {}  # by id of the worker
         self._tensors = LocalTensors()
@@ -140,17 +144,15 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
 
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
-        self.regime = ShardedMoments(self)
+        self.regime: ShardedMoments = ShardedMoments(self)  # type: ignore[arg-type]  # of which it asks what both have
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
         self.clipping = Clipping(self, self._exchange_unscaled, has_means=False)  # type: ignore[arg-type]
         self.auto = NothingChosen()
-        self._default = DefaultSharding(self._blocks)
+        self._default = DefaultSharding(self._options["blocks"])
         self._guard = BypassGuard()
         self._backwards = Backwards()
         self.lost_peers = LostPeers(self)  # type: ignore[arg-type]
         self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]
-
-    accelerator = property(ModelParallelStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         defaults = inspect.signature(ShardedStrategy).parameters
@@ -188,7 +190,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         settings = facts.settings_of(self.trainer) if fitting else {}
         with failing_together():
             choice = repr(check_choice(self.topology) or self.topology)
-        everything = {**self.method.facts(), **self._options, "topology": choice, "blocks": self._blocks}
+        everything = {**self.method.facts(), **self._options, "topology": choice}
         facts.agree_on_configuration(type(self).__name__, everything, settings)
         topology = resolve(self.topology, self.world_size) or Topology.blocks(self.world_size, 1)
         self._groups = make_node_mesh(
@@ -212,7 +214,7 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
             self._tensors = LocalTensors()
             self._backwards.begin_fit()
             self.signals.begin_fit()
-            self.regime.view.keep()
+            self.regime.begin_fit()
             assert self.model is not None
             facts.agree_on_model(self.model)
             with failing_together():
@@ -237,12 +239,6 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         self._guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
         self.signals.defer(self.trainer)
         begin_schedules(self)
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.lost_peers.come_to_end()
-        self.regime.end_training()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -336,11 +332,6 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
     # Validation and checkpoints ---------------------------------------------------------------------------------
 
     @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self.regime.end_validation()
-
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.is_interrupted:  # the shards of others are not to be had; `save_checkpoint` says so
             return {}
@@ -368,11 +359,6 @@ class ShardedStrategy(OptimizerWorkers, InterruptibleModelParallel):
         write = functools.partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpoints.save(checkpoint, filepath, write)
         self.regime.end_save()
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        super().remove_checkpoint(filepath)
-        self._checkpoints.remove_shards(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:

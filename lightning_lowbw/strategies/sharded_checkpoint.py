@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.types import _PATH
@@ -14,7 +14,7 @@ from lightning_lowbw.engine.resharding import Coordinate, reshard
 from lightning_lowbw.engine.state import merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
-from lightning_lowbw.strategies.checkpoint import Checkpoints, _by_rank, _torn
+from lightning_lowbw.strategies.checkpoint import Checkpoints, by_rank, states_of
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
@@ -48,13 +48,7 @@ class ShardedCheckpoints(Checkpoints):
 
         def merged(number: int, coordinate: int) -> Mapping[str, Any]:
             """Return the mean, over nodes, of what a worker had of the shard with this coordinate."""
-            return merge(states(number, [node[coordinate] for node in nodes]))
-
-        def states(number: int, ranks: list[int]) -> Iterator[Mapping[str, Any]]:
-            for rank in ranks:
-                shard, _ = load(rank)
-                torn[rank] = _torn(shard)
-                yield shard["workers"][number]
+            return merge(states_of(number, [node[coordinate] for node in nodes], load, torn))
 
         found: list[Mapping[str, Any]]
         if sizes == strategy.groups.sizes:
@@ -65,7 +59,7 @@ class ShardedCheckpoints(Checkpoints):
                 reshard((merged(number, each) for each in range(sizes[0])), worker, shapes, sizes[0], own)
                 for number, worker in enumerate(strategy.workers)
             ]
-        return found, None, _by_rank([torn[rank] for rank in sorted(torn)])
+        return found, None, by_rank([torn[rank] for rank in sorted(torn)])
 
     def _shapes(self, sizes: tuple[int, ...], path: _PATH) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole parameters by name.

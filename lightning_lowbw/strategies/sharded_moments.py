@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -28,43 +27,26 @@ from lightning_lowbw.engine.kept import forget, may_report
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
-from lightning_lowbw.strategies.consensus_view import ConsensusView
-from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.where.agreement import gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
 
 
-class ShardedMoments(Regime):
+class ShardedMoments(Viewing):
     """The consensus view, and the messages between the shards of a node before they communicate with their peers.
 
     A rank's peers have the same shard in other nodes. They do not receive what another shard of the node has found (a
     gradient with an inf or NaN, a signal); so the ranks of a node exchange it first.
-
-    Attributes:
-        view: of the consensus.
     """
 
     strategy: ShardedStrategy  # type: ignore[assignment]
 
-    def __init__(self, strategy: ShardedStrategy) -> None:
-        super().__init__(strategy)  # type: ignore[arg-type]
-        self.view = ConsensusView()
-
-    @property
-    @override
-    def own_buffers(self) -> dict[str, Tensor]:
-        return self.view.own_buffers
-
-    @property
-    def _replicas(self) -> list[ReplicaWorker]:
-        return [worker for worker in self.strategy.workers if isinstance(worker, ReplicaWorker)]
-
     @override
     def set_up(self, trainer: pl.Trainer) -> None:
         super().set_up(trainer)
-        for worker in self._replicas:
+        for worker in self.strategy.replicas:
             worker.meet = self.agree_in_world
 
     # Messages between shards ------------------------------------------------------------------------------------
@@ -112,28 +94,17 @@ class ShardedMoments(Regime):
         Raises:
             NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
         """
-        for worker in () if self.strategy.is_interrupted else self.strategy.workers:
+        for worker in () if self.is_fit_over or self.strategy.is_interrupted else self.strategy.workers:
             if isinstance(worker, GradientWorker) and worker.peers.num_ranks > 1:
                 _check_kept(worker)
 
     # The consensus view -----------------------------------------------------------------------------------------
 
     @override
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        module = self.strategy.lightning_module
-        assert module is not None
-        if not self._replicas:
-            yield
-            return
-        with self.view.loading(self._replicas, module):
-            yield
-
-    @override
     def show(self) -> None:
         module = self.strategy.lightning_module
-        workers = self._replicas
-        if not workers or module is None or module._trainer is None or self.view.is_shown:
+        workers = self.strategy.replicas
+        if not workers or module is None or module._trainer is None or self.view.is_shown or self.is_fit_over:
             return
         is_interrupted = self.strategy.is_interrupted
         if not is_interrupted:
@@ -154,18 +125,8 @@ class ShardedMoments(Regime):
         return self.view.copied(take())
 
     @override
-    def end_validation(self) -> None:
-        if not self.strategy.trainer.sanity_checking:  # after which there may be nothing to train
-            self.view.hide()
-
-    @override
-    def end_save(self) -> None:
-        if not self.strategy.trainer.validating:
-            self.view.hide()
-
-    @override
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
-        if self._replicas:
+        if self.strategy.replicas:
             agree_on_monitored(trainer, self.strategy.root_device)
 
     @override
@@ -173,20 +134,14 @@ class ShardedMoments(Regime):
         self.agree_on_metrics(trainer)
 
     @override
-    def leave_consensus(self) -> None:
-        self.show()
-        self.view.keep()
-        for worker in self._replicas:
-            worker.finish()
-
-    @override
     def end_training(self) -> None:
         """Average weights that differ between nodes after the last average: a callback may have put in its own.
 
         Collective: all ranks, blocking, as `check_kept`; the peers, as `agree_on_weights_`.
         """
+        self.strategy.lost_peers.come_to_end()
         self.check_kept()
-        for worker in self._replicas:
+        for worker in self.strategy.replicas:
             shards = [each.detach() for each in worker.parameters() if each.numel()]
             agree_on_weights_(shards, worker.peers, worker.device)
 

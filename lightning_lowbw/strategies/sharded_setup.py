@@ -72,10 +72,11 @@ def make_workers(
 
 def begin_schedules(strategy: ShardedStrategy) -> None:
     """Start the workers, when the length of the run is known; warn if the run ends before a phase begins."""
-    trainer = strategy.trainer
+    trainer, is_search = strategy.trainer, strategy.regime.is_search(strategy.trainer)
     if isinstance(strategy.method.when, EveryK):
         resolve_begin(strategy, trainer)  # type: ignore[arg-type]  # it may reconfigure the method
-        warn_if_never_local(strategy.method.when, trainer)
+        if not is_search:
+            warn_if_never_local(strategy.method.when, trainer)
     method = strategy.method
     for worker in strategy.workers:
         worker.check_schedule()
@@ -84,7 +85,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
     if strategy.groups.topology.num_nodes > 1:
         if method.uses_kernels(strategy.root_device):
             prepare_kernels(strategy.root_device, uses_of(strategy.workers))
-        if method.compresses_gradients:
+        if method.compresses_gradients and not is_search:
             assert isinstance(method.when, EveryStep)
             warn_if_never_sparse(method.when, trainer)
             tell_notes(strategy.workers)

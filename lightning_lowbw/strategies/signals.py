@@ -134,7 +134,10 @@ class Signals:
         if worker.stop_agreed and not connector.received_sigterm:
             rank_zero_info(f"A rank has received SIGTERM: all ranks end after optimizer step {worker.step}.")
             self._have_agreed = connector.received_sigterm = True  # Lightning raises it after the batch
-        self.save_is_due |= worker.save_agreed
+        if worker.save_agreed:
+            self.save_is_due = True
+            for each in self._strategy.workers:  # of several optimizers only one has sent it
+                each.save_requested = False
         worker.save_agreed = False  # else it would be read again when an average begins, which has no message yet
 
     def save(self, trainer: pl.Trainer) -> None:

@@ -37,10 +37,9 @@ from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
 from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
-from lightning_lowbw.strategies.following import set_accelerator
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
-from lightning_lowbw.strategies.interruption import InterruptibleDDP
+from lightning_lowbw.strategies.interruption import Interruptible
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
@@ -58,7 +57,7 @@ from lightning_lowbw.where.topology_choice import TopologyChoice
 SETTLE_S = 0.02
 
 
-class Strategy(OptimizerWorkers, InterruptibleDDP):
+class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     """DDP in which a method does the communication.
 
     Args:
@@ -120,8 +119,6 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         self._backwards = Backwards()
         self.lost_peers = LostPeers(self)
         self._checkpoints = Checkpoints(self, self._options["resume"])
-
-    accelerator = property(DDPStrategy.accelerator.fget, set_accelerator)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters | inspect.signature(Strategy).parameters
@@ -208,11 +205,6 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         warn_if_not_distributed(self.trainer, self)
         self.signals.defer(self.trainer)
         self.regime.begin_training(self.trainer)
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.regime.end_training()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -311,23 +303,13 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
     # Validation and checkpoints ---------------------------------------------------------------------------------
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.regime.begin_validation()
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self.regime.end_validation()
-
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.regime.state_dict(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.is_interrupted:  # the ranks of a node need not all be here
+        if self.is_interrupted or self.regime.is_fit_over:  # not all ranks are here, or all is whole
             return state
         return with_whole_velocities(state, self.worker_of(optimizer))
 
@@ -336,11 +318,6 @@ class Strategy(OptimizerWorkers, InterruptibleDDP):
         write = functools.partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpoints.save(checkpoint, filepath, write)
         self.regime.end_save()
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        super().remove_checkpoint(filepath)
-        self._checkpoints.remove_shards(filepath)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ class Synchronous(Regime):
 
     @override
     def begin_fit(self) -> None:
+        super().begin_fit()
         self._batch_norm.begin_fit()
         self._has_stepped = True
 
@@ -63,7 +64,7 @@ class Synchronous(Regime):
         if method.when.overlap:
             self._check_overlap(trainer)
         self.strategy.auto.begin_training(trainer)
-        if not method.when.is_auto:
+        if not method.when.is_auto and not self.is_search(trainer):
             warn_if_never_sparse(method.when, trainer)
             tell_notes(self.strategy.workers)
             tell_what_stays_whole(self.strategy.workers)
@@ -119,7 +120,7 @@ class Synchronous(Regime):
         return self._batch_norm.buffers_to_broadcast(everything)
 
     @override
-    def begin_validation(self) -> None:
+    def show(self) -> None:
         self._batch_norm.show()
 
     @override
@@ -135,7 +136,7 @@ class Synchronous(Regime):
 
     def _check_kept(self) -> None:
         for worker in self.strategy.workers:
-            if isinstance(worker, GradientWorker) and not self.strategy.is_interrupted:
+            if isinstance(worker, GradientWorker) and not (self.is_fit_over or self.strategy.is_interrupted):
                 check_kept(worker)
 
     @override

@@ -130,7 +130,7 @@ class Uneven:
         lengths = gather(self._num_batches)  # infinity where it is not known
         longest = max(lengths)
         self.meets = min(lengths) < longest or longest == math.inf
-        for worker in self._workers:
+        for worker in self._strategy.replicas:
             worker.meet = self._meet_for_average if self.meets else None
             worker.weighs_samples, worker.num_samples = False, 0.0
         if not self.meets:
@@ -168,10 +168,6 @@ class Uneven:
         trainer.val_check_batch = math.inf if interval == 1.0 else max(1, int(longest * interval))
 
     @property
-    def _workers(self) -> list[ReplicaWorker]:
-        return [worker for worker in self._strategy.workers if isinstance(worker, ReplicaWorker)]
-
-    @property
     def _can_weigh(self) -> bool:
         """Whether replicas may have weights of their own."""
         method = self._strategy.method
@@ -184,7 +180,7 @@ class Uneven:
 
     def count(self, batch: Any) -> None:
         """Add the samples of a batch to this rank's weight."""
-        for worker in self._workers if self.meets else ():
+        for worker in self._strategy.replicas if self.meets else ():
             worker.num_samples += _num_samples(batch)
 
     # Meeting ----------------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ class Uneven:
         """
         strategy, progress = self._strategy, batches_of(self._strategy.trainer)
         is_last = progress.is_last_batch or what in (ENDED, EMPTY)
-        own = [what, is_last, is_over, progress.current.ready, *(worker.step for worker in self._workers)]
+        own = [what, is_last, is_over, progress.current.ready, *(worker.step for worker in self._strategy.replicas)]
         rows = torch.zeros(strategy.world_size, len(own), dtype=torch.int64)
         rows[strategy.global_rank] = torch.tensor(own, dtype=torch.int64)
         rows = rows.to(strategy.root_device)
@@ -257,7 +253,7 @@ class Uneven:
         if not self.meets:
             return
         progress = batches_of(trainer)
-        is_synchronous = not all(worker.is_local for worker in self._workers)
+        is_synchronous = not all(worker.is_local for worker in self._strategy.replicas)
         if is_synchronous or self._is_view_due(trainer):
             self._pause_audit()
             places = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
@@ -283,7 +279,7 @@ class Uneven:
         return any(trainer.global_step % steps + most >= steps for steps in intervals)
 
     def _meet_for_average(self, worker: ReplicaWorker) -> None:
-        what = AVERAGE + self._workers.index(worker)
+        what = AVERAGE + self._strategy.replicas.index(worker)
         places = self._meet(what)
         while any(place.what == BATCH for place in places):  # the last one of the others, too, after this message
             places = self._meet(what)
@@ -341,7 +337,7 @@ class Uneven:
             number = others[0].what - AVERAGE
             if number < 0:  # a batch, after which they end, too
                 continue
-            worker = self._workers[number]
+            worker = self._strategy.replicas[number]
             self._weigh(worker, places)
             worker.idle(others[0].steps[number] - worker.step)
             worker.average_due(finished=True)
@@ -358,7 +354,7 @@ class Uneven:
 
         Collective: all ranks.
         """
-        for number, worker in enumerate(self._workers):
+        for number, worker in enumerate(self._strategy.replicas):
             if num_missed := max(place.steps[number] for place in places) - worker.step:
                 worker.idle(num_missed)
             if self._can_weigh and worker.steps_since_average:

@@ -190,6 +190,30 @@ def fit_linking_the_last(folder: str) -> list[str]:
     return fit_with_model_checkpoint(folder, save_top_k=-1, save_last="link")
 
 
+class OwnMetric(Tiny):
+    """Each rank has its own metric, one per epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        values = (1.0, 2.0, 0.0) if self.global_rank == 0 else (2.0, 1.0, 0.0)
+        self.log("own", values[self.current_epoch])
+
+
+def fit_on_two_nodes_of_one_rank(folder: str) -> list[str]:
+    os.environ["LOCAL_RANK"] = "0"
+    keep = ModelCheckpoint(folder, "{epoch}", monitor="own", save_top_k=2, save_on_train_epoch_end=True)
+    trainer = make_trainer(make_strategy("dgc"), 2, callbacks=[keep], enable_checkpointing=True, max_epochs=3)
+    trainer.fit(OwnMetric(), make_data(2, 3))
+    dist.barrier()
+    return sorted(os.listdir(folder))
+
+
+def test_all_nodes_delete_the_shards_of_what_rank_zero_deletes(tmp_path: Path) -> None:
+    """Each rank's `ModelCheckpoint` deletes the worst by its own metric."""
+    kept = ["epoch=0.ckpt", "epoch=0.ckpt.ranks", "epoch=2.ckpt", "epoch=2.ckpt.ranks"]
+    assert run_ranks(fit_on_two_nodes_of_one_rank, 2, str(tmp_path)) == [kept] * 2
+    assert all(len(os.listdir(tmp_path / name)) == 2 for name in kept if name.endswith(".ranks"))
+
+
 def fit_weights_only(folder: str) -> list[str]:
     return fit_with_model_checkpoint(folder, save_top_k=1, save_weights_only=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 
 from lightning_lowbw import (
     AdaptiveLocalSGDStrategy,
     AveragingSchedule,
     ConfigurationError,
+    DGCStrategy,
     LocalSGDStrategy,
     NonFiniteGradientError,
     TrafficMonitor,
@@ -210,17 +213,56 @@ def test_begin_in_epochs_and_in_fractions(callback: dict[str, Any], strategy: di
     assert run_ranks(fit_scheduled, 2, callback, strategy) == [expected] * 2
 
 
-def fit_with_finder(folder: str) -> list[str]:
-    from lightning.pytorch.callbacks import LearningRateFinder
+class WithRate(Tiny):
+    lr = 0.01
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def fit_after_a_search(strategy: Any, folder: str) -> tuple[Any, list[str]]:
+    """Return the first sparse or local step, and what is warned of."""
     num_ranks = dist.get_world_size()
+    callbacks = [LearningRateFinder(num_training_steps=8, early_stop_threshold=None)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, num_ranks, callbacks=callbacks, default_root_dir=folder)
+        trainer.fit(WithRate(), make_data(num_ranks, 40))
+    when = strategy.workers[0].method.when
+    begin = when.begin_step if hasattr(when, "begin_step") else when.rampup_begin_step
+    return begin, [str(each.message) for each in caught if "optimizer steps" in str(each.message)]
 
-    class WithRate(Tiny):
-        lr = 0.01
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LocalSGDStrategy(k_steps=2, begin_step=0.5),
+        LocalSGDStrategy(k_steps=2, begin_step=20),
+        DGCStrategy(rampup_begin_step=20),
+    ],
+    ids=repr,
+)
+def test_a_search_is_no_run(strategy: Any, tmp_path: Path) -> None:
+    """It has few steps: a schedule is not fixed by their number, and nobody is warned that it does not begin."""
+    assert run_ranks(fit_after_a_search, 2, strategy, str(tmp_path)) == [(20, [])] * 2
 
+
+def fit_with_a_time_to_validate() -> str:
+    trainer = make_trainer(
+        LocalSGDStrategy(k_steps=4), 2, val_check_interval="00:00:00:05", check_val_every_n_epoch=None
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(Tiny(), make_data(2, 8), make_data(2, 2))
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="since Lightning 2.6")
+def test_a_time_after_which_each_rank_would_validate_is_refused() -> None:
+    assert all("Give a number of batches" in message for message in run_ranks(fit_with_a_time_to_validate, 2))
+
+
+def fit_with_finder(folder: str) -> list[str]:
+    num_ranks = dist.get_world_size()
     model = WithRate()
     options = {
         "callbacks": [LearningRateFinder(num_training_steps=12)],

@@ -1,0 +1,62 @@
+"""What comes after a fit: the model and all state are on the CPU then, and NCCL sends nothing from there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw import DGCStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from tests.ranks import run_ranks
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
+
+STRATEGIES: dict[str, Any] = {
+    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
+    "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2),
+    "int8": lambda: Strategy(NarrowGradients("int8")),
+    "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
+    "local_sgd, int8": lambda: LocalSGDStrategy(k_steps=2, begin_step=0, value_dtype="int8"),
+}
+
+
+class Validated(Tiny):
+    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
+        self(batch[0])
+
+
+def use_after_the_fit(name: str, path: str) -> tuple[list[str], dict[str, Any]]:
+    """Validate and save after a fit; return the weights before and after, and the checkpoint that rank 0 has saved."""
+
+    def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals["__name__"]
+            assert not caller.startswith("lightning_lowbw"), "a tensor is sent after the fit"
+            return collective(*args, **kwargs)
+
+        return call
+
+    num_ranks, model = dist.get_world_size(), Validated()
+    trainer = make_trainer(STRATEGIES[name](), num_ranks)
+    trainer.fit(model, make_data(num_ranks, 5))
+    digests = [weights_of(model)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for collective in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            monkeypatch.setattr(dist, collective, refusing(getattr(dist, collective)))
+        trainer.save_checkpoint(path)
+        trainer.validate(model, make_data(num_ranks, 2), verbose=False)
+        digests.append(weights_of(model))
+    return digests, torch.load(path, weights_only=True)["optimizer_states"][0]["state"] if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nothing_is_sent_after_the_fit(name: str, tmp_path: Path) -> None:
+    results = run_ranks(use_after_the_fit, 4, name, str(tmp_path / "after.ckpt"))
+    assert len({digest for digests, _ in results for digest in digests}) == 1
+    _, state = results[0]
+    assert all(entry["momentum_buffer"] is not None for entry in state.values())
+    assert state
