@@ -876,8 +876,8 @@ def summary_of(cells: list[Cell]) -> str:
         worse = f": {'; '.join(found['worse'])}" if found["worse"] else ""
         within, better = len(found["within"]), len(found["better"])
         parts.append(
-            f"{name} of these {len(sparse)}: within one standard error (SE) of ddp's in {within}, better in {better}, worse "
-            f"in {len(found['worse'])}{worse}."
+            f"{name} of these {len(sparse)}: within one standard error (SE) of ddp's in {within}, better in {better}, "
+            f"worse in {len(found['worse'])}{worse}."
         )
     beyond = {key: sum(is_beyond_ddp(cell, key) for cell in sparse) for key in ("val_loss", "test_accuracy")}
     parts.append(

@@ -2,7 +2,7 @@
 
 Accuracy comes first, then time. Top-k costs accuracy because it delays elements. The cost decreases with the number of
 times that an element is sent in the run, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 %
-(docs/methods/dgc.md). So the choice among a few densities is
+(docs/methods/dgc_measured.md). So the choice among a few densities is
 
     the largest whose exchange fits into a fraction of the step (the budget), and
     none at which an element is sent less than `Run.times_sent` times in the rest of the run;
