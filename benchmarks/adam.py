@@ -420,7 +420,7 @@ def main() -> None:
     table = to_markdown(results)
     if not options.quick:
         (RESULTS / "adam.md").write_text(table)
-        replace_block("docs/methods/dgc.md", "adam", table)
+        replace_block("docs/methods/dgc_measured.md", "adam", table)
     print(table)
 
 

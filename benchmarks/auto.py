@@ -14,8 +14,8 @@ computation and all-reduce one after the other. Links for which the same schedul
 wall-clock: two nodes in the lab, a core each, real links and real measuring. Seconds per step are measured of each
 density that a run goes through; seconds of a run are computed from them and the schedule.
 
-The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png, and the table into the method
-card.
+The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png, the tables into
+docs/methods/dgc_measured.md, and a summary into the method card.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -871,12 +872,12 @@ def summary_of(cells: list[Cell]) -> str:
         found: dict[str, list[str]] = {"within": [], "better": [], "worse": []}
         for cell in sparse:
             difference, where = cell.difference(key), f"{cell.task} {cell.steps:,} ({', '.join(cell.links)})"
-            found[difference.verdict].append(f"{where} by {abs(difference.in_errors):.1f}")
+            found[difference.verdict].append(f"{where} by {abs(difference.in_errors):.1f} SE")
         worse = f": {'; '.join(found['worse'])}" if found["worse"] else ""
         within, better = len(found["within"]), len(found["better"])
         parts.append(
-            f"{name} of these {len(sparse)}: within one standard error of ddp's in {within}, better in {better}, worse "
-            f"in {len(found['worse'])}{worse}."
+            f"{name} of these {len(sparse)}: within one standard error (SE) of ddp's in {within}, better in {better}, "
+            f"worse in {len(found['worse'])}{worse}."
         )
     beyond = {key: sum(is_beyond_ddp(cell, key) for cell in sparse) for key in ("val_loss", "test_accuracy")}
     parts.append(
@@ -1077,14 +1078,13 @@ def report_accuracy(results: dict[str, Any], cells: list[Cell]) -> list[str]:
     names = {cell.task for cell in cells}
     tasks = "; ".join(f"{name}: {task.note}" for name, task in TASKS.items() if name in names)
     step_ms = ", ".join(f"{name} {1e3 * results['nominal']['step_s'][name]:.1f}" for name in TASKS if name in names)
-    num_equal, num_checked = check_dense(results["rows"])
     return [
         f"Accuracy at equal steps, {NUM_RANKS} ranks. {tasks}. Learning rate in one cycle, no clipping. Mean ± "
         "standard error (SE) over seeds. A difference is the mean over seeds of that between runs of one seed, ± its "
         "SE, positive where auto is worse; it is within one standard error where its mean is not larger than its SE. "
         f"What auto chooses is by a nominal link (latency {1e3 * LATENCY_S:g} ms) and the computation of a step, "
         f"measured once (ms: {step_ms}); links for which it chooses the same share their runs. Where it stays dense "
-        f"the runs are ddp's: the weights were equal to the bit in {num_equal} of {num_checked} runs that checked it.",
+        f"the runs are ddp's: the weights were equal to the bit {check_dense(results['rows'])}.",
         accuracy_to_markdown(cells),
         summary_of(cells),
         "Two methods that are equal differ by more than one standard error over 5 seeds in 37 % of such rows "
@@ -1092,11 +1092,44 @@ def report_accuracy(results: dict[str, Any], cells: list[Cell]) -> list[str]:
     ]
 
 
-def check_dense(rows: list[Row]) -> tuple[int, int]:
-    """Return how many runs of auto that stayed dense end with the weights of ddp, and how many there are."""
-    dense = {(row["task"], row["steps"], row["seed"]): row["weights"] for row in rows if row["method"] == "ddp"}
-    checked = [row for row in rows if is_same(row, method="auto", schedule=None)]
-    return sum(row["weights"] == dense[row["task"], row["steps"], row["seed"]] for row in checked), len(checked)
+def check_dense(rows: list[Row]) -> str:
+    """Return in words how many runs of auto that stayed dense end with the weights of ddp, and which do not."""
+    dense = {(row["task"], row["steps"], row["seed"]): row for row in rows if row["method"] == "ddp"}
+    checked = [(row, dense[row["task"], row["steps"], row["seed"]]) for row in rows if is_dense_auto(row)]
+    others = [
+        f"{own['task']}, {own['steps']:,} steps, seed {own['seed']} (validation loss {own['val_loss']:.4f} and "
+        f"{ddp['val_loss']:.4f})"
+        for own, ddp in checked
+        if own["weights"] != ddp["weights"]
+    ]
+    exceptions = f"; not in {'; '.join(others)}" if others else ""
+    return f"in {len(checked) - len(others)} of {len(checked)} runs that checked it{exceptions}"
+
+
+def is_dense_auto(row: Row) -> bool:
+    """Return whether a run is one of auto that stayed dense."""
+    return is_same(row, method="auto", schedule=None)
+
+
+def card_of(results: dict[str, Any]) -> str:
+    """Return the summary in the method card."""
+    cells = cells_of(results, {})
+    parts = [
+        f"`benchmarks/auto.py` trains {len(TASKS)} tasks on {NUM_RANKS} ranks with ddp and with auto, each for "
+        f"{', '.join(f'{each:,}' for each in STEPS)} steps; rows are combinations of task, length and link. "
+        f"{summary_of(cells)}",
+    ]
+    ratios: dict[str, list[float]] = {link: [] for link in LINKS}
+    for record in sorted_records(results):
+        for num_steps in STEPS:
+            dense, own = (seconds_of_run(record, method, num_steps) for method in ("ddp", "auto"))
+            if dense and own:
+                ratios[record["link"]].append(dense / own)
+    told = ", ".join(f"{min(of):.2f} to {max(of):.2f} at {link}" for link, of in ratios.items() if of)
+    parts.append(f"Seconds of a run with ddp divided by those with auto, over tasks and lengths: {told}.")
+    return (
+        "\n\n".join(textwrap.fill(part, 125, break_long_words=False, break_on_hyphens=False) for part in parts) + "\n"
+    )
 
 
 def main() -> None:
@@ -1135,7 +1168,8 @@ def main() -> None:
     draw(cells_of(results, {}), sorted_records(results), path.with_suffix(".png"))
     if options.name == "auto":
         image = f"![difference to ddp, and seconds](../../benchmarks/results/{options.name}.png)\n"
-        replace_block("docs/methods/dgc.md", "auto", f"{text}\n{image}")
+        replace_block("docs/methods/dgc_measured.md", "auto", f"{text}\n{image}")
+        replace_block("docs/methods/dgc.md", "auto", card_of(results))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 One fit, of a model of 25M parameters whose weights count as trained, so that there is no warm-up. The rate of both
 links falls during the run, and rises again. Of each step there is the clock, and what was sent. Writes
-benchmarks/results/link_change.json with the environment, a table, and a block of docs/methods/dgc.md.
+benchmarks/results/link_change.json with the environment, a table, and a block of docs/methods/dgc_measured.md.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
     (RESULTS / "link_change.json").write_text(json.dumps(results) + "\n")
     (RESULTS / "link_change.md").write_text(text)
     print(text)
-    replace_block("docs/methods/dgc.md", "link_change", text)
+    replace_block("docs/methods/dgc_measured.md", "link_change", text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import os
 import shlex
 import statistics
 import sys
+import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ WORKER = Path(__file__).with_name("worker.py")
 WINDOW_S = 12.0  # what one measurement may take, roughly
 MIN_STEPS, MAX_STEPS = 2, 10
 WITH_HEADERS = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet beside its data
+IN_README, IN_README_RATES = (DDP.name, FP16.name, "int8", "PowerSGD rank 1", DGC.name), ("1gbit", "200mbit")
+README_WIDTH = 125
 SEED_SPEEDUPS = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}  # PaddlePaddle Fleet, Faster R-CNN, 2 x P40
 
 
@@ -165,16 +168,14 @@ def to_markdown(cells: list[Cell]) -> str:
 
 def to_short_markdown(cells: list[Cell]) -> str:
     """Return what a newcomer looks for in the table, for one model and number of nodes."""
-    lines = ["| link | method | s per step | x alone | speed-up over ddp | kB per step |", "| --- |" + " --- |" * 5]
+    lines = ["| link | method | s per step | speed-up over ddp | kB per step |", "| --- |" + " --- |" * 4]
     for cell in cells:
-        alone, dense = (
-            next(each.median_s for each in cells if (each.rate, each.method) == (cell.rate, of.name))
-            for of in (ALONE, DDP)
-        )
-        lines.append(
-            f"| {cell.rate} | {cell.method} | {cell.median_s:.3f} | {cell.median_s / alone:.2f} | "
-            f"{dense / cell.median_s:.2f} | {statistics.median(cell.interface_bytes) / 1e3:,.0f} |"
-        )
+        if cell.rate in IN_README_RATES and cell.method in IN_README:
+            dense = next(each.median_s for each in cells if (each.rate, each.method) == (cell.rate, DDP.name))
+            lines.append(
+                f"| {cell.rate} | {cell.method} | {cell.median_s:.3f} | {dense / cell.median_s:.2f} | "
+                f"{statistics.median(cell.interface_bytes) / 1e3:,.0f} |"
+            )
     return "\n".join([*lines, ""])
 
 
@@ -239,26 +240,32 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
 
 
 def put_into_readme(cells: list[Cell], results: dict[str, Any], name: str) -> None:
-    """Replace the marked block of README.md by the results of a name: no number in it is typed by hand."""
+    """Replace the marked block of README.md, and the page of all rows: no number in them is typed by hand."""
     (model, num_nodes), *others = {(cell.workload, cell.num_nodes) for cell in cells}
-    least = {ALONE.name, DDP.name}
+    least = {ALONE.name, *IN_README}
     if others or any(least - {each.method for each in cells if each.rate == cell.rate} for cell in cells):
-        raise SystemExit(f"README.md shows one model and number of nodes, with {' and '.join(sorted(least))}.")
+        raise SystemExit(f"README.md shows one model and number of nodes, with {', '.join(sorted(least))}.")
     draw(cells, RESULTS / f"{name}.png")
-    where = (
-        f"{model}, {num_nodes} nodes on one machine ({{cpu}}, {{num_cpus}} cores), torch {{torch}}, {{date}}; measured "
-        "by `{command}` "
-        f"([more columns](benchmarks/results/{name}.md)). kB: 1000 bytes, sent by one node, measured on its network "
-        'interface. "alone" is a process that trains by itself, without DDP; "no communication" is DDP with its '
-        'communication switched off. dgc is `DGCStrategy(sparsity=[0.999])`, "plain torch" is without numba. dgc can '
-        "take less time than alone: SGD's own step reads and writes every weight, a sparse step only those that were "
-        "sent."
+    where = f"{model}, {num_nodes} nodes on one machine ({{cpu}}, {{num_cpus}} cores), torch {{torch}}, {{date}}"
+    where = where.format(**results["environment"])
+    dgc = "dgc is `DGCStrategy(sparsity=[0.999])`. It can take less time than a process that trains alone"
+    because = "SGD's own step reads and writes every weight, a sparse step only those that were sent."
+    note = (
+        f"{where}. kB: 1000 bytes, sent by one node, measured on its network interface. {dgc}: {because} "
+        f"[All links and methods](benchmarks/results/{name}.md), also beside numbers of PaddlePaddle Fleet."
     )
-    note = where.format(**results["environment"], command=results["command"])
-    parts = [to_short_markdown(cells), note, f"\n![step time against bandwidth](benchmarks/results/{name}.png)\n"]
+    plot = f"![step time against bandwidth](benchmarks/results/{name}.png)"
+    parts = [to_short_markdown(cells), wrapped(note), f"\n{plot}\n"]
     headline_results = json.loads((RESULTS / "headline.json").read_text())
     headline_cells = [Cell(**cell) for cell in headline_results["cells"]]
-    parts.append(summarise_headline(headline_cells, headline_results["batch"], headline_cells[0].rate))
+    explained = (
+        f'{where}; measured by `{results["command"]}`. "alone" is a process that trains by itself, without DDP; '
+        '"no communication" (the limit) is DDP with its communication switched off. Bytes are those of one node. '
+        f'{dgc}; "plain torch" is without numba.'
+    )
+    compared = summarise_headline(headline_cells, headline_results["batch"], headline_cells[0].rate)
+    page = f"{to_markdown(cells)}\n{explained}\n\n## Beside PaddlePaddle Fleet\n\n{compared}"
+    (RESULTS / f"{name}.md").write_text(page)
     curves = json.loads((RESULTS / "time_to_loss.json").read_text())
     chosen = {method: set[str]() for method in ("dgc", "dgc, longer")}
     for each in curves["curves"]:
@@ -266,12 +273,20 @@ def put_into_readme(cells: list[Cell], results: dict[str, Any], name: str) -> No
             chosen[each["method"]].add(in_words(each["schedule"]))
     told = " ".join(f"`{method}` chose to send {' or '.join(sorted(of))}." for method, of in chosen.items())
     parts.append(
-        f"Loss against wall-clock at {curves['rate']}, with `strategy='dgc'`: a byte-level transformer on the source "
-        "of Python's library, SGD with momentum, 2 nodes; losses are means over seeds, seconds medians "
-        f"(`python benchmarks/time_to_loss.py`). {told}\n"
+        wrapped(
+            f"Loss against time at {curves['rate']}, with `strategy='dgc'`: a byte-level transformer on the source of "
+            "Python's library, SGD with momentum, 2 nodes; losses are means over seeds, seconds medians "
+            f"(`benchmarks/time_to_loss.py`). {told}"
+        )
+        + "\n"
     )
     parts += [(RESULTS / "time_to_loss.md").read_text(), "![loss against time](benchmarks/results/time_to_loss.png)"]
     replace_block("README.md", "slow_link", "\n".join(parts) + "\n")
+
+
+def wrapped(text: str) -> str:
+    """Return a paragraph in lines that are not too long."""
+    return textwrap.fill(text, README_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def put_into_card(results: dict[str, Any]) -> None:

@@ -249,7 +249,7 @@ def main() -> None:
     )
     table = f"{caption}\n\n{to_markdown(results['rows'])}\n\nEnvironment: {environment}.\n"
     (RESULTS / "weight_decay.md").write_text(table)
-    replace_block("docs/methods/dgc.md", "weight_decay", table)
+    replace_block("docs/methods/dgc_measured.md", "weight_decay", table)
     print(table)
 
 

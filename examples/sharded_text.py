@@ -80,8 +80,8 @@ def main() -> None:
     methods = {
         "hierarchical_fsdp (HSDP)": lowbw.Hierarchical(),
         "int8_fsdp": lowbw.NarrowGradients("int8"),
-        "dgc_fsdp": lowbw.DGC(sparsity=[0.99], rampup_begin_step=begin),
-        "sparse_loco_fsdp": lowbw.LocalSGD(k_steps=10, begin_step=0, compression=lowbw.Compression()),
+        "dgc, 1 %": lowbw.DGC(sparsity=[0.99], rampup_begin_step=begin),
+        "sparse_loco, k = 10": lowbw.LocalSGD(k_steps=10, begin_step=0, compression=lowbw.Compression()),
     }
     rows = [train(name, method, options) for name, method in methods.items()]
     if os.environ.get("RANK", "0") == "0":

@@ -2,7 +2,7 @@
 
 Accuracy comes first, then time. Top-k costs accuracy because it delays elements. The cost decreases with the number of
 times that an element is sent in the run, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 %
-(docs/methods/dgc.md). So the choice among a few densities is
+(docs/methods/dgc_measured.md). So the choice among a few densities is
 
     the largest whose exchange fits into a fraction of the step (the budget), and
     none at which an element is sent less than `Run.times_sent` times in the rest of the run;
@@ -139,7 +139,7 @@ def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None,
         (6, (0.998,))
         >>> print(reason)
         a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1,000 Mb/s, \
-latency 0.1 ms: 0.2 % of each gradient is sent, from step 6 on; more would take over 5 % of a step
+latency 0.1 ms: 0.2 % of each gradient is sent from step 6 on; more would take over 5 % of a step
     """
     when, words = schedule(measured, run, budget)
     return when, f"{measured}: {words}"
@@ -152,10 +152,12 @@ def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | N
         return None, _all(why)
     stairs, num_dense, per_stair = _warm_up(measured, run, density)
     when = EveryStep(run.num_done + num_dense, max(1, per_stair) * len(stairs), tuple(1.0 - each for each in stairs))
-    sent = f"{100 * density:.4g} % of each gradient is sent"
+    begin, last = when.rampup_begin_step, f"{100 * density:.4g} %"
+    sent = f"{last} of each gradient is sent from step {begin} on"
     if len(stairs) > 1:
-        sent += f", after {per_stair} steps each at {', '.join(f'{100 * each:.4g} %' for each in stairs[:-1])}"
-    sent += f", from step {when.rampup_begin_step} on"
+        each = "each " if len(stairs) > 2 else ""
+        before = ", ".join(f"{100 * stair:.4g} %" for stair in stairs[:-1])
+        sent = f"whole gradients until step {begin}, then {per_stair} steps {each}at {before}, then {last} to the end"
     return when, f"{sent}; {why}"
 
 

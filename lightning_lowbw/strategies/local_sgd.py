@@ -29,9 +29,9 @@ class LocalSGDStrategy(Strategy):
 
     Validation, checkpoints and the end of the fit use the consensus, the mean of the replicas; this does not change the
     training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
-    `ModelCheckpoint`, an `EarlyStopping` or a scheduler monitors are averaged over ranks. Gradient clipping and AMP
-    act on each rank alone. SIGTERM on any rank ends all of them at the next average, in synchronous
-    steps after that step or the next.
+    `ModelCheckpoint`, an `EarlyStopping` or a `ReduceLROnPlateau` monitors are averaged over ranks after validation and
+    at the end of an epoch; in between each rank has its own. Gradient clipping and AMP act on each rank alone.
+    SIGTERM on any rank ends all of them at the next average, in synchronous steps after that step or the next.
 
     Args:
         k_steps: local steps between two averages. 1 is DDP.

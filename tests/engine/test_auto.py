@@ -53,14 +53,14 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         Run(num_done=6, num_steps=20_006, steps_per_epoch=1000),
         EveryStep(1000, 5332, (1 - 0.128, 1 - 0.032, 1 - 0.008, 1 - 0.002)),
         "a step takes 110 ms without communication and 8.3 s with all gradients, the link carries 100 Mb/s, latency "
-        "0.1 ms: 0.2 % of each gradient is sent, after 1333 steps each at 12.8 %, 3.2 %, 0.8 %, from step 1000 on; "
+        "0.1 ms: whole gradients until step 1000, then 1333 steps each at 12.8 %, 3.2 %, 0.8 %, then 0.2 % to the end; "
         "each element must be sent 30 times on average, and 20000 steps are left",
     ),
     "long run": (
         SLOW,
         LONG,
         EveryStep(5000, 30000, (1 - 0.128, 1 - 0.032, 1 - 0.008)),
-        FACTS + "0.8 % of each gradient is sent, after 10000 steps each at 12.8 %, 3.2 %, from step 5000 on; "
+        FACTS + "whole gradients until step 5000, then 10000 steps each at 12.8 %, 3.2 %, then 0.8 % to the end; "
         "more would take over 5 % of a step",
     ),
     "the first stair is dense": (
@@ -68,33 +68,33 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         LONG,
         EveryStep(15000, 20000, (1 - 0.032, 1 - 0.008)),
         FACTS
-        + "0.8 % of each gradient is sent, after 10000 steps each at 3.2 %, from step 15000 on; more would take over "
+        + "whole gradients until step 15000, then 10000 steps at 3.2 %, then 0.8 % to the end; more would take over "
         "5 % of a step",
     ),
     "all stairs are dense": (
         STEEP[0.016],
         LONG,
         EveryStep(25000, 1, (1 - 0.008,)),
-        FACTS + "0.8 % of each gradient is sent, from step 25000 on; more would take over 5 % of a step",
+        FACTS + "0.8 % of each gradient is sent from step 25000 on; more would take over 5 % of a step",
     ),
     "dense so far, and the stairs are dense": (
         STEEP[0.016],
         replace(LONG, num_done=40_006, num_steps=140_006),
         EveryStep(40006, 1, (1 - 0.008,)),
-        FACTS + "0.8 % of each gradient is sent, from step 40006 on; more would take over 5 % of a step",
+        FACTS + "0.8 % of each gradient is sent from step 40006 on; more would take over 5 % of a step",
     ),
     "short run": (
         SLOW,
         Run(num_done=6, num_steps=806, steps_per_epoch=400),
         EveryStep(40, 320, (1 - 0.256, 1 - 0.064)),
-        FACTS + "6.4 % of each gradient is sent, after 160 steps each at 25.6 %, from step 40 on; each element "
+        FACTS + "whole gradients until step 40, then 160 steps at 25.6 %, then 6.4 % to the end; each element "
         "must be sent 30 times on average, and 800 steps are left",
     ),
     "with Adam the stair of 25.6 % is dense": (
         SLOW,
         Run(num_done=6, num_steps=5006, steps_per_epoch=1000, is_adam=True),
         EveryStep(750, 1000, (1 - 0.064, 1 - 0.016)),
-        FACTS + "1.6 % of each gradient is sent, after 500 steps each at 6.4 %, from step 750 on; each element must be "
+        FACTS + "whole gradients until step 750, then 500 steps at 6.4 %, then 1.6 % to the end; each element must be "
         "sent 60 times on average, and 5000 steps are left",
     ),
     "too short a run": (
@@ -108,14 +108,14 @@ SITUATIONS: dict[str, tuple[Measured, Run, EveryStep | None, str]] = {
         SLOW,
         Run(num_done=1006, num_steps=2006, is_pretrained=True),
         EveryStep(1006, 1, (1 - 0.032,)),
-        FACTS + "3.2 % of each gradient is sent, from step 1006 on; each element must be sent 30 times on average, "
+        FACTS + "3.2 % of each gradient is sent from step 1006 on; each element must be sent 30 times on average, "
         "and 1000 steps are left",
     ),
     "a length that is not known": (
         replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.5)),
         Run(num_done=6, is_pretrained=True),
         EveryStep(6, 1, (1 - 0.004,)),
-        FACTS + "0.4 % of each gradient is sent, from step 6 on; each element must be sent 30 times on average, and "
+        FACTS + "0.4 % of each gradient is sent from step 6 on; each element must be sent 30 times on average, and "
         "10000 steps are assumed",
     ),
     "sparse steps that take as long": (

@@ -59,9 +59,9 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         {},
         EveryStep(1000, 5332, (1 - 0.128, 1 - 0.032, 1 - 0.008, 1 - 0.002)),
         "a step takes 110 ms without communication and 8.3 s with all gradients, the link carries 100 Mb/s, latency "
-        "0.1 ms: dgc, 3.22 h to the end (0.2 % of each gradient is sent, after 1333 steps each at 12.8 %, 3.2 %, "
-        "0.8 %, from step 1000 on; each element must be sent 30 times on average, and 20000 steps are left); ddp would "
-        "take 46.1 h, float16 27.8 h, int8 17.8 h. To write it down: lowbw.DGCStrategy(rampup_begin_step=1000, "
+        "0.1 ms: dgc, 3.22 h to the end (whole gradients until step 1000, then 1333 steps each at 12.8 %, 3.2 %, "
+        "0.8 %, then 0.2 % to the end; each element must be sent 30 times on average, and 20000 steps are left); ddp "
+        "would take 46.1 h, float16 27.8 h, int8 17.8 h. To write it down: lowbw.DGCStrategy(rampup_begin_step=1000, "
         "rampup_step=5332, sparsity=[0.872, 0.968, 0.992, 0.998], keep_momentum=True)",
     ),
     "long run": (
@@ -69,8 +69,8 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         LONG,
         {},
         EveryStep(5000, 30000, (1 - 0.128, 1 - 0.032, 1 - 0.008)),
-        FACTS + "dgc, 4.46 h to the end (0.8 % of each gradient is sent, after 10000 steps each at 12.8 %, 3.2 %, from "
-        "step 5000 on; more would take over 5 % of a step); ddp would take 25.8 h, float16 18.3 h, int8 14.4 h. To "
+        FACTS + "dgc, 4.46 h to the end (whole gradients until step 5000, then 10000 steps each at 12.8 %, 3.2 %, then "
+        "0.8 % to the end; more would take over 5 % of a step); ddp would take 25.8 h, float16 18.3 h, int8 14.4 h. To "
         "write it down: lowbw.DGCStrategy(rampup_begin_step=5000, rampup_step=30000, sparsity=[0.872, 0.968, 0.992], "
         "keep_momentum=True)",
     ),
@@ -87,7 +87,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, dict[str, object], Method | EveryStep
         Run(num_done=1007, num_steps=2007, is_pretrained=True),
         {},
         EveryStep(1007, 1, (1 - 0.032,)),
-        FACTS + "dgc, 2.05 min to the end (3.2 % of each gradient is sent, from step 1007 on; each element must be "
+        FACTS + "dgc, 2.05 min to the end (3.2 % of each gradient is sent from step 1007 on; each element must be "
         "sent 30 times on average, and 1000 steps are left); ddp would take 15.5 min, float16 11 min, int8 8.67 min. "
         "To write it down: "
         "lowbw.DGCStrategy(rampup_begin_step=1007, rampup_step=1, sparsity=[0.968], keep_momentum=True)",

@@ -64,7 +64,7 @@ SENTENCES = {
     "int8": "int8, 61.5 s to the end; ddp would take 2.05 min, float16 86.1 s; not dgc, because each element must be "
     "sent 30 times on average, and 123 steps are left: that would be 25.6 %, and hardly faster. To write it down: "
     'strategy="int8"',
-    "dgc": "dgc, 18.5 s to the end (25.6 % of each gradient is sent, from step 7 on; each element must be sent 30 "
+    "dgc": "dgc, 18.5 s to the end (25.6 % of each gradient is sent from step 7 on; each element must be sent 30 "
     "times on average, and 123 steps are left); ddp would take 2.05 min, float16 86.1 s, int8 61.5 s. To write it "
     "down: lowbw.DGCStrategy(rampup_begin_step=7, rampup_step=1, sparsity=[0.744], keep_momentum=True)",
     "local_sgd": "local_sgd, 12.3 s to the end (weights are averaged after every 8 steps, each average hidden behind "

@@ -114,7 +114,7 @@ def test_it_is_chosen_once_and_alike_and_a_resume_keeps_it(trained: Any) -> None
     assert first["density"] == pytest.approx(0.256)
     assert first["said"] == [
         'DGCStrategy, sparsity="auto": a step takes 100 ms without communication and 1 s with all gradients, the link '
-        "carries 80 Mb/s, latency 0.1 ms: 25.6 % of each gradient is sent, from step 7 on; each element must be sent "
+        "carries 80 Mb/s, latency 0.1 ms: 25.6 % of each gradient is sent from step 7 on; each element must be sent "
         "30 times on average, and 123 steps are left."
     ]
     later = run_ranks(partial(fit, FAST, resume=path.format(AFTER)), 2)

@@ -83,7 +83,7 @@ def test_on_a_slower_link_less_is_sent_from_then_on() -> None:
     assert found["when"] == other["when"] == EveryStep(NUM_STEPS, 1, (1 - 0.001,))
     assert found["density"] == pytest.approx(0.001)
     first, second = found["said"]
-    assert "0.8 % of each gradient is sent, from step 7 on" in first
+    assert "0.8 % of each gradient is sent from step 7 on" in first
     assert 'DGCStrategy, sparsity="auto": the exchange takes ' in second
     assert " of a step, and was predicted to take 3.2e-08 ms; a step takes 100 ms without communication" in second
     step = NUM_STEPS + WINDOW + 1
