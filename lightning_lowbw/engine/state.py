@@ -117,8 +117,8 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     kept = {name: as_real(parameter) for name, parameter in parameters.items() if worker.keeps(name)}
     velocities = {name: worker.velocities.saved(parameters[name]) for name in worker.residuals}
     local = {
-        name: _saved({key: optimizer.state[parameters[name]][key] for key in worker.correction.local_keys})
-        for name in worker.residuals
+        name: _saved({k: optimizer.state[p][k] for k in worker.correction.local_keys(p)})
+        for name, p in ((name, parameters[name]) for name in worker.residuals)
     }
     return {
         "step": worker.step,
