@@ -27,7 +27,7 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import DGC, LocalSGD, NarrowGradients, preset
-from lightning_lowbw.what.top_k import SPARSE_LOCO
+from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import each
@@ -370,9 +370,11 @@ def test_validation_and_checkpoints_see_the_consensus(tmp_path: Path) -> None:
 class OneRow(Configured):
     """A single weight of one row: the second shard of a node has nothing of it."""
 
+    rows = 1
+
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = nn.Linear(16, 1, bias=False)
+            self.net = nn.Linear(16, self.rows, bias=False)
             nn.init.constant_(self.net.weight, 0.1)
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
@@ -397,3 +399,18 @@ def test_a_rank_without_any_elements_takes_part(tmp_path: Path) -> None:
         (weight, are_saved), *others = run_ranks(train_one_row, 4, method, path, timeout_s=60)
         assert are_saved == [True, True]
         assert others == [(weight, are_saved)] * 3
+
+
+class ManyRows(OneRow):
+    rows = 400
+
+
+def limit_of(method: Method) -> int:
+    strategy = ShardedStrategy(method, topology=2)
+    train(strategy, ManyRows(sgd), 2, 4, dist.get_rank())
+    return strategy.workers[0].small_numel
+
+
+@pytest.mark.parametrize("method", [DGC(sparsity=[0.9]), LocalSGD(k_steps=2, begin_step=0, compression=TopK())], ids=["dgc", "local"])
+def test_which_tensors_are_small_is_judged_by_the_whole(method: Method) -> None:
+    assert run_ranks(limit_of, 4, method) == [16 * 400] * 4
