@@ -187,7 +187,7 @@ class Averaging:
             changes.update(zip(whole, moved, strict=True))
         for p, each in now.items():
             if p not in changes:  # of a half type, one by one: it takes a copy
-                changes[p] = each.float().sub_(self.start[p].to(each.dtype))
+                changes[p] = change_of(each, self.start[p], each.dtype)
         return {self._worker.name_of(p): changes[p] for p in parameters}
 
     def _control(self, parameters: list[Parameter], weight: float) -> Tensor:
@@ -307,7 +307,8 @@ class Averaging:
         for parameter, snapshot in zip(average.parameters, average.snapshots or [], strict=True):
             name = self._worker.name_of(parameter)
             if name in changes:
-                backs[name] = recalled(changes[name], snapshot, self.start[parameter])
+                moved = change_of(snapshot, self.start[parameter], as_real(parameter).dtype)
+                backs[name] = changes[name] - moved.reshape(-1)
         if self.sparse is not None and backs:
             for name, back in self.sparse.parts_of_node_mean(backs).items():
                 self.sparse.residuals[name].add_(back)
@@ -324,17 +325,19 @@ class Averaging:
         changes = average.changes
         if self.sparse is None:
             return
-        now = average.snapshots or [as_real(p.detach()) for p in average.parameters]
-        snapshots = dict(zip(map(self._worker.name_of, average.parameters), now, strict=True))
-        starts = {self._worker.name_of(p): start for p, start in self.start.items()}
+        reals = [as_real(p.detach()) for p in average.parameters]
+        then = {
+            self._worker.name_of(p): (now, self.start[p], real.dtype)
+            for p, now, real in zip(average.parameters, average.snapshots or reals, reals, strict=True)
+        }
         if isinstance(changes, _MeanChanges):
             changes.work.take_back()
-            names = changes.work.numels
-            flats = {name: (snapshots[name].float() - starts[name].float()).reshape(-1) for name in names}
-            self._take_out({name: self.sparse.part(each) for name, each in flats.items()})
+            moved = {name: change_of(*then[name]).reshape(-1) for name in changes.work.numels}
+            self._take_out({name: self.sparse.part(each) for name, each in moved.items()})
         elif isinstance(changes, Done):  # nothing, or after a resume, which does not have this rank's own message
             for name, change in changes.value.items():
-                self.sparse.residuals[name].add_(self.sparse.part(recalled(change, snapshots[name], starts[name])))
+                back = change - change_of(*then[name]).reshape(-1)
+                self.sparse.residuals[name].add_(self.sparse.part(back))
 
     def average_in_node(self, fragment: Fragment) -> None:
         """Average the trained parameters over the ranks of the node, which have stepped alone.
@@ -380,14 +383,19 @@ class Averaging:
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
 
 
-def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:
-    """Return what is put back into the residual if an average is not applied, because the weights still contain the
-    change.
+def change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a change since the last consensus, rounded as the weights are: one that has not moved has none; float32.
 
-    This holds for the mean over participants, as does `change`: elements taken from one residual are put back by
-    others.
+    The mean change minus this one is what is put back into the residual if an average is not applied, because the
+    weights still contain the change. This holds for the mean over participants: elements taken from one residual are
+    put back by others.
+
+    Args:
+        now: a weight, or a wide copy of it.
+        start: the consensus; float32 (or wider).
+        dtype: of the weight.
     """
-    return change.reshape(-1) - (snapshot.float() - start).reshape(-1)
+    return now.float() - start.to(dtype).float()
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
-from lightning_lowbw.engine.averaging import recalled
+from lightning_lowbw.engine.averaging import change_of
 from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
@@ -284,7 +284,8 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
             for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
                 if name in work["changes"]:  # in the mean over the ranks of a node, which may have stepped alone
-                    back = recalled(work["changes"][name], snapshot, state["start"][name])
+                    moved = change_of(snapshot, state["start"][name], as_real(state["own"][name]).dtype)
+                    back = work["changes"][name] - moved.reshape(-1)
                     residuals.add(name, back / num_parts, back.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
             for name, value in entry.items():

@@ -411,6 +411,8 @@ def limit_of(method: Method) -> int:
     return strategy.workers[0].small_numel
 
 
-@pytest.mark.parametrize("method", [DGC(sparsity=[0.9]), LocalSGD(k_steps=2, begin_step=0, compression=TopK())], ids=["dgc", "local"])
+@pytest.mark.parametrize(
+    "method", [DGC(sparsity=[0.9]), LocalSGD(k_steps=2, begin_step=0, compression=TopK())], ids=["dgc", "local"]
+)
 def test_which_tensors_are_small_is_judged_by_the_whole(method: Method) -> None:
     assert run_ranks(limit_of, 4, method) == [16 * 400] * 4
