@@ -78,7 +78,8 @@ class ReplicaWorker(Worker):
         named_buffers: Mapping[str, Tensor],
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
-        self.when.check_levels(peers.is_two_level or peers.num_ranks == 1)
+        # One node, or one rank on each, is what a topology may turn out to be: that trains.
+        self.when.check_levels(method.where.topology != "flat" or peers.topology is not None or peers.num_ranks == 1)
         self.steps_since_average = self.num_averages = 0
         self.num_samples = 0.0
         self.weighs_samples = False
