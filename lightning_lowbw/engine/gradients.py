@@ -51,6 +51,7 @@ from lightning_lowbw.engine.whole_gradients import agree_on_step
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import Order
+from lightning_lowbw.ops.reference import are_not_finite
 from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
@@ -291,7 +292,12 @@ class GradientWorker(Worker):
             if self.is_sparse:
                 self.correction.take_over([slot.parameter for slot in sparse_of(stepped)])
         if self.peers.num_participants == 1:
-            return not self.has_residuals or apply_unsent(self, skip_nonfinite=skip_nonfinite)
+            if self.has_residuals:
+                return apply_unsent(self, skip_nonfinite=skip_nonfinite)
+            if skip_nonfinite and self.peers.num_ranks == 1:  # else `agree_on_step` has looked
+                gradients = [p.grad for p in self.parameters() if p.grad is not None]
+                return not any(are_not_finite([g._values() if g.is_sparse else g for g in gradients]))
+            return True
         if self.narrow is not None and self._is_narrow:
             self.narrow.average_gradients_([slot for slot in self._slots if not slot.is_sparse])
         if self.sparse_gradients is not None and self.is_sparse:

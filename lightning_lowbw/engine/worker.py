@@ -35,7 +35,7 @@ class Worker:
 
         worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
         with worker.stepping():       # around a step that may be left out, on all ranks or on none
-            if worker.exchange(skip_nonfinite=True):
+            if worker.exchange(skip_nonfinite=True):  # methods that average weights take every step
                 optimizer.step()
 
     Attributes:
