@@ -145,11 +145,14 @@ class Averaging:
     def _begin_changes(self, changes: dict[str, Tensor], control: Tensor | None) -> Any:
         if not changes:
             return Done({})
-        if self.narrow is not None:
+        what = self._worker.method.what
+        if isinstance(what, Narrow):
+            assert self.narrow is not None
+            self.narrow.value_dtype = what.value_dtype
             return _NarrowWork(self, changes)
         assert self.sparse is not None
-        assert isinstance(self._worker.method.what, TopK)
-        self.sparse.payload = what = self._worker.method.what
+        assert isinstance(what, TopK)
+        self.sparse.payload = what
         numels = {name: change.numel() for name, change in changes.items()}
         flats = {name: flat(change) for name, change in changes.items()}
         # A node is one participant: its change is the mean of its ranks'.

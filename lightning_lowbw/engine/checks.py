@@ -1,4 +1,4 @@
-"""Errors and warnings of the gradient driver: payloads that do not fit the peers, the model or the optimizer."""
+"""Errors and warnings of the drivers: payloads that do not fit the peers, the model or the optimizer."""
 
 from __future__ import annotations
 

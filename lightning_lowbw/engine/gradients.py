@@ -87,7 +87,6 @@ class GradientWorker(Worker):
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
-        self._made_for = what
         self.orders: dict[str, Order] = {}
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_participants
@@ -381,6 +380,9 @@ class GradientWorker(Worker):
         if self.sparse is not None:
             assert isinstance(what, TopK)
             self.sparse.payload = what
+        if isinstance(what, Narrow):
+            assert self.narrow is not None
+            self.narrow.value_dtype = what.value_dtype
         self._slots = list_slots(self, what if is_sparse and isinstance(what, TopK) else None, skipped)
 
     # State ----------------------------------------------------------------------------------------------------------

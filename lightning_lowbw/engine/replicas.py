@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
 from lightning_lowbw.engine.averaging import LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, WEIGHT, Averaging
+from lightning_lowbw.engine.checks import check_replaced
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control, counts_of, requests_of
 from lightning_lowbw.engine.delay import Delay
@@ -171,6 +172,7 @@ class ReplicaWorker(Worker):
 
     def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
         self.check_schedule()
+        check_replaced(self.method.what, self._made_for)
         self.is_prepared, self._reduced = True, frozenset(reduced)
 
     @torch.no_grad()

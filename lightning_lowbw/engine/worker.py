@@ -73,6 +73,7 @@ class Worker:
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
             )
         self.method, self.optimizer, self.peers = method, optimizer, peers
+        self._made_for = method.what
         self.step = 0
         self.torn = ""
         self.sparse: SparseExchange | None = None
