@@ -161,16 +161,15 @@ class Averaging:
         try:
             return self.sparse.gather(selected, numels, what.density, control)
         except BaseException:
-            self._take_out(parts)
+            self._take_out(parts, what.decay)
             raise
 
-    def _take_out(self, parts: Mapping[str, Tensor]) -> None:
+    def _take_out(self, parts: Mapping[str, Tensor], decay: float) -> None:
         """Subtract the changes from the residuals, after the selected elements have been put back.
 
         The weights still contain the changes, and the next average measures them again.
         """
         assert self.sparse is not None
-        decay = self.sparse.payload.decay
         for name, part in parts.items():
             residual = self.sparse.residuals[name]
             residual.sub_(part).div_(decay) if decay else residual.zero_()  # with 0 nothing is kept
@@ -336,7 +335,8 @@ class Averaging:
         if isinstance(changes, _MeanChanges):
             changes.work.take_back()
             moved = {name: change_of(*then[name]).reshape(-1) for name in changes.work.numels}
-            self._take_out({name: self.sparse.part(each) for name, each in moved.items()})
+            parts = {name: self.sparse.part(each) for name, each in moved.items()}
+            self._take_out(parts, changes.work.payload.decay)
         elif isinstance(changes, Done):  # nothing, or after a resume, which does not have this rank's own message
             for name, change in changes.value.items():
                 back = change - change_of(*then[name]).reshape(-1)

@@ -220,6 +220,31 @@ def test_a_measured_delay(numel: int, sleep_s: float) -> None:
     ]
 
 
+# A payload that is replaced ------------------------------------------------------------------------------------------
+
+
+def replace_the_payload(at: int, is_recalled: bool) -> tuple[int, str]:
+    """Send other bits from a step on; return how many averages are in progress then, and a digest of the consensus."""
+    worker, parameters = start(STREAMING)
+    train_on(worker, parameters, range(at))
+    num_begun = sum(fragment.work is not None for fragment in worker.fragments)
+    worker.method = STREAMING.replace(value_dtype="int4")
+    train_on(worker, parameters, range(at, at + 1))
+    if is_recalled:
+        worker.recall()
+    train_on(worker, parameters, range(at + 1, 20))
+    with worker.consensus():
+        return num_begun, digest(parameters.values())
+
+
+def test_an_average_in_progress_is_read_as_it_was_sent() -> None:
+    calls = {f"{at}, {is_recalled}": (at, is_recalled) for at in (8, 9, 10) for is_recalled in (False, True)}
+    results = run_each(2, {name: partial(replace_the_payload, *case) for name, case in calls.items()})
+    assert max(num_begun for (num_begun, _), _ in results.values()) == 2
+    for first, second in results.values():
+        assert first == second
+
+
 # State -------------------------------------------------------------------------------------------------------------
 
 FEW = {"a": (40,), "b": (30, 2), "c": (17,)}
