@@ -220,6 +220,25 @@ def test_a_measured_delay(numel: int, sleep_s: float) -> None:
     ]
 
 
+def measure(states: Sequence[Any], steps: range) -> tuple[list[bool], Any]:
+    """Return after which steps a delay has been chosen, and the state."""
+    worker, parameters = start(LocalSGD(k_steps=4, begin_step=0, num_fragments=2, delay_steps="auto"))
+    if states:
+        worker.load_state_dict(merge(copy.deepcopy(states)))
+    are_chosen = []
+    for step in steps:
+        train_on(worker, parameters, [step])
+        are_chosen.append(worker.delay.chosen is not None)
+    return are_chosen, copy.deepcopy(worker.state_dict())
+
+
+def test_another_world_times_no_first_average() -> None:
+    """Which pays for connections, also where the averages have a high number: each fragment is timed in its second."""
+    first = run_ranks(measure, 2, [], range(16))
+    again = run_ranks(measure, 3, [state for _, state in first], range(16, 32))
+    assert {tuple(are_chosen) for are_chosen, _ in first + again} == {(False,) * 7 + (True,) * 9}
+
+
 # A payload that is replaced ------------------------------------------------------------------------------------------
 
 
