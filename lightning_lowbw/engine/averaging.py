@@ -32,7 +32,7 @@ from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.where.mean import MeanWork, wide_dtype
+from lightning_lowbw.where.mean import MeanWork, mean_over, wide_dtype
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Averaging:
         self.offload = Offload(self)
         if worker.when.inner_momentum != "local":
             self._moment_names()
-        if self.needs_start and worker.method.sends_changes:
+        if worker.method.sends_changes:
             worker.peers.check_parts()
 
     @property
@@ -149,7 +149,7 @@ class Averaging:
         if isinstance(what, Narrow):
             assert self.narrow is not None
             self.narrow.value_dtype = what.value_dtype
-            return _NarrowWork(self, changes)
+            return _NarrowWork(self.narrow, changes)
         assert self.sparse is not None
         assert isinstance(what, TopK)
         self.sparse.payload = what
@@ -290,11 +290,11 @@ class Averaging:
                         self.velocity[p] = torch.zeros_like(start)
                 velocities = [self.velocity[p] for p in average.parameters]
             when.outer_optimizer.step_(starts, means, velocities, lr)
-        if before is not None and when.mixing is None:
-            torch._foreach_sub_(means, before)
-            torch._foreach_add_(now, means)
-            return
-        if before is not None and when.mixing is not None:
+        if before is not None:
+            if when.mixing is None:
+                torch._foreach_sub_(means, before)
+                torch._foreach_add_(now, means)
+                return
             for mean, each in zip(means, now, strict=True):  # one by one: half types are copied for it
                 mean.lerp_(each.to(mean.dtype), when.mixing)
         copy_all_(now, means)
@@ -354,9 +354,7 @@ class Averaging:
         tensors = [as_real(p.detach()) for p in fragment.moved]
         if fragment.work is not None:
             tensors += fragment.work.snapshots or []
-        node, nothing = self._peers.node, torch.zeros(1, dtype=torch.float32, device=self._worker.device)
-        means, _ = MeanWork(tensors, nothing, 1.0 / node.num_ranks, node).wait()
-        copy_all_(tensors, means)
+        copy_all_(tensors, mean_over(tensors, self._peers.node, self._worker.device))
 
     # Momentum of the inner optimizer --------------------------------------------------------------------------------
 
@@ -405,20 +403,15 @@ def change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
 class _NarrowWork:
     """Changes whose average begins in `wait`, because its two exchanges depend on each other."""
 
-    averaging: Averaging
+    narrow: NarrowExchange
     changes: dict[str, Tensor]
-    means: dict[str, Tensor] | None = None
 
     def wait(self) -> dict[str, Tensor]:
-        if self.means is None:
-            narrow = self.averaging.narrow
-            assert narrow is not None
-            # A node is one participant: its change is the mean of its ranks'.
-            node, device = narrow.peers.node, next(iter(self.changes.values())).device
-            nothing = torch.zeros(1, dtype=torch.float32, device=device)
-            of_node, _ = MeanWork(list(self.changes.values()), nothing, 1.0 / node.num_ranks, node).wait()
-            self.means = narrow.average(dict(zip(self.changes, of_node, strict=True)))
-        return self.means
+        """Called once: such an average has no delay."""
+        changes = list(self.changes.values())
+        # A node is one participant: its change is the mean of its ranks'.
+        of_node = mean_over(changes, self.narrow.peers.node, changes[0].device)
+        return self.narrow.average(dict(zip(self.changes, of_node, strict=True)))
 
 
 @dataclass

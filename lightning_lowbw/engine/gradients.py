@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
-from lightning_lowbw.engine.checks import check_replaced, check_top_k
+from lightning_lowbw.engine.checks import check_replaced, check_two_levels
 from lightning_lowbw.engine.faults import gradient_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
@@ -95,17 +95,17 @@ class GradientWorker(Worker):
             self.correction.check()
         if not isinstance(what, Whole):
             peers.check_parts()
-        self.sparse = SparseExchange(what, peers) if isinstance(what, TopK) else None
-        if isinstance(what, Narrow):
-            self.narrow = NarrowExchange(what.value_dtype, peers)
-        elif isinstance(what, TopK) and what.dense_dtype != "float32":
-            self.narrow = NarrowExchange(what.dense_dtype, peers)
         self.velocities = Velocities(self.correction, peers)
         self.sparse_gradients: SparseGradients | None = None
-        if self.sparse is not None:
-            self.sparse_gradients = SparseGradients(self.sparse, self.correction, self.velocities, peers, self.found)
+        if isinstance(what, Narrow):
+            self.narrow = NarrowExchange(what.value_dtype, peers)
         if isinstance(what, TopK):
-            check_top_k(what, method.when, list(self._names.values()), peers)
+            if peers.is_two_level:
+                check_two_levels(what, method.when)
+            what.check_names(self._names.values())
+            self.sparse = SparseExchange(what, peers)
+            self.narrow = None if what.dense_dtype == "float32" else NarrowExchange(what.dense_dtype, peers)
+            self.sparse_gradients = SparseGradients(self.sparse, self.correction, self.velocities, peers, self.found)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 

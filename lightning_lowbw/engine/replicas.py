@@ -197,7 +197,7 @@ class ReplicaWorker(Worker):
         """
         if not self.is_prepared:
             self.list_gradients()
-        self.is_exchanged = True
+        self.is_prepared, self.is_exchanged = False, True
         if self.peers.num_ranks == 1:
             return True
         mine = [p for p in self.parameters() if p.requires_grad and p not in self._reduced]

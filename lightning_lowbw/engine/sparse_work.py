@@ -137,9 +137,7 @@ class GatheredWork(SparseWork):
             return
         sizes = list(numels.values())
         counts = [self.payload.num_sent(numel, self._density) for numel in sizes]
-        positions, values = (
-            each.flatten().split(counts) for each in self.payload.decode(own, sizes, self._density)
-        )
+        positions, values = (each.flatten().split(counts) for each in self.payload.decode(own, sizes, self._density))
         exchange.put_back(dict(zip(numels, zip(positions, values, strict=True), strict=True)))
 
     def controls(self) -> Tensor:

@@ -7,6 +7,7 @@ the same world take theirs as it is, others cut theirs out of the mean over the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -417,12 +418,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state every rank of another world starts with, of either driver; reads one state at a time."""
     iterator = iter(states)
     first = next(iterator)
-
-    def everything() -> Iterable[Mapping[str, Any]]:
-        yield first
-        yield from iterator
-
-    return merge_replicas(everything()) if "fragments" in first else merge_gradients(everything())
+    everything = itertools.chain([first], iterator)
+    return merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
 
 
 def _cpu(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def change_the_dtype(method: Method, dtype: str) -> tuple[list[int], str | None]
         nbytes.append(worker.peers.ledger.sent_bytes)
     worker.method = Method(when=method.when)
     said = message_of(lambda: take_step(worker, parameters, 6), ConfigurationError)
-    return [after - before for before, after in zip(nbytes, nbytes[1:], strict=False)], said
+    return [after - before for before, after in pairwise(nbytes)], said
 
 
 def test_a_replaced_dtype_is_sent_and_another_payload_is_refused() -> None:
