@@ -15,7 +15,7 @@ class DisagreementError(ConfigurationError):
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A rank computed an infinite or NaN gradient; nothing of it was sent, nor kept in a residual."""
+    """A gradient, a weight or a residual is infinite or NaN; the message says where, and what to do."""
 
 
 class UnexpectedCollectiveError(RuntimeError):

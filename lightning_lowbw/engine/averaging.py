@@ -32,7 +32,7 @@ from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.where.mean import MeanWork, wide_dtype
+from lightning_lowbw.where.mean import MeanWork, mean_over, wide_dtype
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Averaging:
         self.offload = Offload(self)
         if worker.when.inner_momentum != "local":
             self._moment_names()
-        if self.needs_start and worker.method.sends_changes:
+        if worker.method.sends_changes:
             worker.peers.check_parts()
 
     @property
@@ -145,11 +145,14 @@ class Averaging:
     def _begin_changes(self, changes: dict[str, Tensor], control: Tensor | None) -> Any:
         if not changes:
             return Done({})
-        if self.narrow is not None:
-            return _NarrowWork(self, changes)
+        what = self._worker.method.what
+        if isinstance(what, Narrow):
+            assert self.narrow is not None
+            self.narrow.value_dtype = what.value_dtype
+            return _NarrowWork(self.narrow, changes)
         assert self.sparse is not None
-        assert isinstance(self._worker.method.what, TopK)
-        self.sparse.payload = what = self._worker.method.what
+        assert isinstance(what, TopK)
+        self.sparse.payload = what
         numels = {name: change.numel() for name, change in changes.items()}
         flats = {name: flat(change) for name, change in changes.items()}
         # A node is one participant: its change is the mean of its ranks'.
@@ -158,16 +161,15 @@ class Averaging:
         try:
             return self.sparse.gather(selected, numels, what.density, control)
         except BaseException:
-            self._take_out(parts)
+            self._take_out(parts, what.decay)
             raise
 
-    def _take_out(self, parts: Mapping[str, Tensor]) -> None:
+    def _take_out(self, parts: Mapping[str, Tensor], decay: float) -> None:
         """Subtract the changes from the residuals, after the selected elements have been put back.
 
         The weights still contain the changes, and the next average measures them again.
         """
         assert self.sparse is not None
-        decay = self.sparse.payload.decay
         for name, part in parts.items():
             residual = self.sparse.residuals[name]
             residual.sub_(part).div_(decay) if decay else residual.zero_()  # with 0 nothing is kept
@@ -187,7 +189,7 @@ class Averaging:
             changes.update(zip(whole, moved, strict=True))
         for p, each in now.items():
             if p not in changes:  # of a half type, one by one: it takes a copy
-                changes[p] = each.float().sub_(self.start[p].to(each.dtype))
+                changes[p] = change_of(each, self.start[p], each.dtype)
         return {self._worker.name_of(p): changes[p] for p in parameters}
 
     def _control(self, parameters: list[Parameter], weight: float) -> Tensor:
@@ -288,11 +290,11 @@ class Averaging:
                         self.velocity[p] = torch.zeros_like(start)
                 velocities = [self.velocity[p] for p in average.parameters]
             when.outer_optimizer.step_(starts, means, velocities, lr)
-        if before is not None and when.mixing is None:
-            torch._foreach_sub_(means, before)
-            torch._foreach_add_(now, means)
-            return
-        if before is not None and when.mixing is not None:
+        if before is not None:
+            if when.mixing is None:
+                torch._foreach_sub_(means, before)
+                torch._foreach_add_(now, means)
+                return
             for mean, each in zip(means, now, strict=True):  # one by one: half types are copied for it
                 mean.lerp_(each.to(mean.dtype), when.mixing)
         copy_all_(now, means)
@@ -307,7 +309,8 @@ class Averaging:
         for parameter, snapshot in zip(average.parameters, average.snapshots or [], strict=True):
             name = self._worker.name_of(parameter)
             if name in changes:
-                backs[name] = recalled(changes[name], snapshot, self.start[parameter])
+                moved = change_of(snapshot, self.start[parameter], as_real(parameter).dtype)
+                backs[name] = changes[name] - moved.reshape(-1)
         if self.sparse is not None and backs:
             for name, back in self.sparse.parts_of_node_mean(backs).items():
                 self.sparse.residuals[name].add_(back)
@@ -324,17 +327,20 @@ class Averaging:
         changes = average.changes
         if self.sparse is None:
             return
-        now = average.snapshots or [as_real(p.detach()) for p in average.parameters]
-        snapshots = dict(zip(map(self._worker.name_of, average.parameters), now, strict=True))
-        starts = {self._worker.name_of(p): start for p, start in self.start.items()}
+        reals = [as_real(p.detach()) for p in average.parameters]
+        then = {
+            self._worker.name_of(p): (now, self.start[p], real.dtype)
+            for p, now, real in zip(average.parameters, average.snapshots or reals, reals, strict=True)
+        }
         if isinstance(changes, _MeanChanges):
             changes.work.take_back()
-            names = changes.work.numels
-            flats = {name: (snapshots[name].float() - starts[name].float()).reshape(-1) for name in names}
-            self._take_out({name: self.sparse.part(each) for name, each in flats.items()})
+            moved = {name: change_of(*then[name]).reshape(-1) for name in changes.work.numels}
+            parts = {name: self.sparse.part(each) for name, each in moved.items()}
+            self._take_out(parts, changes.work.payload.decay)
         elif isinstance(changes, Done):  # nothing, or after a resume, which does not have this rank's own message
             for name, change in changes.value.items():
-                self.sparse.residuals[name].add_(self.sparse.part(recalled(change, snapshots[name], starts[name])))
+                back = change - change_of(*then[name]).reshape(-1)
+                self.sparse.residuals[name].add_(self.sparse.part(back))
 
     def average_in_node(self, fragment: Fragment) -> None:
         """Average the trained parameters over the ranks of the node, which have stepped alone.
@@ -348,9 +354,7 @@ class Averaging:
         tensors = [as_real(p.detach()) for p in fragment.moved]
         if fragment.work is not None:
             tensors += fragment.work.snapshots or []
-        node, nothing = self._peers.node, torch.zeros(1, dtype=torch.float32, device=self._worker.device)
-        means, _ = MeanWork(tensors, nothing, 1.0 / node.num_ranks, node).wait()
-        copy_all_(tensors, means)
+        copy_all_(tensors, mean_over(tensors, self._peers.node, self._worker.device))
 
     # Momentum of the inner optimizer --------------------------------------------------------------------------------
 
@@ -380,34 +384,34 @@ class Averaging:
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
 
 
-def recalled(change: Tensor, snapshot: Tensor, start: Tensor) -> Tensor:
-    """Return what is put back into the residual if an average is not applied, because the weights still contain the
-    change.
+def change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a change since the last consensus, rounded as the weights are: one that has not moved has none; float32.
 
-    This holds for the mean over participants, as does `change`: elements taken from one residual are put back by
-    others.
+    The mean change minus this one is what is put back into the residual if an average is not applied, because the
+    weights still contain the change. This holds for the mean over participants: elements taken from one residual are
+    put back by others.
+
+    Args:
+        now: a weight, or a wide copy of it.
+        start: the consensus; float32 (or wider).
+        dtype: of the weight.
     """
-    return change.reshape(-1) - (snapshot.float() - start).reshape(-1)
+    return now.float() - start.to(dtype).float()
 
 
 @dataclass
 class _NarrowWork:
     """Changes whose average begins in `wait`, because its two exchanges depend on each other."""
 
-    averaging: Averaging
+    narrow: NarrowExchange
     changes: dict[str, Tensor]
-    means: dict[str, Tensor] | None = None
 
     def wait(self) -> dict[str, Tensor]:
-        if self.means is None:
-            narrow = self.averaging.narrow
-            assert narrow is not None
-            # A node is one participant: its change is the mean of its ranks'.
-            node, device = narrow.peers.node, next(iter(self.changes.values())).device
-            nothing = torch.zeros(1, dtype=torch.float32, device=device)
-            of_node, _ = MeanWork(list(self.changes.values()), nothing, 1.0 / node.num_ranks, node).wait()
-            self.means = narrow.average(dict(zip(self.changes, of_node, strict=True)))
-        return self.means
+        """Called once: such an average has no delay."""
+        changes = list(self.changes.values())
+        # A node is one participant: its change is the mean of its ranks'.
+        of_node = mean_over(changes, self.narrow.peers.node, changes[0].device)
+        return self.narrow.average(dict(zip(self.changes, of_node, strict=True)))
 
 
 @dataclass

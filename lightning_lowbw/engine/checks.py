@@ -1,10 +1,10 @@
-"""Errors and warnings of the gradient driver: payloads that do not fit the peers, the model or the optimizer."""
+"""Errors and warnings of the drivers: payloads that do not fit the peers, the model or the optimizer."""
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,19 +16,11 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.gradients import GradientWorker
 
 Payload = Whole | Narrow | TopK
-
-
-def check_top_k(what: TopK, when: EveryStep, names: Sequence[str], peers: Peers) -> None:
-    """Check that a payload and a schedule fit the peers, and the names of a model's parameters."""
-    if peers.is_two_level:
-        check_two_levels(what, when)
-    what.check_names(names)
 
 
 def check_two_levels(what: TopK, when: EveryStep) -> None:

@@ -16,8 +16,6 @@ from lightning_lowbw.when.fragments import hiding_steps
 if TYPE_CHECKING:
     from lightning_lowbw.engine.replicas import ReplicaWorker
 
-TIMED_AVERAGE = 2  # of each fragment, whose time is taken; the first one pays for connections and allocations
-
 _logger = logging.getLogger(LOGGER)
 
 
@@ -36,6 +34,7 @@ class Delay:
         self._worker = worker
         self.chosen: int | None = None
         self.average_s: dict[int, float] = {}
+        self._waited: set[int] = set()  # fragments whose first average has paid for connections and allocations
         self._step_s = self._last_s = 0.0  # of the local steps since the last average; the end of the last one
 
     @property
@@ -68,7 +67,7 @@ class Delay:
         return self._step_s / max(self._worker.steps_since_average, 1)
 
     def choose(self, fragment: int, average_s: float, step_s: float) -> None:
-        """Keep the time of a blocking average; with "auto", choose tau when each fragment has been timed.
+        """Keep the time of a blocking average, but the first of a fragment here; choose tau when each has been timed.
 
         Collective: all ranks, once; an all-reduce of two numbers.
 
@@ -80,8 +79,11 @@ class Delay:
         worker, peers = self._worker, self._worker.peers
         if not self._measures:
             return
+        if fragment not in self._waited:
+            self._waited.add(fragment)
+            return
         self.average_s[fragment] = average_s
-        if min(worker.num_averages // TIMED_AVERAGE, len(self.average_s)) < len(worker.fragments):
+        if len(self.average_s) < len(worker.fragments):
             return
         # The last rank waits for no other: its time is that of the network. All ranks use the time of the slowest step.
         times = torch.tensor([max(self.average_s.values()), -step_s], dtype=torch.float32, device=worker.device)

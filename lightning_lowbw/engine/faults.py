@@ -225,7 +225,7 @@ def error_of(
 
 
 def gradient_error(
-    worker: GradientWorker, number: int, rank: int, slots: Sequence[Slot], *, is_of_node: bool, is_sent: bool
+    worker: GradientWorker, number: int, rank: int, slots: Sequence[Slot], *, is_sent: bool
 ) -> ValueError | NonFiniteGradientError:
     """Return the error that all ranks raise for a fault `OF_GRADIENTS`.
 
@@ -234,7 +234,6 @@ def gradient_error(
         number: not 0.
         rank: who has reported it.
         slots: of the step.
-        is_of_node: whether the gradient is the mean of the rank's node already.
         is_sent: whether other gradients have been sent during backward.
     """
     kind, index = _find(number, numbers_of(OF_GRADIENTS, len(slots)))
@@ -244,7 +243,7 @@ def gradient_error(
         who = "" if peers.nodes is None else f"a rank of node {rank} (ranks {list(peers.nodes[rank])})"  # as reported
         return error_of(worker, number, rank, OF_GRADIENTS, parameters, worker.step, who=who)
     slot, where = slots[index], f"on rank {rank}"
-    if is_of_node and peers.topology is not None:
+    if worker.reduces_in_node and peers.topology is not None:  # it is the mean of the rank's node already
         node = peers.topology.node_of(rank)
         where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
     elif peers.nodes is not None:

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
-from lightning_lowbw.engine.checks import check_replaced, check_top_k
+from lightning_lowbw.engine.checks import check_replaced, check_two_levels
 from lightning_lowbw.engine.faults import gradient_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.slots import (
@@ -51,6 +51,7 @@ from lightning_lowbw.engine.whole_gradients import agree_on_step
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import Order
+from lightning_lowbw.ops.reference import are_not_finite
 from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
@@ -86,7 +87,6 @@ class GradientWorker(Worker):
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
-        self._made_for = what
         self.orders: dict[str, Order] = {}
         self.correction = correction_for(
             optimizer, what.correction if isinstance(what, TopK) else "error_feedback", peers.num_participants
@@ -95,17 +95,17 @@ class GradientWorker(Worker):
             self.correction.check()
         if not isinstance(what, Whole):
             peers.check_parts()
-        self.sparse = SparseExchange(what, peers) if isinstance(what, TopK) else None
-        if isinstance(what, Narrow):
-            self.narrow = NarrowExchange(what.value_dtype, peers)
-        elif isinstance(what, TopK) and what.dense_dtype != "float32":
-            self.narrow = NarrowExchange(what.dense_dtype, peers)
         self.velocities = Velocities(self.correction, peers)
         self.sparse_gradients: SparseGradients | None = None
-        if self.sparse is not None:
-            self.sparse_gradients = SparseGradients(self.sparse, self.correction, self.velocities, peers, self.found)
+        if isinstance(what, Narrow):
+            self.narrow = NarrowExchange(what.value_dtype, peers)
         if isinstance(what, TopK):
-            check_top_k(what, method.when, list(self._names.values()), peers)
+            if peers.is_two_level:
+                check_two_levels(what, method.when)
+            what.check_names(self._names.values())
+            self.sparse = SparseExchange(what, peers)
+            self.narrow = None if what.dense_dtype == "float32" else NarrowExchange(what.dense_dtype, peers)
+            self.sparse_gradients = SparseGradients(self.sparse, self.correction, self.velocities, peers, self.found)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
@@ -291,7 +291,12 @@ class GradientWorker(Worker):
             if self.is_sparse:
                 self.correction.take_over([slot.parameter for slot in sparse_of(stepped)])
         if self.peers.num_participants == 1:
-            return not self.has_residuals or apply_unsent(self, skip_nonfinite=skip_nonfinite)
+            if self.has_residuals:
+                return apply_unsent(self, skip_nonfinite=skip_nonfinite)
+            if skip_nonfinite and self.peers.num_ranks == 1:  # else `agree_on_step` has looked
+                gradients = [p.grad for p in self.parameters() if p.grad is not None]
+                return not any(are_not_finite([g._values() if g.is_sparse else g for g in gradients]))
+            return True
         if self.narrow is not None and self._is_narrow:
             self.narrow.average_gradients_([slot for slot in self._slots if not slot.is_sparse])
         if self.sparse_gradients is not None and self.is_sparse:
@@ -375,6 +380,9 @@ class GradientWorker(Worker):
         if self.sparse is not None:
             assert isinstance(what, TopK)
             self.sparse.payload = what
+        if isinstance(what, Narrow):
+            assert self.narrow is not None
+            self.narrow.value_dtype = what.value_dtype
         self._slots = list_slots(self, what if is_sparse and isinstance(what, TopK) else None, skipped)
 
     # State ----------------------------------------------------------------------------------------------------------

@@ -25,30 +25,26 @@ def check_kept(worker: Worker) -> None:
     """Report the faults that the last exchange has found after its control message.
 
     Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals. Of averages of
-    weights only those in few bits, once after each.
+    weights only in few bits, and on a GPU of the largest elements; once after each.
 
     Raises:
         NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
         ValueError: on all ranks; a message that a rank has received was damaged.
     """
-    peers = worker.peers
-    if peers.num_ranks == 1 or not may_report(worker):
+    peers, sparse, narrow = worker.peers, worker.sparse, worker.narrow
+    if worker.method.averages_weights:
+        has_decoded = sparse is not None and sparse.damaged is not None
+        has_rounded = narrow is not None and narrow.overflowed is not None
+        may_report = has_rounded or (has_decoded and worker.device.type != "cpu")  # on a CPU decoding itself raises
+    else:  # not by the flags of late faults, which ranks have for different parameters
+        may_report = any(exchange is not None and bool(exchange.residuals) for exchange in (sparse, narrow))
+    if peers.num_ranks == 1 or not may_report:
         return
     fault = last_fault(worker)
     message = control_message((), fault, 0, peers.rank, peers.num_ranks, fault.device)
     control = Control.read(MeanWork([], message, 1.0, peers).wait()[1], peers.num_ranks)
     check_faults(control, worker, OF_LAST, worker.parameters(), worker.step)
     forget(worker)
-
-
-def may_report(worker: Worker) -> bool:
-    """Return whether any rank may have a fault; equal on all ranks."""
-    if worker.method.averages_weights:
-        has_decoded = worker.sparse is not None and worker.sparse.damaged is not None
-        has_rounded = worker.narrow is not None and worker.narrow.overflowed is not None
-        return has_rounded or (has_decoded and worker.device.type != "cpu")  # on a CPU decoding itself raises
-    # A rank has flags of late faults for parameters that it has no gradients of: not the same ones on all ranks.
-    return any(exchange is not None and bool(exchange.residuals) for exchange in (worker.sparse, worker.narrow))
 
 
 def forget(worker: Worker) -> None:

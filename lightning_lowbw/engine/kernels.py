@@ -18,6 +18,7 @@ from lightning_lowbw.ops.trial import Uses
 from lightning_lowbw.what.adam import AdamCorrection
 from lightning_lowbw.what.top_k import LEAST_NUMEL, TopK
 from lightning_lowbw.what.values import FloatFormat, make_value_format
+from lightning_lowbw.where.agreement import gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.worker import Worker
@@ -48,10 +49,7 @@ def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup |
     if is_first:
         saying.start()
     try:
-        reasons = [dispatch.prepare(device, uses)]
-        if dist.is_initialized():
-            reasons *= dist.get_world_size(group)
-            dist.all_gather_object(reasons, reasons[0], group=group)
+        reasons = gather(dispatch.prepare(device, uses), group)
     finally:
         saying.cancel()
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]

@@ -32,17 +32,13 @@ class Offload:
     def at_hand(self, device: torch.device) -> Iterator[None]:
         """Have everything on the device inside a `with` block."""
         if self.is_on and not self._num_users:
-            self.fetch(device)
+            self.move(device)
         self._num_users += 1
         try:
             yield
         finally:
             self._num_users -= 1
             self.put_away()
-
-    def fetch(self, device: torch.device) -> None:
-        """Move everything to the device."""
-        self.move(device)
 
     def put_away(self) -> None:
         """Move to the host what is on the device and not in use."""

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
 from lightning_lowbw.engine.averaging import LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, WEIGHT, Averaging
+from lightning_lowbw.engine.checks import check_replaced
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control, counts_of, requests_of
 from lightning_lowbw.engine.delay import Delay
@@ -78,7 +79,8 @@ class ReplicaWorker(Worker):
         named_buffers: Mapping[str, Tensor],
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
-        self.when.check_levels(peers.is_two_level or peers.num_ranks == 1)
+        # One node, or one rank on each, is what a topology may turn out to be: that trains.
+        self.when.check_levels(method.where.topology != "flat" or peers.topology is not None or peers.num_ranks == 1)
         self.steps_since_average = self.num_averages = 0
         self.num_samples = 0.0
         self.weighs_samples = False
@@ -170,6 +172,7 @@ class ReplicaWorker(Worker):
 
     def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
         self.check_schedule()
+        check_replaced(self.method.what, self._made_for)
         self.is_prepared, self._reduced = True, frozenset(reduced)
 
     @torch.no_grad()
@@ -194,7 +197,7 @@ class ReplicaWorker(Worker):
         """
         if not self.is_prepared:
             self.list_gradients()
-        self.is_exchanged = True
+        self.is_prepared, self.is_exchanged = False, True
         if self.peers.num_ranks == 1:
             return True
         mine = [p for p in self.parameters() if p.requires_grad and p not in self._reduced]

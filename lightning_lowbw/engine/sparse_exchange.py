@@ -281,4 +281,5 @@ def asked_for(payload: TopK, peers: Peers) -> str:
 def predict(payload: TopK, numels: Sequence[int], density: float, num_participants: int, link: Link) -> Choice:
     """Return the predicted times of the collectives on a link, and the fastest."""
     counts = [payload.num_sent(numel, density) for numel in numels]
-    return choose(numels, density, num_participants, 8 * payload.codec.nbytes(counts, numels) / sum(counts), link)
+    k = sum(counts)
+    return choose(numels, k, num_participants, 8 * payload.codec.nbytes(counts, numels) / k, link)

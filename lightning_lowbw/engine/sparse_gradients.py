@@ -129,6 +129,8 @@ class SparseGradients:
         sent, told = self.sent, set(self._found.now)
         self._found.late.clear()
         rest = [slot for slot in sparse_of(slots) if slot.parameter not in sent]
+        self.compress([slot for slot in rest if slot.name not in self._compressed], density)  # Adam counts its steps
+        rest = [slot for slot in rest if slot.parameter.numel()]  # an empty shard: the peers have nothing of it either
         if rest:
             self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
         for _, work in self.begun:  # all of them, before the first weight changes: a rank may be gone

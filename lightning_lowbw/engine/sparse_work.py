@@ -25,12 +25,13 @@ class SparseWork:
 
     Attributes:
         is_sparse: whether it is known which elements have been sent.
+        payload: with which they were sent; that of the exchange may have been replaced since.
     """
 
     is_sparse = True
 
     def __init__(self, exchange: SparseExchange) -> None:
-        self.exchange = exchange
+        self.exchange, self.payload = exchange, exchange.payload
 
     def finish(self) -> None:
         """Wait for what is in progress."""
@@ -62,7 +63,7 @@ class SparseWork:
         """
         if not steps:
             return
-        payload, device = self.exchange.payload, next(iter(steps.values()))[0].device
+        payload, device = self.payload, next(iter(steps.values()))[0].device
         decoded = list(self._decode())
         if payload.mean_over == "ranks":
             kernels = averages_for(device)
@@ -135,10 +136,8 @@ class GatheredWork(SparseWork):
         if not numels:
             return
         sizes = list(numels.values())
-        counts = [exchange.payload.num_sent(numel, self._density) for numel in sizes]
-        positions, values = (
-            each.flatten().split(counts) for each in exchange.payload.decode(own, sizes, self._density)
-        )
+        counts = [self.payload.num_sent(numel, self._density) for numel in sizes]
+        positions, values = (each.flatten().split(counts) for each in self.payload.decode(own, sizes, self._density))
         exchange.put_back(dict(zip(numels, zip(positions, values, strict=True), strict=True)))
 
     def controls(self) -> Tensor:
@@ -151,7 +150,7 @@ class GatheredWork(SparseWork):
         return sum(others, first)
 
     def _decode(self) -> Iterator[Decoded]:
-        peers, gathered, payload = self.exchange.peers, self.wait(), self.exchange.payload
+        peers, gathered, payload = self.exchange.peers, self.wait(), self.payload
         if self.exchange.damaged is None:
             self.exchange.damaged = torch.zeros((), dtype=torch.bool, device=gathered.device)
         parts = [

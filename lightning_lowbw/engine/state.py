@@ -7,6 +7,7 @@ the same world take theirs as it is, others cut theirs out of the mean over the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
-from lightning_lowbw.engine.averaging import recalled
+from lightning_lowbw.engine.averaging import change_of
 from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
@@ -117,8 +118,8 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     kept = {name: as_real(parameter) for name, parameter in parameters.items() if worker.keeps(name)}
     velocities = {name: worker.velocities.saved(parameters[name]) for name in worker.residuals}
     local = {
-        name: _saved({key: optimizer.state[parameters[name]][key] for key in worker.correction.local_keys})
-        for name in worker.residuals
+        name: _saved({k: optimizer.state[p][k] for k in worker.correction.local_keys(p)})
+        for name, p in ((name, parameters[name]) for name in worker.residuals)
     }
     return {
         "step": worker.step,
@@ -284,7 +285,8 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
             for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
                 if name in work["changes"]:  # in the mean over the ranks of a node, which may have stepped alone
-                    back = recalled(work["changes"][name], snapshot, state["start"][name])
+                    moved = change_of(snapshot, state["start"][name], as_real(state["own"][name]).dtype)
+                    back = work["changes"][name] - moved.reshape(-1)
                     residuals.add(name, back / num_parts, back.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
             for name, value in entry.items():
@@ -416,12 +418,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state every rank of another world starts with, of either driver; reads one state at a time."""
     iterator = iter(states)
     first = next(iterator)
-
-    def everything() -> Iterable[Mapping[str, Any]]:
-        yield first
-        yield from iterator
-
-    return merge_replicas(everything()) if "fragments" in first else merge_gradients(everything())
+    everything = itertools.chain([first], iterator)
+    return merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
 
 
 def _cpu(value: Any) -> Any:

@@ -65,7 +65,7 @@ def agree_on_step(
     if fault is not None:
         if skip_nonfinite and fault[0] in numbers[Kind.GRADIENT]:
             return None
-        raise gradient_error(worker, *fault, slots, is_of_node=worker.reduces_in_node, is_sent=bool(sent))
+        raise gradient_error(worker, *fault, slots, is_sent=bool(sent))
     return _stepped(slots, control.sums, dict(zip((slot.name for slot in whole), means, strict=True)), sent)
 
 

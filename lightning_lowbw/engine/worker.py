@@ -35,7 +35,7 @@ class Worker:
 
         worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
         with worker.stepping():       # around a step that may be left out, on all ranks or on none
-            if worker.exchange(skip_nonfinite=True):
+            if worker.exchange(skip_nonfinite=True):  # methods that average weights take every step
                 optimizer.step()
 
     Attributes:
@@ -73,6 +73,7 @@ class Worker:
                 "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
             )
         self.method, self.optimizer, self.peers = method, optimizer, peers
+        self._made_for = method.what
         self.step = 0
         self.torn = ""
         self.sparse: SparseExchange | None = None

@@ -15,7 +15,7 @@ from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.agreement import checksum
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.mean import MeanWork
+from lightning_lowbw.where.mean import mean_over
 from lightning_lowbw.where.peers import Peers
 
 # Callbacks that keep an average of the weights over steps, in `_average_model`.
@@ -48,10 +48,8 @@ def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.dev
         return
     are_unequal = _differ([[tensor] for tensor in tensors], peers, device)
     unequal = [tensor for tensor, is_unequal in zip(tensors, are_unequal, strict=True) if is_unequal]
-    nothing_beside = torch.zeros(1, dtype=torch.float32, device=device)
     there = [tensor.to(device) for tensor in unequal]  # a callback may keep its average on the CPU
-    mean = MeanWork(there, nothing_beside, 1.0 / peers.num_ranks, peers)
-    for tensor, value in zip(unequal, mean.wait()[0], strict=True):
+    for tensor, value in zip(unequal, mean_over(there, peers, device), strict=True):
         as_real(tensor).copy_(value)
 
 

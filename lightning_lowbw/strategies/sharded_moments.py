@@ -23,7 +23,7 @@ from lightning_lowbw.engine.faults import (
     weight_fault,
 )
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kept import forget, may_report
+from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
@@ -111,8 +111,8 @@ class ShardedMoments(Viewing):
             for worker in workers:
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
-                elif worker.peers.num_ranks > 1 and may_report(worker):
-                    _check_kept(worker)
+                elif worker.peers.num_ranks > 1 and worker.method.sends_changes:  # not by what a rank has: of empty
+                    _check_kept(worker)  # shards it has nothing
         self.view.show(workers, module, is_interrupted=is_interrupted)
 
     @override

@@ -64,6 +64,7 @@ def make_workers(
                 buffers = buffers_by_optimizer(module, strategy.optimizers)[id(optimizer)]
             worker = method.make_worker(view.local, named, peers, buffers)
             worker.whole_numels = numels
+            vars(worker).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
             if isinstance(worker, ReplicaWorker):
                 worker.averaging.offload.is_on = strategy.offload_state
             made.append((optimizer, view, worker))

@@ -59,10 +59,9 @@ class AdamCorrection(ErrorFeedback):
             f"tensors in the sparse phase: what is sent late is a mean over steps already."
         )
 
-    @property
-    def local_keys(self) -> tuple[str, ...]:
-        has_largest = any(group["amsgrad"] for group in self.optimizer.param_groups)
-        return ("exp_avg_sq", "max_exp_avg_sq") if has_largest else ("exp_avg_sq",)
+    def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
+        state = self.optimizer.state.get(parameter, {})
+        return tuple(key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in state)  # amsgrad is a group's own
 
     def check(self) -> None:
         for group in self.optimizer.param_groups:
@@ -108,19 +107,19 @@ class AdamCorrection(ErrorFeedback):
             for part in parts
             if part.start < part.stop
         )
-        states = self.optimizer.state[parameter]
-        if all(in_order(states[key], parameter).is_contiguous() for key in self.local_keys):
+        states, keys = self.optimizer.state[parameter], self.local_keys(parameter)
+        if not others or all(in_order(states[key], parameter).is_contiguous() for key in keys):
             return others
         for other in others:  # copies, to be written back now
             other.take_()
-        self._write(parameter, dict(zip(self.local_keys, moment.tensors, strict=True)))
+        self._write(parameter, dict(zip(keys, moment.tensors, strict=True)))
         return ()
 
     def _moment(self, parameter: Parameter, group: Group) -> SecondMoment:
         """Return the second moment of a whole parameter; copies of what is laid out otherwise."""
         state, beta2 = self.optimizer.state[parameter], float(group["betas"][1])
         step, beta1 = self._coming[parameter], self.constants(parameter, group).momentum
-        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys}
+        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys(parameter)}
         return SecondMoment(
             square=flat["exp_avg_sq"],
             largest=flat.get("max_exp_avg_sq"),
@@ -132,7 +131,7 @@ class AdamCorrection(ErrorFeedback):
 
     def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         state = self.optimizer.state[parameter]
-        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys}
+        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys(parameter)}
         for whole, part in zip(flat.values(), moment.tensors, strict=True):
             if whole[own].data_ptr() != part.data_ptr():
                 whole[own] = part
@@ -160,7 +159,8 @@ class AdamCorrection(ErrorFeedback):
             is_on_device = group.get("fused") or group.get("capturable")
             device = parameter.device if is_on_device else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for key in (self.velocity_key, *self.local_keys):
+            squares = ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
+            for key in (self.velocity_key, *squares):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 

@@ -65,9 +65,8 @@ class ErrorFeedback:
             known = self._rates[id(group)] = (rate, rate._version, float(rate))
         return known[2]
 
-    @property
-    def local_keys(self) -> tuple[str, ...]:
-        """Names of other states of the optimizer that differ between ranks."""
+    def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
+        """Return the names of a parameter's other states in the optimizer that differ between ranks."""
         return ()
 
     def note(self) -> str:

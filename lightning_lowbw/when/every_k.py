@@ -39,8 +39,8 @@ class EveryK:
             "average" (of Adam's second moment, too; SGD, Adam and AdamW), or does a "reset" of the first moment to 0.
         delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
             and the steps in between are kept. 0 waits for it. Less than k_steps. "auto" waits for the first two
-            averages, and delays by the time of the second, in local steps; the same on all ranks, but not from run to
-            run.
+            averages of each fragment, and delays by the time of the second, in local steps; the same on all ranks, but
+            not from run to run.
         num_fragments: the number of parts, of nearly equal size, in which parameters are averaged, each every k steps,
             one after another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
         mixing: alpha, the fraction of its own weights that a rank keeps when a delayed average is applied:

@@ -104,6 +104,18 @@ def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
             view.copy_(part).mul_(weight)
 
 
+def mean_over(tensors: Sequence[Tensor], peers: AllReducing, device: torch.device) -> list[Tensor]:
+    """Return the mean of tensors over ranks, in `wide_dtype`; see `MeanWork`.
+
+    Collective: all ranks, blocking.
+
+    Args:
+        device: of the message.
+    """
+    nothing = torch.zeros(1, dtype=torch.float32, device=device)
+    return MeanWork(tensors, nothing, 1.0 / peers.num_ranks, peers).wait()[0]
+
+
 def average_gradients_(
     parameters: Sequence[Parameter],
     flags: Sequence[float],

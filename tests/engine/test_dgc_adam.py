@@ -282,3 +282,20 @@ def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
         assert moment.corrections[1] == 1.0 - beta2**expected
         correction.give_back()
         assert optimizer.state[parameter]["step"].item() == expected
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_amsgrad_is_that_of_the_param_group(has_stepped: bool) -> None:
+    """Also where a dense step of Adam's own has made the state."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = Adam([{"params": parameters[:1], "amsgrad": True}, {"params": parameters[1:]}], lr=LR)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    if has_stepped:
+        optimizer.step()
+    correction = AdamCorrection(optimizer, 2)
+    for parameter, group in zip(parameters, optimizer.param_groups, strict=True):
+        moment = correction.second_moment(parameter, group, slice(0, 4))
+        assert (moment.largest is not None) == group["amsgrad"]
+        correction.keep_second_moment(parameter, slice(0, 4), moment)
+        assert ("max_exp_avg_sq" in optimizer.state[parameter]) == group["amsgrad"]

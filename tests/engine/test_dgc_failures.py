@@ -112,6 +112,19 @@ def test_a_bad_step_is_skipped_on_all_ranks_where_asked() -> None:
             assert facts["steps"] == 1  # as `trainer.global_step` counts
 
 
+def test_a_bad_step_is_skipped_by_a_single_rank() -> None:
+    """As the loop in the docstring of `Worker` has it, which then trains on one GPU, too."""
+    parameters = make_parameters({"matrix": (3, 2), "table": (4, 2), "unused": (3,)})
+    worker = METHOD.attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    for value, is_taken in ((1.0, True), (math.inf, False), (math.nan, False), (3e38, True)):
+        for is_sparse in (False, True):  # on a single rank sparse ones are not refused
+            parameters["matrix"].grad = torch.ones(3, 2)
+            gradient = torch.zeros(4, 2).index_fill_(0, torch.tensor([2]), value)
+            parameters["table"].grad = gradient.to_sparse() if is_sparse else gradient
+            assert worker.exchange(skip_nonfinite=True) == is_taken
+            assert worker.exchange()
+
+
 def meet_large_gradients() -> str:
     """Finite, though their squares and their sum are not: no cause for alarm."""
     worker, parameters = make_worker(lr=1e-38, momentum=0.0, weight_decay=0.0)

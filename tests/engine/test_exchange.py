@@ -11,8 +11,11 @@ from torch import Tensor
 
 from lightning_lowbw import DGC
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.sparse_exchange import predict
+from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.link import EXCHANGES
+from lightning_lowbw.where.link import EXCHANGES, Link
+from lightning_lowbw.where.volume import all_gather_bytes
 from tests.engine.problem import AWKWARD, backward, each, from_memory, make_parameters
 from tests.ranks import run_ranks
 
@@ -120,3 +123,11 @@ def test_auto_measures_the_link_and_says_what_it_takes() -> None:
     assert chosen[0] != "all_gather"
     assert any("dense" in line and "all-gather" in line and line.endswith(f": {chosen[0]}.") for line in lines)
     assert all(not said for _, said in results[1:])
+
+
+@pytest.mark.parametrize("chunk", [None, 4096])
+def test_what_is_predicted_is_what_is_sent(chunk: int | None) -> None:
+    """With chunks as many elements are sent of the rest of a tensor as of a chunk."""
+    payload, numels = TopK(chunk=chunk), [5000, 100_001]
+    seconds = predict(payload, numels, 0.001, 4, Link(latency_s=0.0, bandwidth_bytes_per_s=1.0)).times_s
+    assert seconds["all_gather"] == all_gather_bytes(payload.nbytes(numels, 0.001), 4)

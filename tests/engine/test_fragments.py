@@ -220,6 +220,50 @@ def test_a_measured_delay(numel: int, sleep_s: float) -> None:
     ]
 
 
+def measure(states: Sequence[Any], steps: range) -> tuple[list[bool], Any]:
+    """Return after which steps a delay has been chosen, and the state."""
+    worker, parameters = start(LocalSGD(k_steps=4, begin_step=0, num_fragments=2, delay_steps="auto"))
+    if states:
+        worker.load_state_dict(merge(copy.deepcopy(states)))
+    are_chosen = []
+    for step in steps:
+        train_on(worker, parameters, [step])
+        are_chosen.append(worker.delay.chosen is not None)
+    return are_chosen, copy.deepcopy(worker.state_dict())
+
+
+def test_another_world_times_no_first_average() -> None:
+    """Which pays for connections, also where the averages have a high number: each fragment is timed in its second."""
+    first = run_ranks(measure, 2, [], range(16))
+    again = run_ranks(measure, 3, [state for _, state in first], range(16, 32))
+    assert {tuple(are_chosen) for are_chosen, _ in first + again} == {(False,) * 7 + (True,) * 9}
+
+
+# A payload that is replaced ------------------------------------------------------------------------------------------
+
+
+def replace_the_payload(at: int, is_recalled: bool) -> tuple[int, str]:
+    """Send other bits from a step on; return how many averages are in progress then, and a digest of the consensus."""
+    worker, parameters = start(STREAMING)
+    train_on(worker, parameters, range(at))
+    num_begun = sum(fragment.work is not None for fragment in worker.fragments)
+    worker.method = STREAMING.replace(value_dtype="int4")
+    train_on(worker, parameters, range(at, at + 1))
+    if is_recalled:
+        worker.recall()
+    train_on(worker, parameters, range(at + 1, 20))
+    with worker.consensus():
+        return num_begun, digest(parameters.values())
+
+
+def test_an_average_in_progress_is_read_as_it_was_sent() -> None:
+    calls = {f"{at}, {is_recalled}": (at, is_recalled) for at in (8, 9, 10) for is_recalled in (False, True)}
+    results = run_each(2, {name: partial(replace_the_payload, *case) for name, case in calls.items()})
+    assert max(num_begun for (num_begun, _), _ in results.values()) == 2
+    for first, second in results.values():
+        assert first == second
+
+
 # State -------------------------------------------------------------------------------------------------------------
 
 FEW = {"a": (40,), "b": (30, 2), "c": (17,)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_lowbw import DGC, LocalSGD, Method, Narrow, NonFiniteGradientError
+from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, Narrow, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.state import merge
@@ -34,6 +35,7 @@ from tests.engine.problem import (
     make_parameters,
     make_weight,
     mean_of_nodes,
+    message_of,
     node_of,
     of_earlier_version,
     take_step,
@@ -86,6 +88,32 @@ def test_sent_and_unsent_are_what_was_given(nodes: Nodes) -> None:
                 assert float((taken - given).abs().max()) <= 8 * LIMIT[dtype]  # the rest is only what is rounded away
                 assert result[name][2].numel() <= math.ceil(numel / len(nodes[0]))
             assert numel < 7 or float((results[0][name][1] - given).abs().max()) > 0
+
+
+def change_the_dtype(method: Method, dtype: str) -> tuple[list[int], str | None]:
+    """Return the bytes of each step, in the second half of them with another dtype, and what is not replaced."""
+    parameters = make_parameters({"large": LARGE})
+    worker = method.attach(torch.optim.SGD(parameters.values(), lr=0.05), parameters.items())
+    nbytes = [0]
+    for step in range(6):
+        if step == 4:
+            worker.method = method.replace(value_dtype=dtype)
+        take_step(worker, parameters, step)
+        nbytes.append(worker.peers.ledger.sent_bytes)
+    worker.method = Method(when=method.when)
+    said = message_of(lambda: take_step(worker, parameters, 6), ConfigurationError)
+    return [after - before for before, after in pairwise(nbytes)], said
+
+
+def test_a_replaced_dtype_is_sent_and_another_payload_is_refused() -> None:
+    methods = [Method(what=Narrow(value_dtype="int8")), LocalSGD(2, 0, value_dtype="int8")]
+    cases = [(method, dtype) for method in methods for dtype in ("int8", "int4")]
+    of_int8, of_int4, of_local_int8, of_local_int4 = run_ranks(each, 2, change_the_dtype, cases)[0]
+    for (same, said), (changed, _) in ((of_int8, of_int4), (of_local_int8, of_local_int4)):
+        assert changed[:4] == same[:4]
+        assert changed[5] < 0.6 * same[5]
+        assert said is not None
+        assert "another payload needs a worker of its own" in said
 
 
 def kept_bytes(method: Method, nodes: Nodes) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class Elsewhere(Offload):
         residuals = [residual for each in exchanges for residual in each.residuals.values()]
         return [*averaging.start.values(), *averaging.velocity.values(), *residuals]
 
-    def fetch(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
         self.num_fetched += 1
         for tensor in self._tensors():
             if id(tensor) in self.away:

@@ -156,9 +156,11 @@ def test_what_needs_parts_says_so_and_a_period_inside_nodes_needs_nodes() -> Non
         "sparse, unequal": partial(attach_to, unequal, sparse),
         "whole, unequal": partial(attach_to, unequal, LocalSGD()),
         "no nodes": partial(attach_to, (), LocalSGD(node_k_steps=2)),
+        "one node": partial(attach_to, ((0, 1, 2, 3),), LocalSGD(node_k_steps=2)),  # trains as everywhere else
+        "a rank each": partial(attach_to, ((0,), (1,), (2,), (3,)), LocalSGD(node_k_steps=2)),
     }
     results = run_each(4, calls)
-    words = ["node 1 has 1 (3)"] * 2 + ["", "node_k_steps=2"]
+    words = ["node 1 has 1 (3)"] * 2 + ["", "node_k_steps=2", "", ""]
     for (case, messages), word in zip(results.items(), words, strict=True):
         assert all(word in message and bool(message) == bool(word) for message in messages), case
 

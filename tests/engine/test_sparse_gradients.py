@@ -277,3 +277,27 @@ def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:
         assert "added to the residual, has become too large for float32" in late[0][-1]
         assert kept in at_the_end[0][-1]
         assert len(at_the_end[0]) == 3
+
+
+def step_beside_empty_shards(shapes: dict[str, tuple[int, ...]], options: dict[str, Any]) -> tuple[str, list[float]]:
+    parameters = make_parameters(shapes)
+    optimizer = AdamW(parameters.values(), lr=0.02)
+    worker = METHOD.replace(rampup_begin_step=0, **options).attach(optimizer, parameters.items())
+    worker.whole_numels = dict.fromkeys(parameters.values(), 2000)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        optimizer.step()
+    return digest(parameters.values()), [float(optimizer.state[p]["step"]) for p in parameters.values()]
+
+
+def test_shards_without_elements_are_not_sent() -> None:
+    """The whole tensor is sent sparse; a rank and its peers have no row of it. Their counts of steps go on."""
+    cases = [
+        ({name: (30, 20) if name == "here" else (0, 20) for name in names}, options)
+        for names in (["elsewhere"], ["elsewhere", "here"])
+        for options, _ in (PAYLOADS[kind] for kind in ("flat", "senders", "reduce-scatter", "dense"))
+    ]
+    first, second = run_ranks(each, 2, step_beside_empty_shards, cases)
+    assert first == second
+    assert [counts for _, counts in first] == [[2.0] * len(shapes) for shapes, _ in cases]

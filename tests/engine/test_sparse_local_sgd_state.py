@@ -183,6 +183,35 @@ def test_an_average_that_is_dropped_is_not_counted_twice() -> None:
             torch.testing.assert_close(own + merged["residuals"]["w"], done)
 
 
+def end_half_an_average(end: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return what is kept before an average of bfloat16 weights has begun, and after it is given up."""
+    weight = Parameter(torch.ones(256, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+    method = LocalSGD(2, 0, delay_steps=1, compression=Compression(decay=1.0, density=0.1, min_numel=1))
+    worker: Any = method.attach(optimizer, [("w", weight)])
+    kept = torch.empty(0)
+    for _ in range(4):  # the second average is measured from the consensus of the first, which is no bfloat16
+        kept = residuals_of(worker)["w"] if worker.averaging.sparse.residuals else kept
+        weight.grad = -PULL.roll(40 * dist.get_rank()).bfloat16() * (1 + dist.get_rank())
+        optimizer.step()
+    state = worker.state_dict() if end in ("merge", "save") else {}  # after which this rank's message is gone
+    if end == "drop":
+        worker.finish()
+    elif end != "merge":
+        worker.recall()
+    return kept, residuals_of(worker)["w"], state
+
+
+def test_rounded_weights_do_not_change_what_an_average_puts_back() -> None:
+    ends = ("drop", "save", "recall", "merge")
+    for end, ranks in run_each(2, {end: partial(end_half_an_average, end) for end in ends}).items():
+        before, after = (mean_of([rank[number] for rank in ranks]) for number in (0, 1))
+        if end == "merge":
+            after = merge([state for _, _, state in ranks])["residuals"]["w"]
+        assert before.any()
+        assert (after - before).abs().max() < 1e-6, end
+
+
 # What goes wrong ---------------------------------------------------------------------------------------------------
 
 

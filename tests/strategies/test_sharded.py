@@ -27,7 +27,7 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import DGC, LocalSGD, NarrowGradients, preset
-from lightning_lowbw.what.top_k import SPARSE_LOCO
+from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import each
@@ -365,3 +365,54 @@ def look(path: str) -> tuple[list[float], list[float]]:
 def test_validation_and_checkpoints_see_the_consensus(tmp_path: Path) -> None:
     for seen, saved in run_ranks(look, 4, str(tmp_path / "step-{}.ckpt")):
         assert seen == saved
+
+
+class OneRow(Configured):
+    """A single weight of one row: the second shard of a node has nothing of it."""
+
+    rows = 1
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Linear(16, self.rows, bias=False)
+            nn.init.constant_(self.net.weight, 0.1)
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+
+def train_one_row(method: Method, path: str) -> tuple[float, list[bool]]:
+    """Save after each of two steps."""
+    model = OneRow(sgd)
+    train(ShardedStrategy(method, topology=2), model, 2, 4, dist.get_rank(), callbacks=[Watcher(path, (1, 2))])
+    return float(whole(model)["net.weight"].sum()), [Path(path.format(step)).exists() for step in (1, 2)]
+
+
+def test_a_rank_without_any_elements_takes_part(tmp_path: Path) -> None:
+    """Also in what all ranks exchange when the weights are saved right after an average."""
+    for number, method in enumerate(
+        (DGC(sparsity=[0.9], min_numel=1), LocalSGD(k_steps=2, begin_step=0, value_dtype="int8"))
+    ):
+        path = str(tmp_path / f"{number}-{{}}.ckpt")
+        (weight, are_saved), *others = run_ranks(train_one_row, 4, method, path, timeout_s=60)
+        assert are_saved == [True, True]
+        assert others == [(weight, are_saved)] * 3
+
+
+class ManyRows(OneRow):
+    rows = 400
+
+
+def limit_of(method: Method) -> int:
+    strategy = ShardedStrategy(method, topology=2)
+    train(strategy, ManyRows(sgd), 2, 4, dist.get_rank())
+    return strategy.workers[0].small_numel
+
+
+@pytest.mark.parametrize(
+    "method", [DGC(sparsity=[0.9]), LocalSGD(k_steps=2, begin_step=0, compression=TopK())], ids=["dgc", "local"]
+)
+def test_which_tensors_are_small_is_judged_by_the_whole(method: Method) -> None:
+    assert run_ranks(limit_of, 4, method) == [16 * 400] * 4
