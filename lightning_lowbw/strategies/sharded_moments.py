@@ -140,8 +140,8 @@ class ShardedMoments(Regime):
             for worker in workers:
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
-                elif worker.peers.num_ranks > 1 and worker.method.sends_changes:  # not by what a rank has: of empty
-                    _check_kept(worker)  # shards it has nothing
+                elif worker.peers.num_ranks > 1 and worker.method.sends_changes:
+                    _check_kept(worker)  # also ranks whose shards are empty, and which have no flag
         self.view.show(workers, module, is_interrupted=is_interrupted)
 
     @override
