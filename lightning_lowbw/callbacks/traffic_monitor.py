@@ -42,9 +42,10 @@ class TrafficMonitor(Callback):
 
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
-    - ``bytes_sent``, ``bytes_received``: by the volume formulas of the collectives that were issued
+    - ``bytes_sent``, ``bytes_received``: of this step, by the volume formulas of the collectives that were issued; of
+      methods that average weights the steps that are logged may all be local
     - ``compression_ratio``: bytes that DDP would have sent since the last exchange / bytes sent; above 1 is better;
-      only if something was sent. On two levels both are bytes between nodes, compared with a dense exchange on two
+      only after an exchange. On two levels both are bytes between nodes, compared with a dense exchange on two
       levels ("hierarchical")
     - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and not in dense steps,
       but for those that `sparsity="auto"` times
@@ -106,7 +107,7 @@ class TrafficMonitor(Callback):
         has_levels = isinstance(strategy, Strategy) and strategy.groups.topology is not None
         sent, dense = now.of_slow_network(has_levels)
         sent_before, dense_before = self._at_last_send.of_slow_network(has_levels)
-        if sent > sent_before:
+        if sent > sent_before and _have_met(strategy):
             shown["traffic/compression_ratio"] = (dense - dense_before) / (sent - sent_before)
             self._at_last_send = now
         silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
@@ -122,6 +123,12 @@ class TrafficMonitor(Callback):
                 silent |= {f"traffic/{key}{suffix}": value for key, value in worker.metrics(is_due).items()}
         pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
+
+
+def _have_met(strategy: object) -> bool:
+    """Whether gradients or weights were exchanged in the last step; validation may have sent something, too."""
+    replicas = strategy.replicas if isinstance(strategy, OF_PACKAGE) else []
+    return not replicas or any(worker.has_met for worker in replicas)
 
 
 def _read(trainer: pl.Trainer) -> _Totals:

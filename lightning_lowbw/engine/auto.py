@@ -113,14 +113,14 @@ def why_dense(step_s: float, dense_s: float, run: Run, budget: float, *, or_else
     Example:
         >>> why_dense(0.01, 0.03, Run(num_done=7, num_steps=200), budget=0.05)
         'a step takes 10 ms without communication and 30 ms with all gradients: whole gradients are sent, as with DDP; \
-193 steps are left, which wait 3.86 s for gradients: to measure the link takes 1 s and pays from 5 s on'
+193 steps are left, which wait 3.86 s for gradients in all; the link is measured, for 1 s, only from 5 s on'
     """
     waited_s, why = run.num_left * (dense_s - step_s), _why_it_fits(step_s, dense_s, budget)
     if why is None and not or_else and not _often_enough(run):
         why = _times_sent(run, _length(run))
     if why is None and LEAST_SAVED * waited_s < MEASURING_S:
-        why = f"{_length(run)}, which wait {in_time(waited_s)} for gradients: to measure the link takes "
-        why += f"{in_time(MEASURING_S)} and pays from {in_time(MEASURING_S / LEAST_SAVED)} on"
+        why = f"{_length(run)}, which wait {in_time(waited_s)} for gradients in all; the link is measured, for "
+        why += f"{in_time(MEASURING_S)}, only from {in_time(MEASURING_S / LEAST_SAVED)} on"
     return None if why is None else f"{_timed(step_s, dense_s)}: {_all(why)}"
 
 

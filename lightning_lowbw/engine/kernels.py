@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(LOGGER)
 PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
-COMPILING = "Compiling kernels, here or on another rank. They are kept for the next start, where they can be written."
+COMPILING = "Kernels are compiled or loaded, here or on another rank. Compiled ones are kept for the next start."
 
 
 def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup | None = None) -> str | None:

@@ -170,10 +170,10 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     parameters, kind = worker.by_name(), worker.correction.kind
     if state["residuals"] and state["correction"] != kind:
         raise ConfigurationError(
-            f"The checkpoint's residuals are those of {state['correction']!r}; {worker.method.what} with "
-            f"{type(worker.optimizer).__name__} is {kind!r}, to which they mean something else (correction='auto' is "
-            "'momentum' for SGD, 'own_variance' for Adam and AdamW). Resume with the optimizer and the correction that "
-            f"it was trained with, or {WITHOUT_RESIDUALS}."
+            f"The checkpoint keeps what {state['correction']!r} had not sent, and to {worker.method.what} with "
+            f"{type(worker.optimizer).__name__}, which is {kind!r}, that means something else. Resume with the method, "
+            "the optimizer and the correction that it was trained with (of TopK, correction='auto' is 'momentum' for "
+            f"SGD, 'own_variance' for Adam and AdamW), or {WITHOUT_RESIDUALS}."
         )
     for name, shape in state["shapes"].items():
         there = tuple(as_real(parameters[name]).shape) if name in parameters else None

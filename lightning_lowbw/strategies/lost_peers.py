@@ -130,21 +130,24 @@ class LostPeers:
         ]
         if gone:
             told = "; ".join(gone).rstrip(".")
-            return (
-                f"{told}. Look at the output there; then start all ranks again, from the last checkpoint. If it ends "
-                f'in "{OTHER_SIZE}", the ranks were at different places: they have different numbers of batches '
-                "(Trainer(limit_train_batches=...) makes them equal), or one alone has saved a checkpoint or stopped."
-            )
+            told += ". Look at the output there; then start all ranks again, from the last checkpoint."
+            if answers.silent:
+                told += (
+                    f' If it ends in "{OTHER_SIZE}", the ranks were at different places: they have different numbers '
+                    "of batches (Trainer(limit_train_batches=...) makes them equal), or one alone has saved a "
+                    "checkpoint or stopped."
+                )
+            return told
         there = [
             *(f"rank {rank} in {phase}" for rank, phase in answers.present.items()),
             *(f"rank {rank}: {reason}" for rank, reason in answers.failed.items()),
         ]
         if not answers.present:
             return (
-                f"all other ranks have lost a peer, too ({'; '.join(there)}). If they were at another place than this "
-                "one, they have taken another branch, or have fewer batches or more: with Trainer("
-                "limit_train_batches=...) all have the same. If not, this one was stopped, or cut off from them. Then "
-                "start all again."
+                f"all other ranks have lost a peer, too ({'; '.join(there)}). If that is another place than this one, "
+                "the ranks have different numbers of batches (Trainer(limit_train_batches=...) makes them equal), or "
+                "one has taken another branch. If it is the same place, this rank was stopped, or cut off from the "
+                "others. Then start all again."
             )
         return (
             f"all other ranks answer ({'; '.join(there)}), so the network failed, or they did not come within the "

@@ -275,8 +275,8 @@ def test_residuals_of_another_correction_are_refused(nodes: Nodes, merges: bool)
                     assert message is None
                     continue
                 assert message is not None
-                assert f"residuals are those of {name_of_saved!r}; " in message
-                assert f"with {optimizer_name} is {name!r}" in message
+                assert f"keeps what {name_of_saved!r} had not sent, " in message
+                assert f"with {optimizer_name}, which is {name!r}" in message
 
 
 def test_what_another_payload_keeps_is_refused() -> None:
@@ -290,7 +290,7 @@ def test_what_another_payload_keeps_is_refused() -> None:
         sgd = SGD(parameters.values(), lr=0.1)
         kind = type(method.what).__name__
         other = method.attach(sgd, parameters.items())
-        with pytest.raises(ConfigurationError, match=f"and with {kind}|to which they mean something else"):
+        with pytest.raises(ConfigurationError, match=f"and with {kind}|that means something else"):
             other.load_state_dict(state)
         assert other.step == 0
 

@@ -209,8 +209,8 @@ def test_a_run_too_short_to_save_what_measuring_takes_is_ddp(trained: Any) -> No
     assert found["weights"] == ddp["weights"]
     assert found["said"] == [
         'DGCStrategy, sparsity="auto": a step takes 100 ms without communication and 130 ms with all gradients: whole '
-        "gradients are sent, as with DDP; 123 steps are left, which wait 3.69 s for gradients: to measure the link "
-        "takes 1 s and pays from 5 s on."
+        "gradients are sent, as with DDP; 123 steps are left, which wait 3.69 s for gradients in all; the link is "
+        "measured, for 1 s, only from 5 s on."
     ]
     longer = dataclasses.replace(SLOW, dense_s=SLOW.step_s + 0.05)
     assert run_ranks(partial(fit, longer), 2)[0]["num_measured"] == 1
