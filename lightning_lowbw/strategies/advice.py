@@ -31,9 +31,13 @@ def num_steps_of(trainer: pl.Trainer) -> float:
 
 def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
     """Return whether a callback sets, by the epoch, how many batches' gradients are accumulated for a step."""
+    return any(each.going_to_accumulate_grad_batches() for each in accumulation_schedulers(trainer))
+
+
+def accumulation_schedulers(trainer: pl.Trainer) -> list[GradientAccumulationScheduler]:
+    """Return the callbacks that change the number of accumulated batches from epoch to epoch."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    schedulers = [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
-    return any(each.going_to_accumulate_grad_batches() for each in schedulers)
+    return [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
 
 
 def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:

@@ -7,12 +7,13 @@ from types import MappingProxyType
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler, Timer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
+from lightning_lowbw.strategies.advice import accumulation_schedulers
 from lightning_lowbw.where.agreement import agree, digest, failing_together
 
 LENGTH = "limit_train_batches"
@@ -50,14 +51,13 @@ def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str,
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     shared = [each for each in callbacks if isinstance(each, twins(Checkpoint) + twins(EarlyStopping))]
-    schedulers = [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
     timers = [each for each in callbacks if isinstance(each, twins(Timer))]
     names = [name for name in SETTINGS if not (takes_uneven and name == LENGTH)]
     return {
         **{f"Trainer({name})": getattr(trainer, name, None) for name in names},  # a `val_check_interval` may be a time
         "Trainer(max_time)": [_duration_of(each) for each in timers],
         "callbacks": [each.state_key for each in shared],
-        "GradientAccumulationScheduler": [each.scheduling for each in schedulers],
+        "GradientAccumulationScheduler": [each.scheduling for each in accumulation_schedulers(trainer)],
     }
 
 

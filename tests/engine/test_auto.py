@@ -16,6 +16,7 @@ from lightning_lowbw.engine.auto import (
     LEAST_SAVED,
     LEAST_TIMES_SENT,
     LEAST_TIMES_SENT_ADAM,
+    MEASURING_S,
     STAIRS_SHARE,
     Measured,
     Run,
@@ -208,6 +209,17 @@ def shortest_sparse(is_adam: bool) -> int:
             return num_left
         assert f"must be sent {60 if is_adam else 30} times" in reason
     raise AssertionError("no run is sparse")
+
+
+def test_the_shortest_wait_for_which_the_link_is_measured_is_that_of_the_documents() -> None:
+    least = f"less than {MEASURING_S / LEAST_SAVED:g} s"
+    phrases = {
+        "README.md": f"if all steps together would wait for gradients {least}",
+        "docs/methods/dgc.md": f"if all remaining steps together would wait for gradients {least}",
+        "docs/methods/lowbw.md": f"all remaining steps together would wait {least}",
+    }
+    for document, phrase in phrases.items():
+        assert phrase in " ".join((ROOT / document).read_text().split()), f"{document} should say: {phrase}"
 
 
 def test_the_shortest_run_that_is_sparse_is_that_of_the_documents() -> None:
