@@ -13,11 +13,12 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## create the virtual environment with the pinned dependencies
 
-# torch comes first and alone: it is what takes long, and a later failure then does not repeat it.
+# torch comes first and alone: it is what takes long, and a later failure then does not repeat it. Bytecode is made of
+# what is imported, when it is: of all that is installed it takes as long as the rest.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet -c constraints.txt torch
-	$(RUN) -m pip install --quiet -c constraints.txt -e ".[demo,dev]"
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[demo,dev]"
 	touch $@
 
 demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a plot in demo_results

@@ -348,12 +348,12 @@ NUM_BUCKETS = 3
 GRAD_SCALER, OVERLAP = "GradScaler", f"overlap in {NUM_BUCKETS} buckets"
 CELLS = [
     *(("SGD", "ResNet-50", where, "") for where in {**FLAT, **NESTED}),
-    *(("AdamW", "ResNet-50", where, "") for where in (*FLAT, "8 nodes of 8")),
-    *(("SGD", "transformer", where, "") for where in (*FLAT, "8 nodes of 8")),
-    *(("AdamW", "transformer", where, "") for where in (*FLAT, "8 nodes of 8")),
-    *(("SGD", f"ResNet-50{CHANNELS_LAST}", where, "") for where in ("8 ranks", "8 nodes of 8")),
+    *(("AdamW", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
+    *(("SGD", "transformer", where, "") for where in ("8 ranks", "8 nodes of 8")),
+    ("AdamW", "transformer", "8 nodes of 8", ""),
+    ("SGD", f"ResNet-50{CHANNELS_LAST}", "8 ranks", ""),
     ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", ""),
-    *(("SGD", "ResNet-50", where, GRAD_SCALER) for where in ("8 ranks", "8 nodes of 8")),
+    ("SGD", "ResNet-50", "8 nodes of 8", GRAD_SCALER),
     ("AdamW", "transformer", "8 ranks", GRAD_SCALER),
     ("AdamW(fused=True)", "ResNet-50", "8 ranks", GRAD_SCALER),
     ("AdamW(capturable=True)", "ResNet-50", "8 ranks", ""),

@@ -19,16 +19,14 @@ from tests.engine.problem import each
 from tests.ranks import run_ranks
 
 # After 350, Adam's decay without w - lr r in it cannot be told from the one with it; SGD's in G has diverged: a loss of
-# 4.8 times ddp's with Nesterov, 23 times without, at a decay of 0.1.
-STEPS = {"SGD": 350, "Nesterov": 350, "Adam": 700}
+# 23 times ddp's at a decay of 0.1.
+STEPS = {"SGD": 350, "Adam": 700}
 CLIP = 0.05
 Cell = tuple[str, str, float, float | None]
 CELLS: list[Cell] = [
-    ("regression", "Nesterov", 1e-1, None),
     ("regression", "SGD", 1e-1, None),
     ("regression", "Adam", 1e-2, CLIP),
     ("regression", "Adam", 1e-1, None),
-    ("digits by heart", "Adam", 1e-2, CLIP),
 ]
 
 
