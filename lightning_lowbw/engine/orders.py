@@ -34,7 +34,7 @@ def check_order(worker: GradientWorker, name: str, parameter: Parameter) -> None
 
 
 class Reordering:
-    """Converts loaded residuals to the present order of elements in memory; earlier versions kept C order.
+    """Converts loaded residuals to the present order of elements in memory.
 
     Raises:
         ConfigurationError: on all ranks, before anything is loaded: there are only parts, of another order.
@@ -45,10 +45,8 @@ class Reordering:
         self._changed: dict[str, tuple[Order, Order]] = {}
         worker.orders.clear()
         for name in {**state["residuals"], **state["rounded"]}:
-            if name not in parameters:
-                continue
             parameter = as_real(parameters[name])
-            old = tuple(state.get("orders", {}).get(name, range(parameter.dim())))
+            old = tuple(state["orders"][name])
             new = worker.orders[name] = order_of(parameter)
             self._shapes[name] = tuple(parameter.shape)
             if old != new:

@@ -96,7 +96,7 @@ def reshard(
         state["optimizer"] = {**state["optimizer"], "state": entries}
     if "shapes" in state:
         kept = {name: cuts[key, name].shape for key in ("residuals", "rounded") for name in sections[key]}
-        state |= {"shapes": kept, "orders": {}}
+        state |= {"shapes": kept, "orders": {name: tuple(range(len(shape))) for name, shape in kept.items()}}
     return {**state, **{key: value for key, value in sections.items() if key in old}}
 
 

@@ -64,10 +64,7 @@ class _Mean:
 
 
 def _part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
-    """Return a rank's part of what a state has of a tensor with so many elements, flat: this part, or the whole.
-
-    A merged state has the whole. So have, of values in few bits, states of earlier versions: with zeros elsewhere.
-    """
+    """Return a rank's part of what a state has of a tensor with so many elements, flat; a merged state has it whole."""
     part = part_of(numel, *of)
     return kept if kept.numel() == part.stop - part.start else kept[part]
 
@@ -151,10 +148,10 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        merged = merged or {key: state[key] for key in EQUAL if key in state}
+        merged = merged or {key: state[key] for key in EQUAL}
         for key, mean in means.items():
-            for name, kept in state[key].items():  # without a shape it is whole: of an earlier version
-                mean.add(name, kept, math.prod(state["shapes"].get(name, kept.shape)), state["local_rank"])
+            for name, kept in state[key].items():
+                mean.add(name, kept, math.prod(state["shapes"][name]), state["local_rank"])
         for name, tensors in state["local"].items():
             for key, value in tensors.items():
                 of_tensor = local.setdefault(name, {})
@@ -193,16 +190,11 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     def own(name: str, kept: Tensor) -> Tensor:
         return _part(to_order(name, kept), as_real(parameters[name]).numel(), _local_rank(worker))
 
-    worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
+    worker.step, worker.small_numel = state["step"], state["small_numel"]
     worker.velocities.clear()
     forget(worker)
     if worker.narrow is not None:
-        rounded = {
-            name: own(name, kept)
-            for name, kept in state["rounded"].items()
-            if name in state["shapes"]  # else it is whole: of an earlier version
-            or (name in parameters and as_real(parameters[name]).numel() == kept.numel())
-        }
+        rounded = {name: own(name, kept) for name, kept in state["rounded"].items()}
         worker.narrow.residuals.load(rounded, worker.device)
     if worker.sparse is not None:
         residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
@@ -314,7 +306,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     """Take over `of_replica` of the same ranks, or `merge_replicas`; see `ReplicaWorker.load_state_dict`."""
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
-    worker.small_numel = _small_numel(worker, state)
+    worker.small_numel = state["small_numel"]
     _check_replica(worker, state)
     forget(worker)
     targets = worker.consensus_view.tensors()
@@ -404,14 +396,9 @@ def equal_state(worker: Any) -> dict[str, Any]:
 
 def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
     """Take over what `equal_state` returned."""
-    worker.step, worker.small_numel = state["step"], _small_numel(worker, state)
+    worker.step, worker.small_numel = state["step"], state["small_numel"]
     if worker.method.averages_weights:
         worker.phase.load_state_dict(state)
-
-
-def _small_numel(worker: Worker, state: Mapping[str, Any]) -> int:
-    """Return the limit of small tensors; earlier versions did not save it."""
-    return state.get("small_numel", worker.small_numel)
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

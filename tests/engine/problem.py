@@ -20,7 +20,6 @@ from lightning_lowbw import DGC, Method
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.plain_loop import wrap_step
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.where.topology import part_of
 from tests.oracle import OracleDGC
 
 Shape = tuple[int, ...]
@@ -79,15 +78,6 @@ def node_of(rank: int, nodes: Nodes) -> int:
 def mean_of_nodes(parts: Sequence[Tensor], nodes: Nodes) -> Tensor:
     """Return the mean over the nodes of a tensor of which each rank has its part, flat, in the order of the ranks."""
     return torch.stack([torch.cat([parts[rank] for rank in node]) for node in nodes]).mean(0)
-
-
-def of_earlier_version(state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Return a worker's state as earlier versions wrote it: values in few bits whole, zeros outside the rank's part."""
-    rounded = {name: torch.zeros(torch.Size(shapes[name]).numel()) for name in state["rounded"]}
-    for name, whole in rounded.items():
-        whole[part_of(whole.numel(), *state["local_rank"])] = state["rounded"][name]
-    of_residuals = {name: shape for name, shape in state.get("shapes", {}).items() if name in state["residuals"]}
-    return {**state, "rounded": rounded, "shapes": of_residuals}
 
 
 def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:

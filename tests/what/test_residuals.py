@@ -120,7 +120,7 @@ def test_float64_is_kept_apart_and_may_come_later() -> None:
     other.load(residuals.state())
     assert [other[name].dtype for name in other] == [torch.float32, torch.float64]
     assert float(other["wide"][0]) == 1 + 1e-12
-    other.ensure({"a": 5, "wide": 3}, CPU, wide=["a", "wide"])  # a checkpoint of an earlier version
+    other.ensure({"a": 5, "wide": 3}, CPU, wide=["a", "wide"])  # a model in double precision goes on
     assert other["a"].dtype == torch.float64
     assert other["a"].tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
 
