@@ -88,6 +88,7 @@ COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False}  # as 
 WINDOW_S, LEAST_STEPS, MOST_STEPS, UNTIMED_STEPS = 4.0, 3, 20, 3  # of one measurement in the lab
 NUM_ROUNDS = 8  # of measurements in turn, where a step is short enough for `MOST_STEPS`
 NUM_SEEDS = 5  # of most rows
+LEAST_GROUPS = 4  # of so many seeds, to be judged one by one
 CLEARLY = 2.0  # standard errors by which a run takes longer than another
 DDP_KEY, DENSE_KEY = "ddp", "1.0"  # of what is timed; the others are densities, too
 MODEL_25M = "mlp-25M"
@@ -670,6 +671,11 @@ class Cell:
         """Return the values of a method by seed; none if it has not been trained."""
         return [self.rows[method][seed][key] for seed in self.seeds if seed in self.rows[method]]
 
+    def of_seeds(self, seeds: Sequence[int]) -> Cell:
+        """Return the same with these seeds only."""
+        rows = {name: {each: of[each] for each in seeds if each in of} for name, of in self.rows.items()}
+        return replace(self, rows=rows)
+
     def difference(self, key: str, method: str = "auto") -> Difference:
         sign = -1.0 if key == "test_accuracy" else 1.0
         own, dense = self.rows[method], self.rows["ddp"]
@@ -813,6 +819,40 @@ def differences_to_markdown(cells: list[Cell]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
+def beside_perturbed(results: dict[str, Any], cell: Cell) -> Cell:
+    """Return the rows of ddp, and of ddp after a change of a millionth."""
+    key = {"task": cell.task, "steps": cell.steps, "method": CONTROL}
+    perturbed = {row["seed"]: row for row in results["rows"] if is_same(row, **key)}
+    return replace(cell, rows={"ddp": cell.rows["ddp"], CONTROL: perturbed})
+
+
+def groups_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
+    """Return the table of the comparison of `NUM_SEEDS` seeds, repeated with others; empty where there are too few."""
+    lines = [
+        f"| task | steps | link | beside ddp | groups of {NUM_SEEDS} seeds | loss within or better "
+        "| test accuracy within or better |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for cell in cells:
+        if cell.schedule is None:
+            continue
+        for method, both in (("auto", cell), (CONTROL, beside_perturbed(results, cell))):
+            seeds = [seed for seed in both.seeds if seed in both.rows[method]]
+            groups = [
+                both.of_seeds(seeds[first : first + NUM_SEEDS])
+                for first in range(0, len(seeds) - NUM_SEEDS + 1, NUM_SEEDS)
+            ]
+            if len(groups) >= LEAST_GROUPS:
+                counts = [
+                    str(sum(not is_beyond_ddp(group, key, method) for group in groups))
+                    for key in ("val_loss", "test_accuracy")
+                ]
+                links = "-" if method == CONTROL else ", ".join(cell.links)
+                texts = [cell.task, f"{cell.steps:,}", links, method, str(len(groups)), *counts]
+                lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(dict.fromkeys(lines)) if len(lines) > 2 else ""
+
+
 def control_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     """Return the table of what a change of a millionth makes of ddp; empty where that has not been trained."""
     worse = {"val_loss": 0, "test_accuracy": 0}
@@ -823,10 +863,8 @@ def control_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     ]
     for task, num_steps in dict.fromkeys((cell.task, cell.steps) for cell in cells):
         cell = next(each for each in cells if (each.task, each.steps) == (task, num_steps))
-        key = {"task": task, "steps": num_steps, "method": CONTROL}
-        perturbed = {row["seed"]: row for row in results["rows"] if is_same(row, **key)}
-        both = replace(cell, rows={"ddp": cell.rows["ddp"], CONTROL: perturbed})
-        if not (perturbed and both.seeds):
+        both = beside_perturbed(results, cell)
+        if not (both.rows[CONTROL] and both.seeds):
             continue
         texts = [task, f"{num_steps:,}", str(len(both.seeds))]
         for name, scale, form in (("val_loss", 1.0, ".4f"), ("test_accuracy", 100.0, ".2f")):
@@ -888,9 +926,9 @@ def summary_of(cells: list[Cell]) -> str:
     return " ".join(parts)
 
 
-def is_beyond_ddp(cell: Cell, key: str) -> bool:
-    """Whether auto is worse than ddp by more than the standard error that ddp's mean has over `NUM_SEEDS` seeds."""
-    return cell.difference(key).mean > statistics.stdev(cell.values("ddp", key)) / math.sqrt(NUM_SEEDS)
+def is_beyond_ddp(cell: Cell, key: str, method: str = "auto") -> bool:
+    """Whether a method is worse than ddp by more than the standard error that ddp's mean has over `NUM_SEEDS` seeds."""
+    return cell.difference(key, method).mean > statistics.stdev(cell.values("ddp", key)) / math.sqrt(NUM_SEEDS)
 
 
 def wall_clock_to_markdown(records: list[Row]) -> str:
@@ -1034,6 +1072,12 @@ def report(results: dict[str, Any], constants: dict[str, float]) -> str:
             "Of the first ten seeds of resnet and of text, 5,000 steps, five were added after auto was worse than ddp "
             "with the first five.",
             control,
+        ]
+    if groups := groups_to_markdown(results, cells):
+        parts += [
+            f"Rows with many seeds, judged as {NUM_SEEDS} seeds would judge them: in how many disjoint groups of "
+            f"{NUM_SEEDS} seeds the mean is not worse than ddp's by more than the standard error of ddp's mean.",
+            groups,
         ]
     if variants := variants_to_markdown(results, cells):
         parts += [
