@@ -104,7 +104,7 @@ def step(state: State, select: Select, optimizer: str, gradients: list[Tensor], 
             fault=torch.zeros((), dtype=torch.bool),
         )
         positions = select(state.selectors[number], segment)
-        take_(v, u, positions, value_dtype=torch.float32, masking=not is_adam)
+        take_(v, u, positions, masking=not is_adam)
 
 
 def correct_separately(segment: Segment) -> None:

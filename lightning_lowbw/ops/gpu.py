@@ -72,9 +72,7 @@ def _is_supported(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
 
-def compress_many_(
-    segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool, workspace: Workspace
-) -> tuple[Tensor, Tensor]:
+def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """Correct, select and take all tensors at once; see `reference.compress_many_`.
 
     The same elements as the reference selects. A threshold, `workspace.thresholds`, finds the candidates in the pass
@@ -87,7 +85,6 @@ def compress_many_(
 
     Args:
         segments: at least one, all on one device; see `takes`.
-        value_dtype: see `reference.take_`.
         masking: see `reference.take_`.
         workspace: what is kept between steps.
 
@@ -102,7 +99,7 @@ def compress_many_(
         workspace.update(segments)
         num_sent = sum(segment.num_sent for segment in segments)
         positions = torch.empty(num_sent, dtype=torch.int64, device=device)
-        values = torch.empty(num_sent, dtype=value_dtype, device=device)
+        values = torch.empty(num_sent, dtype=torch.float32, device=device)
         try:
             _correct(workspace)
             _take(workspace, positions, values, masking)
@@ -139,8 +136,6 @@ def _correct(workspace: Workspace) -> None:
 
 def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool) -> None:
     """Take the k largest of each tensor."""
-    import triton.language as tl
-
     from lightning_lowbw.ops.triton_kernels import choose_kernel, count_kernel, digits_kernel, plan_kernel, take_kernel
 
     w, num_tensors = workspace, workspace.num_tensors
@@ -157,8 +152,7 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
     count_kernel[grid](*source, *w.found, num_tensors, **blocks)
     ends = w.found.cumsum(1, dtype=torch.int32)
     take_kernel[grid](
-        *source, w.left, *w.found, *ends, positions, values, torch.finfo(values.dtype).max, int(masking),
-        num_tensors, V=getattr(tl, str(values.dtype).removeprefix("torch.")), **blocks, **OPTIONS,
+        *source, w.left, *w.found, *ends, positions, values, int(masking), num_tensors, **blocks, **OPTIONS,
     )  # fmt: skip
 
 

@@ -387,17 +387,15 @@ def take_out_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tenso
     return values
 
 
-def take_(
-    residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, *, value_dtype: torch.dtype, masking: bool
-) -> Tensor:
-    """Round the selected elements to `value_dtype` and remove them from the residual; see `remove_sent_`.
+def take_(residual: Tensor, momentum_buffer: Tensor | None, indices: Tensor, *, masking: bool) -> Tensor:
+    """Remove the selected elements from the residual; see `remove_sent_`.
 
     Returns:
-        The sent values, `value_dtype`, shape (k,); float16 sends at most 65504 at a time.
+        The sent values: float32, shape (k,); for an infinity, which stays in the residual, the largest finite number.
     """
-    limit = torch.finfo(value_dtype).max
-    values = residual.view(-1)[indices].clamp(-limit, limit).to(value_dtype)  # float16 would make inf of a late burst
-    remove_sent_(residual, momentum_buffer, indices, values.to(residual.dtype), masking=masking)
+    limit = torch.finfo(torch.float32).max
+    values = residual.view(-1)[indices].clamp(-limit, limit).to(torch.float32)
+    remove_sent_(residual, momentum_buffer, indices, values, masking=masking)
     return values
 
 
@@ -417,7 +415,7 @@ def largest(segment: Segment) -> Tensor:
     return torch.cat(positions)
 
 
-def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, masking: bool) -> tuple[Tensor, Tensor]:
+def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tensor, Tensor]:
     """Correct, select and take, tensor by tensor: `accumulate_`, `largest`, `take_`.
 
     In place:
@@ -425,12 +423,11 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
 
     Args:
         segments: at least one.
-        value_dtype: see `take_`.
         masking: see `take_`.
 
     Returns:
-        Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (`value_dtype`), those
-        of all tensors, concatenated: shapes (sum of num_sent,).
+        Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (float32), those of all
+        tensors, concatenated: shapes (sum of num_sent,).
     """
     positions, values = [], []
     for segment in segments:
@@ -439,5 +436,5 @@ def compress_many_(segments: Sequence[Segment], *, value_dtype: torch.dtype, mas
         accumulate_(segment, 0.0)
         residual, momentum_buffer = segment.residual, segment.momentum_buffer
         positions.append(largest(segment))
-        values.append(take_(residual, momentum_buffer, positions[-1], value_dtype=value_dtype, masking=masking))
+        values.append(take_(residual, momentum_buffer, positions[-1], masking=masking))
     return torch.cat(positions), torch.cat(values)

@@ -131,17 +131,15 @@ def _run_compression(device: torch.device, kinds: Sequence[Kind]) -> None:
     segments, twins = ([_tiny_segment(device, kind) for kind in kinds] for _ in range(2))
     workspace = gpu.Workspace()
     for _ in range(2):  # without thresholds, and with them
-        expected = reference.compress_many_(twins, value_dtype=torch.float32, masking=True)
-        found = gpu.compress_many_(segments, value_dtype=torch.float32, masking=True, workspace=workspace)
+        expected = reference.compress_many_(twins, masking=True)
+        found = gpu.compress_many_(segments, masking=True, workspace=workspace)
         _compare([*found, *(each.residual for each in segments)], [*expected, *(each.residual for each in twins)])
 
 
 def _run_adam(device: torch.device, kinds: Sequence[Kind]) -> None:
     """Raise if Adam's steps into the residuals differ from plain torch's by more than rounding."""
     segments, twins = ([_with_second_moment(_tiny_segment(device, kind)) for kind in kinds] for _ in range(2))
-    positions, values = gpu.compress_many_(
-        segments, value_dtype=torch.float32, masking=False, workspace=gpu.Workspace()
-    )
+    positions, values = gpu.compress_many_(segments, masking=False, workspace=gpu.Workspace())
     counts = [segment.k for segment in segments]
     for segment, twin, at, sent in zip(segments, twins, positions.split(counts), values.split(counts), strict=True):
         reference.accumulate_(twin, 0.0)

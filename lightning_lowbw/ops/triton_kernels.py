@@ -44,6 +44,8 @@ OF_SQUARE = tl.constexpr(Factors._fields.index("of_square"))
 SLOPE = tl.constexpr(Factors._fields.index("slope"))
 LEAST = tl.constexpr(Factors._fields.index("least"))
 
+LARGEST_FINITE = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # of float32
+
 
 def kernel(function):
     """Let Triton compile a kernel for each set of constexprs and dtypes, and for nothing else.
@@ -353,8 +355,7 @@ def count_kernel(
 @kernel
 def take_kernel(
     table, counts, positions, values, ends, kth, left, num_greater, num_ties, ends_greater, ends_ties,
-    sent_positions, sent_values, limit, masking, num_tensors,
-    V: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+    sent_positions, sent_values, masking, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """Take the k largest elements of every tensor, in the order of their positions: `reference.take_`.
 
@@ -378,9 +379,9 @@ def take_kernel(
         num_ties_taken = tl.load(left + tensor)
         is_taken = (is_greater != 0) | ((is_tie != 0) & (ties < num_ties_taken))
         slots = tl.load(row + FIRST_OUTPUT) + greater + tl.minimum(ties, num_ties_taken)
-        value = rounded(tl.minimum(tl.maximum(exact, -limit), limit), V)
+        value = tl.minimum(tl.maximum(exact, -LARGEST_FINITE), LARGEST_FINITE)
         tl.store(sent_positions + slots, position.to(tl.int64), mask=is_taken)
-        tl.store(sent_values + slots, value.to(V), mask=is_taken)
+        tl.store(sent_values + slots, value, mask=is_taken)
         residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32))
         tl.store(residual + position, exact - value, mask=is_taken)
         if masking != 0:

@@ -123,7 +123,7 @@ class Selection:
             apart = {n: workspace for n, workspace in self._workspaces.items() if segments.keys().isdisjoint(n)}
             self._workspaces = {**apart, names: gpu.Workspace()}
         positions, values = gpu.compress_many_(
-            list(segments.values()), value_dtype=torch.float32, masking=masking, workspace=self._workspaces[names]
+            list(segments.values()), masking=masking, workspace=self._workspaces[names]
         )
         counts = [segment.num_sent for segment in segments.values()]
         return dict(zip(names, zip(positions.split(counts), values.split(counts), strict=True), strict=True))

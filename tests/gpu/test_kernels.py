@@ -12,7 +12,7 @@ from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.table import Workspace
 from tests.ops import kernel_cases
 from tests.ops.bits import equal_bits
-from tests.ops.kernel_cases import FLOAT32, LARGE, WIRE_DTYPES, check, make, missed, redraw, state
+from tests.ops.kernel_cases import LARGE, check, make, missed, redraw, state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +27,7 @@ def test_is_available() -> None:
     assert gpu.is_available(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("value_dtype", WIRE_DTYPES)
-def test_many_blocks_at_once(value_dtype: torch.dtype) -> None:
+def test_many_blocks_at_once() -> None:
     """Against the reference, and the same bits again: whatever the order of the appends was."""
     segments = [make(numel, numel // 1000, momentum=0.9) for numel in (1 << 20, 3_000_001, 65_536, 2_359_296)]
     twins, workspace, other = copy.deepcopy(segments), Workspace(), Workspace()
@@ -36,8 +35,8 @@ def test_many_blocks_at_once(value_dtype: torch.dtype) -> None:
         redraw(segments)
         for mine, theirs in zip(state(segments), state(twins), strict=True):
             theirs.copy_(mine)
-        check(segments, workspace, value_dtype)
-        gpu.compress_many_(twins, value_dtype=value_dtype, masking=True, workspace=other)
+        check(segments, workspace)
+        gpu.compress_many_(twins, masking=True, workspace=other)
         assert all(equal_bits(a, b) for a, b in zip(state(segments), state(twins), strict=True))
     assert missed(workspace) == []
 
@@ -46,13 +45,13 @@ def test_many_blocks_at_once(value_dtype: torch.dtype) -> None:
 def test_no_wait_for_the_device() -> None:
     segments, workspace = [make(*LARGE, momentum=0.9) for _ in range(5)], Workspace()
     for _ in range(2):
-        gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
+        gpu.compress_many_(segments, masking=True, workspace=workspace)
         redraw(segments)
     try:
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            gpu.compress_many_(segments, value_dtype=FLOAT32, masking=True, workspace=workspace)
+            gpu.compress_many_(segments, masking=True, workspace=workspace)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert missed(workspace) == []

@@ -55,7 +55,6 @@ def main() -> None:
         kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
         blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": gpu.TENSORS}
         digits = [{"SHIFT": shift, "BITS": bits, "WIDTH": gpu.BINS} for shift, bits in gpu.DIGITS]
-        take = {"V": dtype, **blocks}
         wide_options = {"num_warps": 8}
         for name, kernel, constants, options in (
             *(
@@ -69,7 +68,7 @@ def main() -> None:
             ("choose, first,", triton_kernels.choose_kernel, {**digits[0], "IS_FIRST": True}, {}),
             ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
             ("count,", triton_kernels.count_kernel, blocks, {}),
-            ("take,", triton_kernels.take_kernel, take, {}),
+            ("take,", triton_kernels.take_kernel, blocks, {}),
             ("pack,", triton_messages.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
             ("unpack,", triton_messages.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
             ("apply,", triton_messages.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),

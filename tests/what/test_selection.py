@@ -280,7 +280,7 @@ def test_what_is_taken_is_what_sorting_would_take(name: str, make: Callable[[int
         twin.gradient.copy_(segment.gradient)
         masking = step % 3 != 2
         ((positions, values),) = chosen.compress_({"weight": segment}, masking=masking)
-        expected = reference.compress_many_([twin], value_dtype=torch.float32, masking=masking)
+        expected = reference.compress_many_([twin], masking=masking)
         assert positions.equal(expected[0])
         assert equal_bits(values, expected[1])
         assert equal_bits(segment.residual, twin.residual)
