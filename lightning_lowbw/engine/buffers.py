@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ class ReplicaBuffers:
             self.start = self.snapshot()
             for start in self.start.values():
                 peers.broadcast_(start)
+
+    def restart(self, names: Collection[str]) -> None:
+        """Measure changes from 0 where a buffer was not finite and now is: a best loss that has been inf."""
+        for name, start in self.start.items():
+            if name in names:
+                now = as_real(self.floating[name])
+                start.masked_fill_(now.isfinite() & ~start.isfinite(), 0.0)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return copies of those that are averaged."""
@@ -106,6 +113,37 @@ class ReplicaBuffers:
         peers.all_reduce_(flat, dist.ReduceOp.MAX)
         parts = flat.split([count.numel() for count in self.counts])
         copy_all_(self.counts, [part.view(count.shape) for count, part in zip(self.counts, parts, strict=True)])
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a copy of each tensor, by name."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def put_back_(buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> list[str]:
+    """Put back what buffers had before others were shown, but for buffers that the user's code has changed meanwhile.
+
+    Args:
+        buffers: by name.
+        own: what they had; not of all.
+        shown: copies of what was put into them.
+
+    Returns:
+        The names of those that have been changed.
+    """
+    changed = []
+    for name, value in own.items():
+        if name in shown and not _is_same(buffers[name], shown[name]):
+            changed.append(name)
+        elif name in buffers:
+            buffers[name].copy_(value)
+    return changed
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values; NaN is the same as NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:

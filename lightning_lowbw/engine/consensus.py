@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw.engine.buffers import copies, put_back_
 from lightning_lowbw.engine.control import Control, control_message
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.kept import check_kept
@@ -28,6 +29,7 @@ class Consensus:
     def __init__(self, worker: ReplicaWorker) -> None:
         self._worker = worker
         self.own: dict[str, Tensor] | None = None
+        self._shown: dict[str, Tensor] = {}  # copies of the buffers' consensus, while it is shown
 
     @property
     def is_there(self) -> bool:
@@ -36,9 +38,11 @@ class Consensus:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that is averaged, by name: parameters, floating buffers, counts."""
-        worker, buffers = self._worker, self._worker.averaging.buffers
-        counts = {f"count.{index}": count for index, count in enumerate(buffers.counts)}
-        return {**worker.by_name(), **buffers.floating, **counts}
+        return {**self._worker.by_name(), **self._buffers()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        buffers = self._worker.averaging.buffers
+        return {**buffers.floating, **{f"count.{index}": count for index, count in enumerate(buffers.counts)}}
 
     def unequal(self) -> list[Parameter]:
         """Return the parameters that may differ between ranks: those trained since their last average."""
@@ -88,10 +92,15 @@ class Consensus:
         buffers.apply(means[len(parameters) :], {})
         buffers.start = kept
         buffers.agree_counts(peers)
+        self.remember_shown()
+
+    def remember_shown(self) -> None:
+        """Note what the buffers have now, with the consensus in the model."""
+        self._shown = copies(self._buffers())
 
     def hold(self) -> None:
         """Keep this rank's own tensors until `hide`, because the model's are about to be overwritten."""
-        self.own = {name: tensor.detach().clone() for name, tensor in self.own_tensors().items()}
+        self.own = copies(self.own_tensors())
 
     def _raise_fault(self, parameters: list[Parameter], fault: Tensor) -> None:
         """Find the rank and the parameter with an inf or NaN, and raise.
@@ -105,12 +114,14 @@ class Consensus:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Put this rank's own parameters and buffers back."""
+        """Put this rank's own parameters and buffers back, but for buffers that have been changed meanwhile."""
         if self.own is not None:
-            tensors = self.tensors()
-            for name, own in self.own.items():
-                tensors[name].copy_(own)
-            self.own = None
+            changed = put_back_(self.tensors(), self.own, self._shown)
+            self._worker.averaging.buffers.restart(changed)
+            self._forget()
+
+    def _forget(self) -> None:
+        self.own, self._shown = None, {}
 
     def keep(self) -> None:
         """Leave the consensus in the model for good.
@@ -118,4 +129,5 @@ class Consensus:
         Collective: as `show`.
         """
         self.show()
-        self.own = self._worker.ending.step = None
+        self._forget()
+        self._worker.ending.step = None

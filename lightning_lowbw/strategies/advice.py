@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_lowbw.engine.checks import warn_if_incomplete
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.namespaces import twins
@@ -53,6 +55,12 @@ def is_dry_run(trainer: pl.Trainer) -> bool:
     return bool(getattr(trainer, "fast_dev_run", False))  # set by Lightning's debugging flags
 
 
+def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Worker]) -> float:
+    """Return the number of a fit's last step, as the workers count: from 0 in each fit that does not resume."""
+    before = trainer.global_step - sum(worker.step for worker in workers)
+    return num_steps_of(trainer) - before / max(1, len(workers))
+
+
 def warn_if_alone(strategy: str, num_ranks: int) -> None:
     """Warn if there is only one rank."""
     if num_ranks == 1:
@@ -62,9 +70,9 @@ def warn_if_alone(strategy: str, num_ranks: int) -> None:
         )
 
 
-def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer) -> None:
+def warn_if_never_sparse(when: EveryStep, trainer: pl.Trainer, workers: Sequence[Worker]) -> None:
     """Warn where the run ends before the sparsity schedule begins."""
-    num_steps = num_steps_of(trainer)
+    num_steps = num_steps_of_fit(trainer, workers)
     if math.isnan(num_steps) or is_dry_run(trainer):
         return
     if when.density(int(min(num_steps, 2.0**62)) - 1, otherwise=0.0) == 1.0:
@@ -106,7 +114,7 @@ def tell_what_stays_whole(workers: Iterable[Worker]) -> None:
         )
 
 
-def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:
+def warn_if_never_local(when: EveryK, trainer: pl.Trainer, workers: Sequence[Worker]) -> None:
     """Warn where all steps of the run are synchronous, or it ends before the first average."""
     begin = when.begin_step
     if not isinstance(begin, int):
@@ -121,7 +129,7 @@ def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:
                 "does trains as DDP."
             )
         return
-    num_steps = num_steps_of(trainer)
+    num_steps = num_steps_of_fit(trainer, workers)
     if when.schedule.is_always_synchronous or math.isnan(num_steps) or is_dry_run(trainer):
         return
     if begin >= num_steps:
@@ -135,3 +143,17 @@ def warn_if_never_local(when: EveryK, trainer: pl.Trainer) -> None:
             "over before the first average: each rank trains alone, and only the end is averaged. Give a smaller "
             "k_steps, or train longer."
         )
+
+
+def warn_if_replaced(module: nn.Module, workers: Iterable[ReplicaWorker]) -> bool:
+    """Warn of buffers that other tensors have taken the place of: those are not averaged; return whether there are."""
+    buffers = {name: buffer for worker in workers for name, buffer in worker.averaging.buffers.floating.items()}
+    now = dict(module.named_buffers())
+    replaced = [name for name, buffer in buffers.items() if now.get(name) is not buffer]
+    if replaced:
+        rank_zero_warn(
+            f"These buffers have been replaced since the fit began, and are not averaged: {', '.join(replaced)}. Each "
+            "rank has its own, and validation and checkpoints have that of rank 0. Change a buffer in place: "
+            "self.x.copy_(...) instead of self.x = ..."
+        )
+    return bool(replaced)

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_lowbw.engine.buffers import copies, put_back_
+from lightning_lowbw.strategies.keywords import asked_of_buffers
+
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
@@ -31,20 +34,21 @@ class BatchNorm:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.own: dict[str, Tensor] = {}
-        self._others: list[Tensor] | None = None  # buffers other than statistics; once per fit, not per forward pass
+        self._shown: dict[str, Tensor] = {}  # copies of what the model has instead
+        self._statistic_ids: frozenset[int] | None = None  # once per fit, not per forward pass
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
-        self.own, self._others = {}, None
+        self.keep()
+        self._statistic_ids = None
 
     def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
         """Return the buffers that rank 0 sends to all before the coming forward pass."""
         if not self._is_own:
             return everything
-        if self._others is None:
-            statistics = {id(buffer) for buffer in self._statistics().values()}
-            self._others = [buffer for buffer in everything if id(buffer) not in statistics]
-        return self._others
+        if self._statistic_ids is None:
+            self._statistic_ids = frozenset(id(buffer) for buffer in self._statistics().values())
+        return [buffer for buffer in everything if id(buffer) not in self._statistic_ids]
 
     def show(self) -> None:
         """Put the statistics of rank 0 into the model, until `hide`.
@@ -52,29 +56,28 @@ class BatchNorm:
         Collective: all ranks.
         """
         if self._is_own and not self.own:
-            self.own = _copies(self._statistics())
+            self.own = copies(self._statistics())
             self.leave()
+            self._shown = copies(self._statistics())
 
     def hide(self) -> None:
-        """Put this rank's own statistics back."""
-        for name, buffer in self._buffers().items() if self.own else ():
-            if name in self.own:
-                buffer.copy_(self.own[name])
+        """Put this rank's own statistics back, but for those that have been changed meanwhile."""
+        put_back_(self._buffers(), self.own, self._shown)
         self.keep()
 
     def keep(self) -> None:
         """Keep the statistics of rank 0 in the model."""
-        self.own = {}
+        self.own, self._shown = {}, {}
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Keep the present buffers in the model until `hide`, while others are loaded."""
         buffers = self._buffers()
-        shown = _copies(buffers)
+        self._shown = copies(buffers)
         yield
-        self.own = _copies(buffers)
+        self.own = copies(buffers)
         for name, buffer in buffers.items():
-            buffer.copy_(shown[name])
+            buffer.copy_(self._shown[name])
 
     def leave(self) -> None:
         """Put the statistics of rank 0 into the model, for good.
@@ -96,7 +99,7 @@ class BatchNorm:
     @property
     def _is_own(self) -> bool:
         """Whether each rank keeps its own statistics in the coming step; not if `broadcast_buffers` is given."""
-        is_left_to_us = self._strategy._ddp_kwargs.get("broadcast_buffers") is None
+        is_left_to_us = asked_of_buffers(self._strategy._ddp_kwargs) is None
         return is_left_to_us and any(not worker.reduces_in_backward for worker in self._strategy.workers)
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -114,7 +117,3 @@ class BatchNorm:
             if isinstance(layer, _NormBase)
             for key, buffer in layer.named_buffers(recurse=False)
         }
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_lowbw.engine.buffers import copies
 from lightning_lowbw.engine.replicas import ReplicaWorker
 
 
@@ -47,7 +48,7 @@ class ConsensusView:
             return
         is_equal = all(worker.consensus_view.is_there for worker in workers)
         if not is_equal:
-            self.own_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            self.own_buffers = copies(dict(module.named_buffers()))
         for worker in workers:
             worker.consensus_view.show()
         self._shown = [] if is_equal else list(workers)
@@ -66,17 +67,19 @@ class ConsensusView:
             return
         tensors = {name: tensor for worker in workers for name, tensor in worker.consensus_view.tensors().items()}
         tensors |= dict(module.named_buffers())
-        shown = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        shown = copies(tensors)
         yield
         if all(worker.consensus_view.is_there for worker in workers):
             return
-        self.own_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self.own_buffers = copies(dict(module.named_buffers()))
         for worker in workers:
             worker.consensus_view.hold()
         self._shown = list(workers)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(shown[name])
+        for worker in workers:
+            worker.consensus_view.remember_shown()
 
     def keep(self) -> None:
         """Keep the consensus in the model."""

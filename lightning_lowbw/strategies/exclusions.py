@@ -10,6 +10,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.agreement import gather
 
@@ -43,7 +44,7 @@ def left_out(strategy: Strategy, trainer: pl.Trainer, *, allow_local: bool) -> l
         reasons.append(f"local_sgd: its accuracy is measured with SGD, not with {', '.join(sorted(others))}")
     elif strategy._layer_sync is not None:
         reasons.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
-    elif strategy._ddp_kwargs.get("broadcast_buffers"):
+    elif asked_of_buffers(strategy._ddp_kwargs):
         reasons.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
     elif len({*(lengths := gather(trainer.num_training_batches))}) > 1 or math.inf in lengths:
         reasons.append("local_sgd: the ranks have different or unknown numbers of batches")

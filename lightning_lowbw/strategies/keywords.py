@@ -189,3 +189,9 @@ def as_timeout(value: object) -> timedelta:
             f"timeout={value!r}: give the seconds that a collective may take, as 600, or a timedelta; above 0."
         )
     return timeout
+
+
+def asked_of_buffers(ddp_kwargs: Mapping[str, Any]) -> bool | None:
+    """Return whether the user wants rank 0 to send its buffers in every forward pass; None if they have not said so."""
+    asked = ddp_kwargs.get("forward_sync_buffers")  # since torch 2.13, where it goes before the other
+    return ddp_kwargs.get("broadcast_buffers") if asked is None else asked

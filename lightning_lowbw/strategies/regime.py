@@ -167,12 +167,17 @@ class FirstCallback(Callback):
 
 
 def choose_buffers(model: DistributedDataParallel, choose: Callable[[list[Tensor]], list[Tensor]]) -> None:
-    """Let DDP broadcast only the chosen buffers in each forward pass."""
+    """Let DDP broadcast only the chosen buffers in each forward pass; it asks whether there are any, and lists them."""
     everything = list(model.modules_buffers)
-    will_sync_buffers = model.will_sync_module_buffers
+    will_sync_buffers, list_buffers = model.will_sync_module_buffers, model._assign_modules_buffers
 
     def choose_then_ask() -> bool:
         model.modules_buffers = choose(everything)
         return will_sync_buffers()
 
+    def list_then_choose() -> None:
+        list_buffers()  # anew, because a module may have replaced some
+        model.modules_buffers = choose(list(model.modules_buffers))
+
     model.will_sync_module_buffers = choose_then_ask  # type: ignore[method-assign]
+    model._assign_modules_buffers = list_then_choose  # type: ignore[method-assign]

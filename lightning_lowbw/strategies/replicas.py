@@ -18,13 +18,14 @@ from typing_extensions import override
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.advice import num_steps_of, warn_if_never_local
+from lightning_lowbw.strategies.advice import num_steps_of_fit, warn_if_never_local, warn_if_replaced
 from lightning_lowbw.strategies.callback_agreement import (
     agree_on_averages_,
     agree_on_monitored,
     agree_on_weights_,
     weights_of,
 )
+from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
 from lightning_lowbw.strategies.uneven import Policy, Uneven
@@ -59,14 +60,16 @@ class Replicas(Viewing):
         when = strategy.method.when
         assert isinstance(when, EveryK)
         when.check_levels(strategy.method.where.topology != "flat")
-        if strategy._ddp_kwargs.get("broadcast_buffers"):
+        if asked_of_buffers(strategy._ddp_kwargs):
             raise ConfigurationError(
-                "broadcast_buffers=True sends the buffers of rank 0 in every forward pass; local SGD averages them "
-                "with the parameters. Leave it out."
+                "broadcast_buffers=True (or forward_sync_buffers=True) sends the buffers of rank 0 in every forward "
+                "pass; local SGD averages them with the parameters. Leave it out."
             )
         self.quiet = Quiet(strategy, audit)
         self.uneven = Uneven(strategy, uneven, self.quiet.pause_audit)
-        self._losses: list[Tensor] = []  # since the last step of any optimizer
+        self._losses: list[Tensor] = []  # since the last step of an optimizer after which there was another backward
+        self._is_observed = False  # by an optimizer that has stepped since
+        self._has_warned = False  # of buffers that have been replaced
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -87,6 +90,7 @@ class Replicas(Viewing):
     def begin_fit(self) -> None:
         super().begin_fit()
         self._losses.clear()
+        self._is_observed = self._has_warned = False
         self.uneven.begin_fit()
 
     @override
@@ -104,7 +108,7 @@ class Replicas(Viewing):
         self.quiet.restore()
         assert isinstance(self.strategy.method.when, EveryK)
         if not self.is_search(trainer):
-            warn_if_never_local(self.strategy.method.when, trainer)
+            warn_if_never_local(self.strategy.method.when, trainer, self.strategy.workers)
         self.uneven.begin_training(trainer)
         self.quiet.defer(trainer)
         for worker in self.strategy.replicas:
@@ -142,6 +146,9 @@ class Replicas(Viewing):
 
     @override
     def begin_backward(self, loss: Tensor) -> None:
+        if self._is_observed:
+            self._losses.clear()
+        self._is_observed = False
         self._losses.append(loss.detach())
 
     @override
@@ -157,7 +164,7 @@ class Replicas(Viewing):
         assert isinstance(worker, ReplicaWorker)
         for loss in self._losses:
             worker.observe_loss(loss)
-        self._losses.clear()
+        self._is_observed = True  # kept for optimizers that step with the same backward
         self.quiet.end_backward(worker)
 
     @override
@@ -183,6 +190,8 @@ class Replicas(Viewing):
             self.uneven.check_view(trainer)
             if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
                 agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
+            if not self._has_warned:
+                self._has_warned = warn_if_replaced(module, self.strategy.replicas)
         self.view.show(self.strategy.replicas, module, is_interrupted=is_interrupted)
 
     @override
@@ -235,7 +244,7 @@ def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
     begin = fraction if step is not None and step == when.begin_step else when.begin_step
     if not isinstance(begin, float):
         return
-    lengths = gather(num_steps_of(trainer))
+    lengths = gather(num_steps_of_fit(trainer, strategy.workers))
     num_steps = max(lengths)
     if not all(map(math.isfinite, lengths)):
         raise ConfigurationError(

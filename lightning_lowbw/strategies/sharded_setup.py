@@ -77,7 +77,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
     if isinstance(strategy.method.when, EveryK):
         resolve_begin(strategy, trainer)  # type: ignore[arg-type]  # it may reconfigure the method
         if not is_search:
-            warn_if_never_local(strategy.method.when, trainer)
+            warn_if_never_local(strategy.method.when, trainer, strategy.workers)
     method = strategy.method
     for worker in strategy.workers:
         worker.check_schedule()
@@ -88,6 +88,6 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
             prepare_kernels(strategy.root_device, uses_of(strategy.workers))
         if method.compresses_gradients and not is_search:
             assert isinstance(method.when, EveryStep)
-            warn_if_never_sparse(method.when, trainer)
+            warn_if_never_sparse(method.when, trainer, strategy.workers)
             tell_notes(strategy.workers)
             tell_what_stays_whole(strategy.workers)

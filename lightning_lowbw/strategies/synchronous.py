@@ -65,7 +65,7 @@ class Synchronous(Regime):
             self._check_overlap(trainer)
         self.strategy.auto.begin_training(trainer)
         if not method.when.is_auto and not self.is_search(trainer):
-            warn_if_never_sparse(method.when, trainer)
+            warn_if_never_sparse(method.when, trainer, self.strategy.workers)
             tell_notes(self.strategy.workers)
             tell_what_stays_whole(self.strategy.workers)
 

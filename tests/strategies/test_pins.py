@@ -82,6 +82,8 @@ def test_ddp_asks_one_method_whether_to_broadcast_buffers() -> None:
 
 def test_ddp_broadcasts_the_buffers_of_one_list() -> None:
     assert "self.modules_buffers" in inspect.getsource(DistributedDataParallel._default_broadcast_coalesced)
+    assert "self.modules_buffers" in inspect.getsource(DistributedDataParallel._assign_modules_buffers)
+    assert "self._assign_modules_buffers()" in inspect.getsource(DistributedDataParallel._sync_buffers)
 
 
 def test_sgd_runs_the_closure_before_it_reads_its_groups() -> None:

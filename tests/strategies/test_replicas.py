@@ -27,7 +27,7 @@ from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.strategies.watching import Trace, adamw, gathered, weights
-from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer, weights_of
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer, sgd, weights_of
 
 STEPS = 10
 
@@ -317,3 +317,58 @@ def test_a_static_graph_needs_a_first_step_that_ddp_reduces(tmp_path: Path) -> N
     run_ranks(save_with_static_graph, 2, path)
     for message in run_ranks(fit_with_static_graph, 2, "flat", path):
         assert "a resume in the local phase has none" in message
+
+
+class OneBackward(Tiny):
+    """Two optimizers that step after one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [sgd(self.wide.parameters()), sgd([*self.norm.parameters(), *self.wider.parameters()])]
+
+
+def fit_adaptively() -> list[dict[str, Any]]:
+    num_ranks = dist.get_world_size()
+    strategy = AdaptiveLocalSGDStrategy(begin_step=1, init_k_steps=2)
+    make_trainer(strategy, num_ranks).fit(OneBackward(), make_data(num_ranks, STEPS))
+    assert all(worker.num_averages > 1 for worker in strategy.replicas)
+    return [worker.phase.state_dict() for worker in strategy.replicas]
+
+
+def test_optimizers_that_step_after_one_backward_have_its_loss() -> None:
+    for first, second in run_ranks(fit_adaptively, 2):
+        assert first == second
+
+
+def fit_twice(strategy: Any) -> tuple[Any, list[str]]:
+    """Return where the local phase of a second fit begins, and what is warned of."""
+    num_ranks = dist.get_world_size()
+    trainer = make_trainer(strategy, num_ranks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(Tiny(), make_data(num_ranks, 6))
+    warned = [str(each.message) for each in caught if "optimizer steps" in str(each.message)]
+    return strategy.method.when.begin_step, warned
+
+
+def test_a_second_fit_has_its_own_fraction_and_warnings() -> None:
+    """It has 6 steps, of which the first is number 0, and the Trainer has done 6 before."""
+    assert run_ranks(fit_twice, 2, LocalSGDStrategy(k_steps=2, begin_step=0.5)) == [(3, [])] * 2
+    begin, warned = run_ranks(fit_twice, 2, LocalSGDStrategy(k_steps=2, begin_step=6))[0]
+    assert begin == 6
+    assert [message.split(",")[0] for message in warned] == ["This run has 6 optimizer steps"] * 2
