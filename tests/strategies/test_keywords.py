@@ -17,7 +17,14 @@ from lightning_lowbw import (
     NarrowGradients,
     Strategy,
 )
-from lightning_lowbw.strategies.keywords import ALL_KEYWORDS, DDP_KEYWORDS, OWNED, UNSUPPORTED, DDPKeywords
+from lightning_lowbw.strategies.keywords import (
+    ALL_KEYWORDS,
+    DDP_KEYWORDS,
+    OWNED,
+    UNSUPPORTED,
+    DDPKeywords,
+    asked_of_buffers,
+)
 
 STRATEGIES: dict[type[Strategy], dict[str, Any]] = {
     DGCStrategy: {},
@@ -67,3 +74,17 @@ def test_a_signature_names_all_that_is_accepted(strategy: type[Strategy]) -> Non
 def test_type_checkers_know_all_keywords_of_this_release() -> None:
     """A new one of DDP works at once, and is to be added here."""
     assert set(DDP_KEYWORDS) <= set(get_type_hints(DDPKeywords))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "asked"),
+    [
+        ({}, None),
+        ({"broadcast_buffers": False}, False),
+        ({"forward_sync_buffers": True}, True),
+        ({"broadcast_buffers": True, "forward_sync_buffers": False}, False),
+        ({"broadcast_buffers": True, "forward_sync_buffers": None}, True),
+    ],
+)
+def test_either_keyword_says_whether_buffers_are_sent(keywords: dict[str, bool | None], asked: bool | None) -> None:
+    assert asked_of_buffers(keywords) is asked
