@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_lowbw.engine.buffers import copies
 from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.strategies.advice import warn_if_replaced
 
 
 class ConsensusView:
@@ -28,6 +29,7 @@ class ConsensusView:
     def __init__(self) -> None:
         self.own_buffers: dict[str, Tensor] = {}
         self._shown: list[ReplicaWorker] = []
+        self._has_warned = False  # of buffers that have been replaced
 
     @property
     def is_shown(self) -> bool:
@@ -46,6 +48,8 @@ class ConsensusView:
             if not all(worker.parameters_agree for worker in workers):
                 rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
             return
+        if not self._has_warned:
+            self._has_warned = warn_if_replaced(module, workers)
         is_equal = all(worker.consensus_view.is_there for worker in workers)
         if not is_equal:
             self.own_buffers = copies(dict(module.named_buffers()))

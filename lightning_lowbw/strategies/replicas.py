@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.advice import num_steps_of_fit, warn_if_never_local, warn_if_replaced
+from lightning_lowbw.strategies.advice import num_steps_of_fit, warn_if_never_local
 from lightning_lowbw.strategies.callback_agreement import (
     agree_on_averages_,
     agree_on_monitored,
@@ -67,9 +67,8 @@ class Replicas(Viewing):
             )
         self.quiet = Quiet(strategy, audit)
         self.uneven = Uneven(strategy, uneven, self.quiet.pause_audit)
-        self._losses: list[Tensor] = []  # since the last step of an optimizer after which there was another backward
-        self._is_observed = False  # by an optimizer that has stepped since
-        self._has_warned = False  # of buffers that have been replaced
+        self._losses: list[Tensor] = []  # for the next optimizer that steps
+        self._is_observed = False  # by an optimizer; others may step, too, until the next backward
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ class Replicas(Viewing):
     def begin_fit(self) -> None:
         super().begin_fit()
         self._losses.clear()
-        self._is_observed = self._has_warned = False
+        self._is_observed = False
         self.uneven.begin_fit()
 
     @override
@@ -164,7 +163,7 @@ class Replicas(Viewing):
         assert isinstance(worker, ReplicaWorker)
         for loss in self._losses:
             worker.observe_loss(loss)
-        self._is_observed = True  # kept for optimizers that step with the same backward
+        self._is_observed = True
         self.quiet.end_backward(worker)
 
     @override
@@ -190,8 +189,6 @@ class Replicas(Viewing):
             self.uneven.check_view(trainer)
             if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
                 agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
-            if not self._has_warned:
-                self._has_warned = warn_if_replaced(module, self.strategy.replicas)
         self.view.show(self.strategy.replicas, module, is_interrupted=is_interrupted)
 
     @override
