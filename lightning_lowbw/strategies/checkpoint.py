@@ -17,14 +17,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.engine.state import equal_state, load_equal_state, merge
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import shards
+from lightning_lowbw.strategies import overwriting, shards
 from lightning_lowbw.where.agreement import agree, failing_together, gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
 FORMAT = 3  # of the shards; 1 was that of version 0.1.0
-PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
 Needs = Literal["exact", "weights and optimizer"]
 ALONE: Needs = "weights and optimizer"
 # Each worker's state, this rank's shard if the world is that of the checkpoint, and what an exception had interrupted.
@@ -105,14 +104,14 @@ class Checkpoints:
         checkpoint = {**checkpoint, shards.METADATA_KEY: self._metadata(checkpoint, folder)}
         metadata = checkpoint[shards.METADATA_KEY]
         path = shards.shard_path(folder, strategy.global_rank, metadata)
+        renames = strategy.is_global_zero and self._is_renamed(filepath)
         with together():
+            if renames:
+                overwriting.prepare(os.fspath(filepath), folder)
             strategy.checkpoint_io.save_checkpoint(self._shard(metadata), path)
         with together():
-            stays_whole = strategy.is_global_zero and type(strategy.checkpoint_io) is TorchCheckpointIO
-            if stays_whole and "://" not in str(filepath):
-                # Lightning writes to the folder for temporary files first. From another disk the file would be copied,
-                # and a crash or a full disk would leave a part of it, over an existing checkpoint, too.
-                self._write_whole(checkpoint, f"{folder}/{PART}", filepath, write)
+            if renames:
+                overwriting.overwrite(checkpoint, os.fspath(filepath), folder, write)
             else:
                 write(checkpoint, filepath)
         if isinstance(strategy.checkpoint_io, AsyncCheckpointIO) and strategy.checkpoint_io._executor is not None:
@@ -120,15 +119,9 @@ class Checkpoints:
         if not strategy.is_interrupted:
             self._sweep(folder, path)
 
-    @staticmethod
-    def _write_whole(checkpoint: dict[str, Any], part: str, filepath: _PATH, write: Callable[[Any, str], None]) -> None:
-        try:
-            write(checkpoint, part)
-            os.replace(part, filepath)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.remove(part)
-            raise
+    def _is_renamed(self, filepath: _PATH) -> bool:
+        """Return whether the checkpoint is written under another name first; see `overwriting`."""
+        return type(self._strategy.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
     def _wait_for_the_save_before(self) -> None:
         """Wait until AsyncCheckpointIO has written its queue: shards are kept of two saves, not of three."""
@@ -197,8 +190,7 @@ class Checkpoints:
         rank, num_ranks, is_first = strategy.global_rank, strategy.world_size, strategy.local_rank == 0
         try:
             if strategy.is_global_zero:  # of a process that was killed while it overwrote a checkpoint
-                with contextlib.suppress(OSError):
-                    os.remove(f"{folder}/{PART}")
+                overwriting.remove(f"{folder}/{overwriting.PART}")
             if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
                 if before is None:
                     return

@@ -26,7 +26,7 @@ from lightning_lowbw.engine.local_view import LocalTensors, LocalView
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import facts
+from lightning_lowbw.strategies import facts, shards
 from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Needs
@@ -36,12 +36,13 @@ from lightning_lowbw.strategies.keywords import as_timeout
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.optimizers import OptimizerWorkers
+from lightning_lowbw.strategies.overwriting import put_back
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
-from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_
+from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_, reshard_
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.where.agreement import agree, failing_together
@@ -144,7 +145,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
 
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
-        self.regime: ShardedMoments = ShardedMoments(self)  # type: ignore[arg-type]  # of which it asks what both have
+        self.regime: ShardedMoments = ShardedMoments(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
         self.clipping = Clipping(self, self._exchange_unscaled, has_means=False)  # type: ignore[arg-type]
         self.auto = NothingChosen()
@@ -252,6 +253,8 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self.clipping.restore()
         self._guard.release()
         self._default.restore()
+        if self.lightning_module is not None:
+            reshard_(self.lightning_module)  # else the next fit finds whole weights
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
@@ -354,14 +357,15 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
                 "others cannot be gathered. Go on from the checkpoint before."
             )
             return
-        if self._save_distributed_checkpoint and self.is_global_zero and os.path.isfile(filepath):
-            os.unlink(filepath)
         write = functools.partial(super().save_checkpoint, storage_options=storage_options)
         self._checkpoints.save(checkpoint, filepath, write)
         self.regime.end_save()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with failing_together():
+            if self.is_global_zero:
+                put_back(os.fspath(checkpoint_path), shards.folder_of(checkpoint_path))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING and "global_step" in checkpoint:
             for view in self._views.values():

@@ -37,6 +37,11 @@ class ShardedCheckpoints(Checkpoints):
         return {**super()._metadata(checkpoint, folder), SIZES: list(self._strategy.groups.sizes)}
 
     @override
+    def _is_renamed(self, filepath: _PATH) -> bool:
+        is_folder = self._strategy._save_distributed_checkpoint  # which no plugin writes
+        return (is_folder and "://" not in str(filepath)) or super()._is_renamed(filepath)
+
+    @override
     def _find(
         self, metadata: Mapping[str, Any], path: _PATH
     ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]:

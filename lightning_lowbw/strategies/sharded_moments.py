@@ -27,11 +27,33 @@ from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.consensus_view import ConsensusView
+from lightning_lowbw.strategies.sharding import reshard_
 from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.where.agreement import gather
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
+
+
+class ShardedView(ConsensusView):
+    """A view of shards: the next forward pass gathers them anew when they have other values."""
+
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    @override
+    def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
+        reshard_(module)
+        super().show(workers, module, is_interrupted=is_interrupted)
+
+    @override
+    def hide(self) -> None:
+        module = self._strategy.lightning_module
+        if self.is_shown and module is not None:
+            reshard_(module)
+        super().hide()
 
 
 class ShardedMoments(Viewing):
@@ -42,6 +64,10 @@ class ShardedMoments(Viewing):
     """
 
     strategy: ShardedStrategy  # type: ignore[assignment]
+
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        super().__init__(strategy)  # type: ignore[arg-type]  # of which it asks what both have
+        self.view = ShardedView(strategy)
 
     @override
     def set_up(self, trainer: pl.Trainer) -> None:

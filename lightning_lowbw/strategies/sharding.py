@@ -16,6 +16,11 @@ from lightning_lowbw.where.agreement import checksum, failing_together
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.node_mesh import NodeMesh
 
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # torch 2.4 and 2.5
+    from torch.distributed._composable.fsdp import FSDPModule
+
 # Of a LightningModule that has parameters of its own: they are gathered before each of these.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -169,6 +174,16 @@ def check_sharded(module: nn.Module, mesh: NodeMesh) -> None:
 
 def _is_over_data(parameter: DTensor) -> bool:
     return "data_parallel" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def reshard_(module: nn.Module) -> None:
+    """Free the weights that a forward pass has gathered, and that it keeps for a backward pass that may not come.
+
+    After a validation these would be used by the next forward pass, although the shards have other values by then.
+    """
+    for layer in module.modules():
+        if isinstance(layer, FSDPModule):
+            layer.reshard()
 
 
 def equalise_(module: nn.Module, tensors: LocalTensors, peers: Collectives) -> None:

@@ -99,6 +99,20 @@ class Configured(Plain):
             fully_shard(layer, mesh=mesh, **self.policy())
 
 
+class Listed(Plain):
+    """Layers that are called one by one: each is sharded on its own, and the module itself is not."""
+
+    def build(self) -> None:
+        super().build()
+        self.net = nn.ModuleList(self.net)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.frozen(x)
+        for layer in self.net:
+            x = layer(x)
+        return self.head(x)
+
+
 class ByStep(Configured):
     """Draws its data by the step, for a loader begins anew in the middle of an epoch."""
 
