@@ -255,8 +255,8 @@ def gradient_error(
         f"Step {worker.step}: the gradient of {slot.name!r} {where} is not finite"
         f"{', or too large to be added to the residual' if slot.is_sparse else ''}. "
         f"{sent if is_sent else 'Nothing was exchanged.'} "
-        f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with precision='16-mixed' "
-        "such steps are skipped."
+        f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
+        "(precision='16-mixed') such steps are skipped."
     )
 
 

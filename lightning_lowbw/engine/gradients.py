@@ -34,7 +34,9 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_two_levels
 from lightning_lowbw.engine.faults import gradient_fault
+from lightning_lowbw.engine.kept import check_kept
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
+from lightning_lowbw.engine.same_training import agree_on_end
 from lightning_lowbw.engine.slots import (
     Slot,
     by_group,
@@ -306,7 +308,18 @@ class GradientWorker(Worker):
         return True
 
     def finish(self) -> None:
-        """Do nothing: the weights agree after every step. Methods that average weights average them here."""
+        """Check, after the last step, what the next one would: faults of the last exchange, steps and weights.
+
+        Methods that average weights average them here.
+
+        Collective: all ranks, blocking.
+
+        Raises:
+            NonFiniteGradientError, ValueError: on all ranks; as `engine.kept.check_kept`.
+            DisagreementError: on all ranks; a rank has taken other steps, or has other weights.
+        """
+        check_kept(self)
+        agree_on_end(self)
 
     def after_step(self) -> None:
         self.give_back()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping, names_arguments
+from lightning_lowbw.arguments import from_mapping, names_arguments, names_of
 from lightning_lowbw.engine.checks import (
     check_current_device,
     check_not_in_ddp,
@@ -24,6 +24,7 @@ from lightning_lowbw.engine.checks import (
 )
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.plain_loop import wrap_step
+from lightning_lowbw.engine.same_training import agree_on_model, agree_on_optimizers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -328,13 +329,14 @@ class Method:
             topology: instead of the method's own.
             process_group: of flat peers; None is the world.
             named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
-                ``X.running_var`` belongs to its ``X.running_mean``.
+                ``X.running_var`` belongs to its ``X.running_mean``. Other methods leave each rank its own buffers.
 
         Raises:
             ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, the topology
                 does not fit the world, or the model is in `DistributedDataParallel`; where it is wrapped later, the
                 first step raises.
-            DisagreementError: on all ranks; their methods differ.
+            DisagreementError: on all ranks; their methods, models, buffers or optimizers differ. Weights that differ,
+                or the states of the optimizers, are reported at the first step.
         """
         from lightning_lowbw.engine.gradients import GradientWorker
 
@@ -363,8 +365,11 @@ class Method:
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):
-            worker = method.make_worker(optimizer, named_parameters, peers, named_buffers)
+            named = [(name, parameter) for parameter, name in names_of(named_parameters).items()]
+            worker = method.make_worker(optimizer, named, peers, named_buffers)
             check_not_in_ddp(worker.parameters(), process_group)
+        agree_on_model(named, (named_buffers or {}).items(), process_group)
+        agree_on_optimizers([optimizer], named, process_group)
         if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "

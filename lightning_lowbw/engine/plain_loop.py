@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine.checks import check_not_in_ddp
 from lightning_lowbw.engine.hooks import has_step_hooks
+from lightning_lowbw.engine.same_training import agree_on_beginning
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.reference import is_finite
 
@@ -70,6 +71,7 @@ class _WrappedStep:
         if self._is_first:  # the model may have been wrapped since the optimizer was
             self._is_first = False
             check_not_in_ddp(worker.parameters(), worker.peers.group)
+            agree_on_beginning(worker)
         with nullcontext() if worker.is_stepping else worker.stepping():
             scaling = self._unscale()
             is_taken = True

@@ -39,6 +39,11 @@ def _saved(tensors: Mapping[str, Tensor]) -> Named:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
+def _rank(worker: Worker) -> tuple[int, int]:
+    """Return which rank this is among those that communicate, of how many."""
+    return worker.peers.rank, worker.peers.num_ranks
+
+
 def _local_rank(worker: Worker) -> tuple[int, int]:
     """Return which part of every tensor this rank keeps: its local rank, of how many."""
     return worker.peers.local_rank, worker.peers.num_local_ranks
@@ -91,6 +96,13 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
                     "weights alone."
                 )
     is_merged, nodes = state["local_rank"] is None, _nodes(worker)
+    rank, own = state.get("rank"), _rank(worker)
+    if not is_merged and rank is not None and tuple(rank) != own:
+        raise ConfigurationError(
+            f"The state is that of rank {rank[0]} of {rank[1]}, and this is rank {own[0]} of {own[1]}: what a rank has "
+            "kept back is its own. Let each rank save worker.state_dict() in a file of its own and load that; for "
+            "another number of ranks load what lightning_lowbw.engine.state.merge makes of the states of all."
+        )
     if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
         raise ConfigurationError(
             f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(nodes)}, where each keeps "
@@ -121,6 +133,7 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     return {
         "step": worker.step,
         "small_numel": worker.small_numel,
+        "rank": _rank(worker),
         "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
         "num_participants": worker.peers.num_participants,
@@ -228,6 +241,7 @@ def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
         **worker.phase.state_dict(),
         "loss": worker.loss.state_dict(),
         "own": own,
+        "rank": _rank(worker),
         "local_rank": _local_rank(worker),
         "nodes": _nodes(worker),
         "buffers": _saved(averaging.buffers.start),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -11,10 +12,11 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.engine.same_training import agree_on_model, agree_on_optimizers
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies.advice import accumulation_schedulers
-from lightning_lowbw.where.agreement import agree, digest, failing_together
+from lightning_lowbw.where.agreement import agree, failing_together, gather
 
 LENGTH = "limit_train_batches"
 # Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
@@ -34,12 +36,6 @@ SETTINGS = (
     "gradient_clip_algorithm",
     "precision",
 )
-PLAIN = (bool, int, float, str, tuple, type(None))  # what can be compared between ranks
-
-
-def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return those of some named values that can be compared between ranks."""
-    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
 
 def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str, object]:
@@ -94,10 +90,30 @@ def agree_on_resume(trainer: pl.Trainer) -> None:
     agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": found})
 
 
-def agree_on_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:
-    """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
+def agree_on_length(trainer: pl.Trainer) -> None:
+    """Refuse known numbers of batches that differ, if the training goes on after the shortest epoch.
 
-    DDP's own error about models that differ does not say where they do.
+    Collective: all ranks, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    lengths = gather(float(trainer.num_training_batches))  # infinity where it is not known
+    shortest, longest = min(lengths), max(lengths)
+    is_over_before = 0 <= trainer.max_steps * trainer.accumulate_grad_batches <= shortest
+    if shortest == longest or longest == math.inf or is_over_before:
+        return
+    counts = ", ".join(f"rank {rank} has {length:.0f}" for rank, length in enumerate(lengths))
+    raise DisagreementError(
+        f"The ranks have different numbers of batches per epoch: {counts}. They communicate in every step, so those "
+        f"with more would wait for the others. Set Trainer(limit_train_batches={shortest:.0f}), divide the data "
+        "equally (as Lightning's DistributedSampler does), or train with a method that averages weights, such as "
+        "'local_sgd', which takes unequal numbers."
+    )
+
+
+def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:
+    """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
 
     Args:
         module: the one that is fitted.
@@ -108,39 +124,26 @@ def agree_on_model(module: torch.nn.Module, compares_weights: bool = False, take
 
     Raises:
         ConfigurationError: on all ranks; a layer has gradients of torch's sparse layout.
-        DisagreementError: on all ranks; names, shapes, dtypes, layouts, what is frozen or weights differ.
+        DisagreementError: on all ranks; as `agree_on_model`.
     """
     if not takes_sparse:
         with failing_together():
             refuse_sparse_gradients(module)
-    facts: dict[str, object] = {
-        f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
-        for name, p in module.named_parameters()
-    }
-    if compares_weights:
-        facts |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in module.named_parameters()}
-    agree("model", facts)
+    agree_on_model(module.named_parameters(), compares_weights=compares_weights)
 
 
-def agree_on_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that the optimizers, their param groups and the plain values in these are the same on all ranks.
+def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that the optimizers are the same on all ranks, and that no parameter is in two of them.
 
     Collective: all ranks, blocking.
 
     Raises:
         ConfigurationError: on all ranks; two optimizers have a parameter in common.
-        DisagreementError: on all ranks.
+        DisagreementError: on all ranks; as `agree_on_optimizers`.
     """
     with failing_together():
         refuse_shared_parameters(optimizers)
-    names = {id(parameter): name for name, parameter in named_parameters}
-    facts: dict[str, object] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
-    for number, optimizer in enumerate(optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            prefix = f"optimizer {number}, param group {index}"
-            facts[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in group["params"]]
-            facts |= {f"{prefix}, {key}": value for key, value in plain_values(group).items()}
-    agree("optimizers", facts)
+    agree_on_optimizers(optimizers, named_parameters)
 
 
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:

@@ -200,6 +200,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self._device_mesh = self.groups.mesh
         self._data_parallel_size, self._tensor_parallel_size = self.groups.sizes
         self.lightning_module._device_mesh = self._device_mesh
+        reshard_(self.lightning_module)  # a forward pass since the last fit has gathered weights
         with failing_together():
             self._default.install(self.lightning_module, self.root_device)
         if fitting:
@@ -217,7 +218,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             self.signals.begin_fit()
             self.regime.begin_fit()
             assert self.model is not None
-            facts.agree_on_model(self.model)
+            facts.check_model(self.model)
             with failing_together():
                 check_sharded(self.model, self.groups)
         super().setup(trainer)
@@ -228,7 +229,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             equalise_(trainer.lightning_module, self._tensors, Collectives(self.groups.peers, TrafficLedger()))
         for optimizer, view, worker in make_workers(self, self._tensors, peers):
             self._workers[id(optimizer)], self._views[id(worker)] = worker, view
-        facts.agree_on_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
+        facts.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._checkpoints.begin_fit()
         self.clipping.install()
         self.regime.set_up(trainer)
@@ -254,7 +255,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self._guard.release()
         self._default.restore()
         if self.lightning_module is not None:
-            reshard_(self.lightning_module)  # else the next fit finds whole weights
+            reshard_(self.lightning_module)  # whoever looks at the weights finds all of them sharded
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))

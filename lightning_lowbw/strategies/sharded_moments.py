@@ -26,6 +26,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.strategies.batch_norm import BatchNorm
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.sharding import reshard_
@@ -36,24 +37,60 @@ if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
 
 
+class BuffersOfRankZero(BatchNorm):
+    """Buffers where gradients are exchanged: FSDP leaves each rank its own; validation and checkpoints use rank 0's."""
+
+    @property
+    @override
+    def _is_own(self) -> bool:
+        return True
+
+    @override
+    def _statistics(self) -> dict[str, Tensor]:
+        return self._buffers()
+
+
 class ShardedView(ConsensusView):
-    """A view of shards: the next forward pass gathers them anew when they have other values."""
+    """A view of shards: the next forward pass gathers them anew when they have other values.
+
+    The ranks of a node have buffers of their own, too: those of its first rank are the node's.
+    """
 
     def __init__(self, strategy: ShardedStrategy) -> None:
         super().__init__()
         self._strategy = strategy
+        self._of_rank_zero = BuffersOfRankZero(strategy)  # type: ignore[arg-type]  # of which it asks what both have
 
     @override
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
         reshard_(module)
-        super().show(workers, module, is_interrupted=is_interrupted)
+        if workers:
+            super().show(workers, module, is_interrupted=is_interrupted)
+            for worker in self._shown:
+                self._take_those_of_first_rank(worker)
+        elif not is_interrupted:
+            self._of_rank_zero.show()
+            self.own_buffers = self._of_rank_zero.own
+
+    def _take_those_of_first_rank(self, worker: ReplicaWorker) -> None:
+        node, buffers = self._strategy.groups.node, worker.averaging.buffers
+        for buffer in (*buffers.floating.values(), *buffers.counts):
+            dist.broadcast(buffer, group=node, group_src=0)
+        worker.consensus_view.remember_shown()
 
     @override
     def hide(self) -> None:
         module = self._strategy.lightning_module
         if self.is_shown and module is not None:
             reshard_(module)
+        if self._of_rank_zero.own:
+            self._of_rank_zero.hide()
         super().hide()
+
+    @override
+    def keep(self) -> None:
+        self._of_rank_zero.keep()
+        super().keep()
 
 
 class ShardedMoments(Viewing):
@@ -130,7 +167,9 @@ class ShardedMoments(Viewing):
     def show(self) -> None:
         module = self.strategy.lightning_module
         workers = self.strategy.replicas
-        if not workers or module is None or module._trainer is None or self.view.is_shown or self.is_fit_over:
+        if not self.strategy.workers or module is None or module._trainer is None or self.is_fit_over:
+            return
+        if self.view.is_shown:
             return
         is_interrupted = self.strategy.is_interrupted
         if not is_interrupted:

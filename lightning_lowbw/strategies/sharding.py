@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from lightning_lowbw.engine.local_view import DTensor, LocalTensors
 from lightning_lowbw.errors import ConfigurationError
@@ -101,11 +102,13 @@ class DefaultSharding:
             with torch.no_grad():
                 tensor.copy_(whole)
         mesh = module.device_mesh["data_parallel"]
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        for child in _callable_children(module):  # `training_step` calls these, and need not call the module itself
-            fully_shard(child, mesh=mesh)
-        if any(True for _ in module.parameters(recurse=False)):
+        own = [module] if any(True for _ in module.parameters(recurse=False)) else []
+        # `training_step` calls the children, and need not call the module itself.
+        groups = [group for group in _groups([*blocks, *_callable_children(module), *own]) if group != own]
+        for group in groups:
+            # Given explicitly: what has no sharded module around it torch would leave gathered after a forward pass.
+            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, reshard_after_forward=True)
+        if own or any(len(group) > 1 for group in groups):  # torch wants a root around several
             fully_shard(module, mesh=mesh)
             for name in STEPS:
                 register_fsdp_forward_method(module, name)
@@ -123,10 +126,51 @@ class DefaultSharding:
         else:
             lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
             found = [layer for each in lists for layer in each]
-        inner_first = {id(each): number for number, each in enumerate(module.modules())}
         children = _callable_children(module)
-        found = [each for each in dict.fromkeys(found) if _is_sharded_alone(each) and each not in children]
-        return sorted(found, key=lambda each: -inner_first[id(each)])
+        return [each for each in dict.fromkeys(found) if _is_sharded_alone(each) and each not in children]
+
+
+def _groups(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the layers in the order in which they are sharded, inner ones first, because each gathers what none inside
+    does; those that share a parameter in one group, in which it stays one parameter.
+
+    A layer that shares one with a layer around it is left to that.
+    """
+    parts = {layer: set(layer.modules()) for layer in layers}
+    while True:
+        users = _users(parts)
+        left = {each for own in users for each in own if any(each in parts[other] - {other} for other in own)}
+        if not left:
+            break
+        parts = {layer: within for layer, within in parts.items() if layer not in left}
+    groups: list[set[nn.Module]] = [{layer} for layer in parts]
+    for own in users:
+        together = [group for group in groups if not own.isdisjoint(group)]
+        groups = [group for group in groups if group not in together] + [set().union(*together)]
+    order = {layer: number for number, layer in enumerate(parts)}  # the same on all ranks
+    waiting = sorted((sorted(group, key=order.__getitem__) for group in groups), key=lambda group: order[group[0]])
+    ordered: list[list[nn.Module]] = []
+    while waiting:
+        others = {layer for group in waiting for layer in group}
+        inner = [group for group in waiting if not _inside(group, parts) & others]
+        ordered += inner or waiting  # torch refuses groups that are inside of each other
+        waiting = [group for group in waiting if group not in ordered]
+    return ordered
+
+
+def _inside(group: Sequence[nn.Module], parts: Mapping[nn.Module, set[nn.Module]]) -> set[nn.Module]:
+    return {part for layer in group for part in parts[layer]}.difference(group)
+
+
+def _users(parts: Mapping[nn.Module, set[nn.Module]]) -> list[set[nn.Module]]:
+    """Return, for each parameter, the layers that would gather it: the innermost that have it."""
+    users: dict[Parameter, set[nn.Module]] = {}
+    for layer, within in parts.items():
+        inside = {part for other in within.intersection(parts) - {layer} for part in parts[other]}
+        for part in within - inside:
+            for parameter in part.parameters(recurse=False):
+                users.setdefault(parameter, set()).add(layer)
+    return list(users.values())
 
 
 def _callable_children(module: nn.Module) -> list[nn.Module]:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.engine.method import Method, as_method
+from lightning_lowbw.engine.same_training import plain_values
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
@@ -123,7 +124,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters | inspect.signature(Strategy).parameters
         chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
-        options = {**where_in_words(self.method), **chosen, **facts.plain_values(self._ddp_kwargs)}
+        options = {**where_in_words(self.method), **chosen, **plain_values(self._ddp_kwargs)}
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"{type(self).__name__}({self._in_words()}; {shown})"
 
@@ -138,7 +139,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
             self.lost_peers.begin_fit()
             settings = facts.settings_of(self.trainer, takes_uneven=self.method.averages_weights)
-            others = {**facts.plain_values(self._ddp_kwargs), **settings}
+            others = {**plain_values(self._ddp_kwargs), **settings}
             facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
 
     @override
@@ -158,7 +159,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         super().setup(trainer)
         assert isinstance(self.model, DistributedDataParallel)
         self._make_workers()
-        facts.agree_on_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
+        facts.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._guard.watch(self.optimizers)
         self._checkpoints.begin_fit()
         self.clipping.install()
@@ -181,7 +182,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        facts.agree_on_model(
+        facts.check_model(
             self.model,
             compares_weights=self._ddp_kwargs.get("init_sync") is False,
             takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,

@@ -17,6 +17,7 @@ from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
 from lightning_lowbw.strategies.batch_norm import BatchNorm
+from lightning_lowbw.strategies.facts import agree_on_length
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
 from lightning_lowbw.strategies.velocities import leave_whole_velocities_
@@ -58,6 +59,7 @@ class Synchronous(Regime):
     @override
     def begin_training(self, trainer: pl.Trainer) -> None:
         super().begin_training(trainer)
+        agree_on_length(trainer)
         method = self.strategy.method
         if not isinstance(method.when, EveryStep) or not method.compresses_gradients or self.strategy.world_size == 1:
             return

@@ -126,8 +126,10 @@ def count(volumes: list[int]) -> None:
     for name, volume in VOLUMES.items():
         if (collective := getattr(dist, name, None)) is not None:
             setattr(dist, name, counting(collective, volume))
-    for name in ("all_gather", "reduce", "all_to_all_single", "reduce_scatter_tensor", "all_gather_object"):
+    for name in ("all_gather", "reduce", "all_to_all_single", "reduce_scatter_tensor"):
         setattr(dist, name, uncounted)
+    allowed = iter([dist.all_gather_object] * 2)  # the first step compares the ranks, and the end
+    dist.all_gather_object = lambda *args, **kwargs: next(allowed, uncounted)(*args, **kwargs)
 
 
 def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) -> Trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from lightning_lowbw import (
     DisagreementError,
     LocalSGD,
     LocalSGDStrategy,
+    Strategy,
 )
+from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies.facts import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from lightning_lowbw.where.agreement import digest
@@ -196,6 +199,33 @@ def test_local_sgd_takes_different_shares_of_the_data() -> None:
     for message in run_ranks(train_on_a_share, 2, "dgc"):
         assert "Trainer(limit_train_batches): rank 0 has 4, rank 1 has 8" in str(message)
     assert all(isinstance(steps, int) for steps in run_ranks(train_on_a_share, 2, "local_sgd", timeout_s=60.0))
+
+
+def fit_unequal(strategy: str, **kwargs: Any) -> str | int:
+    """Train on three batches on rank 0, and on two on rank 1."""
+    model, num_batches = Tiny(sgd), 3 - dist.get_rank()
+    trainer = make_trainer(make_strategy(strategy) if strategy == "dgc" else Strategy(preset(strategy)), 2, **kwargs)
+    try:
+        trainer.fit(model, make_data(2, num_batches))
+    except DisagreementError as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.fault(
+    "numbers of batches that differ between ranks, with a method that communicates in every step",
+    "refused before the first step, on all ranks, with the numbers of each and what to do",
+)
+@pytest.mark.parametrize("strategy", ["dgc", "int8"])
+def test_unequal_numbers_of_batches_are_refused_where_all_steps_communicate(strategy: str) -> None:
+    for message in run_ranks(fit_unequal, 2, strategy, timeout_s=60):
+        assert "rank 0 has 3, rank 1 has 2" in str(message)
+        assert "limit_train_batches=2" in str(message)
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 2}, {"limit_train_batches": 2}])
+def test_unequal_numbers_of_batches_that_are_not_reached(limit: dict[str, int]) -> None:
+    assert run_ranks(partial(fit_unequal, **limit), 2, "dgc") == [2, 2]
 
 
 def test_timers_are_compared_by_what_they_allow() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbw import DGCStrategy, DisagreementError, HierarchicalStrategy, LocalSGDStrategy
 from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
@@ -106,9 +108,19 @@ def test_a_rank_that_fails_is_named_with_its_reason(name: str, record_property: 
     record_property("seconds", seconds)
 
 
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Batches whose number is not known."""
+
+    def __init__(self, batches: DataLoader[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 def end_before_others(port: int, lengths: list[int]) -> str:
     num_ranks, own = dist.get_world_size(), dist.get_rank()
-    data = make_data(num_ranks, lengths[own])
+    data = DataLoader(Stream(make_data(num_ranks, lengths[own])), batch_size=None)
     dist.barrier()
     dist.destroy_process_group()
     os.environ.update(MASTER_PORT=str(port), GROUP_RANK="0")
@@ -126,7 +138,7 @@ def end_before_others(port: int, lengths: list[int]) -> str:
 
 @pytest.mark.parametrize("short", [0, 1])
 def test_a_rank_that_ends_before_others_says_so(short: int) -> None:
-    """Before, gloo ended its process: what it communicated at its end met an exchange of the others."""
+    """Their numbers of batches are not known. What a rank communicates at its end meets an exchange of the others."""
     lengths = [7, 10] if short == 0 else [10, 7]
     messages = run_ranks(end_before_others, 2, free_port(), lengths, timeout_s=60.0)
     assert messages[short].startswith(

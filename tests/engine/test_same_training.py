@@ -1,0 +1,189 @@
+"""Plain loops on ranks that do not train the same: each error names what differs, on all ranks, and nothing hangs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from lightning_lowbw import DGC, ConfigurationError, DisagreementError, LocalSGD, Method
+from lightning_lowbw.engine.presets import preset
+from lightning_lowbw.where.agreement import digest
+from tests.engine.problem import message_of
+from tests.ranks import run_ranks
+
+METHODS: dict[str, Method] = {
+    "dgc": DGC(sparsity=[0.9], rampup_begin_step=4, min_numel=10),
+    "int8": preset("int8"),
+    "local_sgd": LocalSGD(k_steps=3, begin_step=0),
+}
+STEPS = 5
+
+
+def make(seed: int = 0, width: int = 12) -> nn.Sequential:
+    torch.default_generator.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(6, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+# The ranks' models and optimizers -------------------------------------------------------------------------------------
+
+
+def attach_differently(method: Method, what: str) -> str | None:
+    is_other = dist.get_rank() == 1
+    model = make(width=14 if is_other and what == "shape" else 12)
+    if is_other and what == "names":
+        model = nn.Sequential(model[0], nn.Sequential(model[1], model[2]))
+    if is_other and what == "frozen":
+        model[0].requires_grad_(False)
+    if is_other and what == "buffers":
+        model[1].double()
+    optimizer: Any = (Adam if is_other and what == "class" else SGD)(model.parameters(), lr=0.1)
+    if is_other and what == "lr":
+        optimizer.param_groups[0]["lr"] = 0.2
+    buffers = dict(model.named_buffers()) if method.averages_weights else None
+    return message_of(
+        lambda: method.attach(optimizer, model.named_parameters(), named_buffers=buffers), DisagreementError
+    )
+
+
+DIFFERENCES = {
+    "shape": ("model", "parameter 0.weight", "(12, 8)", "(14, 8)"),
+    "names": ("model", "parameter 1.weight", "nothing"),
+    "frozen": ("model", "parameter 0.bias", "trains", "frozen"),
+    "class": ("optimizers", "SGD", "Adam"),
+    "lr": ("optimizers", "optimizer 0, param group 0, lr: rank 0 has 0.1, rank 1 has 0.2"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_models_and_optimizers_that_differ_are_named(name: str) -> None:
+    for what, words in DIFFERENCES.items():
+        for message in run_ranks(attach_differently, 2, METHODS[name], what):
+            for word in words:
+                assert word in message, message
+
+
+def test_buffers_that_are_averaged_and_differ_are_named() -> None:
+    for message in run_ranks(attach_differently, 2, METHODS["local_sgd"], "buffers"):
+        assert "running_mean: rank 0 has ((12,), 'torch.float32'), rank 1 has ((12,), 'torch.float64')" in message
+
+
+# The first step -------------------------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01),
+}
+
+
+def begin(name: str, optimizer: str, seed: int = 0) -> tuple[nn.Sequential, Any, Any]:
+    model = make(seed)
+    own = KINDS[optimizer](model.parameters())
+    buffers = dict(model.named_buffers()) if METHODS[name].averages_weights else None
+    return model, own, METHODS[name].attach(own, model.named_parameters(), named_buffers=buffers)
+
+
+def resume(name: str, optimizer: str, has_worker: bool) -> tuple[str, str]:
+    """Save on each rank and go on, and once more from what is saved, with or without the state of the worker."""
+    model, own, worker = begin(name, optimizer)
+    train(model, own, range(STEPS))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), own.state_dict(), worker.state_dict()], file)
+    train(model, own, range(STEPS, 2 * STEPS))
+    worker.finish()
+    expected = digest(model.parameters())
+    model, own, worker = begin(name, optimizer)
+    file.seek(0)
+    of_model, of_optimizer, of_worker = torch.load(file)
+    model.load_state_dict(of_model)
+    own.load_state_dict(of_optimizer)
+    if has_worker:
+        worker.load_state_dict(of_worker)
+    try:
+        train(model, own, range(STEPS, 2 * STEPS))
+    except DisagreementError as error:
+        return expected, str(error)
+    worker.finish()
+    return expected, digest(model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", KINDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_each_ranks_own_states_resume_to_the_bit(name: str, optimizer: str) -> None:
+    for expected, resumed in run_ranks(resume, 2, name, optimizer, True):
+        assert expected == resumed
+
+
+@pytest.mark.parametrize(("name", "what"), [("dgc", "the optimizer's state"), ("local_sgd", "the weights")])
+def test_a_resume_without_the_workers_states_is_told_where_ranks_differ(name: str, what: str) -> None:
+    for _, message in run_ranks(resume, 2, name, "sgd", False):
+        assert f"checksum of {what}: rank 0 has" in message
+        assert "each rank loads its own worker.state_dict()" in message
+
+
+def load_that_of_rank_zero(name: str) -> str | None:
+    model, own, worker = begin(name, "sgd")
+    train(model, own, range(STEPS))
+    states = [worker.state_dict()]
+    worker.finish()
+    dist.broadcast_object_list(states, 0)
+    _, _, other = begin(name, "sgd")
+    return message_of(lambda: other.load_state_dict(states[0]), ConfigurationError)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_state_of_another_rank_is_refused(name: str) -> None:
+    first, second = run_ranks(load_that_of_rank_zero, 2, name)
+    assert first is None
+    assert "The state is that of rank 0 of 2, and this is rank 1 of 2" in second
+    assert "engine.state.merge" in second
+
+
+def begin_differently(name: str) -> str | None:
+    model, own, _ = begin(name, "sgd", seed=dist.get_rank())
+    return message_of(lambda: train(model, own, range(1)), DisagreementError)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_differ_are_told_at_the_first_step(name: str) -> None:
+    for message in run_ranks(begin_differently, 2, name):
+        assert "All begin with the same weights" in message
+        assert "checksum of the weights: rank 0 has" in message
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def end_differently(name: str, what: str) -> str | None:
+    model, own, worker = begin(name, "sgd")
+    train(model, own, range(STEPS))
+    if dist.get_rank() == 1:
+        if what == "weights":
+            with torch.no_grad():
+                model[0].weight[0, 0] += 1.0
+        else:
+            worker.step += 1
+    return message_of(worker.finish, DisagreementError)
+
+
+@pytest.mark.parametrize(("what", "named"), [("weights", "checksum of the weights"), ("steps", "worker.step")])
+@pytest.mark.parametrize("name", ["dgc", "int8"])
+def test_weights_and_steps_that_differ_are_told_at_the_end(name: str, what: str, named: str) -> None:
+    for message in run_ranks(end_differently, 2, name, what):
+        assert "end of the training" in message
+        assert f"{named}: rank 0 has" in message
