@@ -51,7 +51,8 @@ class Selection:
     """Compress all tensors of an optimizer in one call: correct them, find their largest elements, take these out.
 
     The backend is chosen here: Triton's kernels, one launch of each for all tensors that they take; else, tensor by
-    tensor, a pass compiled by numba, or one in torch. All do what `ops.reference.compress_many_` specifies.
+    tensor, a pass compiled by numba, or one in torch. All do what `ops.reference.compress_many_` specifies, for finite
+    residuals; of one that has overflowed, which is reported in any case, the kernels send the largest finite number.
 
     Args:
         kind: one of `SELECTIONS`.
