@@ -335,8 +335,8 @@ class Method:
             ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, the topology
                 does not fit the world, or the model is in `DistributedDataParallel`; where it is wrapped later, the
                 first step raises.
-            DisagreementError: on all ranks; their methods, models, buffers or optimizers differ. Weights that differ,
-                or the states of the optimizers, are reported at the first step.
+            DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
+                differ. Weights that differ, or the states of the optimizers, are reported at the first step.
         """
         from lightning_lowbw.engine.gradients import GradientWorker
 
@@ -366,9 +366,10 @@ class Method:
         peers = method.make_peers(process_group)
         with failing_together(process_group):
             named = [(name, parameter) for parameter, name in names_of(named_parameters).items()]
-            worker = method.make_worker(optimizer, named, peers, named_buffers)
+            buffers = dict(named_buffers or {})
+            worker = method.make_worker(optimizer, named, peers, buffers)
             check_not_in_ddp(worker.parameters(), process_group)
-        agree_on_model(named, (named_buffers or {}).items(), process_group)
+        agree_on_model(worker.by_name().items(), buffers.items(), process_group)
         agree_on_optimizers([optimizer], named, process_group)
         if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(

@@ -63,15 +63,14 @@ class _WrappedStep:
 
     def __init__(self, worker: Worker, step: Callable[..., Any]) -> None:
         self._worker, self._step = worker, step
-        self._is_first = True
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what `step` does; return what it returns, or None if the step is not taken."""
         worker = self._worker
-        if self._is_first:  # the model may have been wrapped since the optimizer was
-            self._is_first = False
-            check_not_in_ddp(worker.parameters(), worker.peers.group)
+        if not worker.is_compared:
+            check_not_in_ddp(worker.parameters(), worker.peers.group)  # which may be new
             agree_on_beginning(worker)
+            worker.is_compared = True
         with nullcontext() if worker.is_stepping else worker.stepping():
             scaling = self._unscale()
             is_taken = True

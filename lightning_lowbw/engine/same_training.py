@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.where.agreement import agree, checksum, digest
+from lightning_lowbw.where.agreement import agree, checksum, digest, failing_together
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.worker import Worker
 
-PLAIN = (bool, int, float, str, tuple, type(None))  # what can be compared between ranks
+PLAIN = (bool, int, float, str, type(None))  # what can be compared between ranks
+OF_RANK = re.compile(r"[a-z]+:\d+")  # a device
+# What torch's optimizers keep, of which a method makes each rank's its own; other entries may be scratch space.
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return those of some named values that can be compared between ranks."""
-    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
+    """Return those of some named values that can be compared between ranks; tensors of one number as that."""
+    numbers = {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in values.items()
+    }
+    return {name: value for name, value in numbers.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN) and not (isinstance(value, str) and OF_RANK.fullmatch(value))
 
 
 def agree_on_model(
@@ -44,13 +59,14 @@ def agree_on_model(
         DisagreementError: on all ranks; names, shapes, dtypes, layouts, what is frozen or weights differ.
     """
     parameters = list(named_parameters)
-    facts: dict[str, object] = {
-        f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
-        for name, p in parameters
-    }
-    facts |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
-    if compares_weights:
-        facts |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in parameters}
+    with failing_together(group):  # a lazy layer has no shape yet
+        facts: dict[str, object] = {
+            f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
+            for name, p in parameters
+        }
+        facts |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
+        if compares_weights:
+            facts |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in parameters}
     agree("model", facts, group)
 
 
@@ -77,28 +93,40 @@ def agree_on_optimizers(
 
 
 def agree_on_beginning(worker: Worker) -> None:
-    """Check, at the first step after `attach`, that the ranks are at the same one.
+    """Check, at the first step after `attach` or after a state was loaded, that the ranks are at the same one.
 
-    At step 0 their weights and the states of their optimizers are equal: a method makes them different later, and then
-    each rank needs its own `worker.state_dict()` to go on.
+    Their weights are equal, but for replicas between two averages. At step 0 the optimizers' states are, too: a method
+    makes them different later, and then each rank needs its own `worker.state_dict()` to go on.
 
     Collective: all ranks of the worker, blocking.
 
     Raises:
         DisagreementError: on all ranks.
     """
-    facts: dict[str, object] = {"worker.step": worker.step}
-    if worker.step == 0:
-        facts["checksum of the weights"] = int(checksum(worker.parameters()))
-        if not worker.is_exchanged:  # by hand, which has put this rank's own gradients into the state
-            states = [value for entry in worker.optimizer.state.values() for value in entry.values()]
-            facts["checksum of the optimizer's state"] = int(checksum(s for s in states if type(s) is Tensor))
+    group = worker.peers.group
+    with failing_together(group):
+        facts: dict[str, object] = {"worker.step": worker.step}
+        if worker.parameters_agree:
+            facts |= _checksums("checksum of {}", worker.by_name())
+        if worker.step == 0 and not worker.is_exchanged:  # by hand, with this rank's own gradients in the state
+            entries = {name: worker.optimizer.state.get(p) for name, p in worker.by_name().items()}
+            for moment in MOMENTS:
+                of_moment = {name: e[moment] for name, e in entries.items() if isinstance(e, Mapping) and moment in e}
+                facts |= _checksums(f"checksum of the optimizer's {moment} of {{}}", of_moment)
     agree(
-        "first step. All begin with the same weights; to resume, each rank loads its own worker.state_dict(), after "
-        "the model and optimizer",
+        "first step (all begin with the same weights; to resume, each rank loads its own worker.state_dict(), after "
+        "the model and the optimizer)",
         facts,
-        worker.peers.group,
+        group,
     )
+
+
+def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
+    """Return a checksum of each plain tensor by name; waits for a GPU once."""
+    plain = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and t.layout == torch.strided}
+    sums = [checksum([tensor]) for tensor in plain.values()]
+    numbers = torch.stack([torch.as_tensor(each).cpu() for each in sums]).tolist() if sums else []
+    return {title.format(name): number for name, number in zip(plain, numbers, strict=True)}
 
 
 def agree_on_end(worker: Worker) -> None:
@@ -109,5 +137,5 @@ def agree_on_end(worker: Worker) -> None:
     Raises:
         DisagreementError: on all ranks.
     """
-    weights = int(checksum(worker.parameters()))
-    agree("end of the training", {"worker.step": worker.step, "checksum of the weights": weights}, worker.peers.group)
+    checksums = _checksums("checksum of {}", worker.by_name())
+    agree("end of the training", {"worker.step": worker.step, **checksums}, worker.peers.group)

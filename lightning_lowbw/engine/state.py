@@ -97,7 +97,9 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
                 )
     is_merged, nodes = state["local_rank"] is None, _nodes(worker)
     rank, own = state.get("rank"), _rank(worker)
-    if not is_merged and rank is not None and tuple(rank) != own:
+    keeps = any(state.get(key) for key in ("residuals", "rounded", "velocities", "local", "own"))
+    keeps = keeps or bool(state.get("optimizer", {}).get("state"))
+    if keeps and not is_merged and rank is not None and tuple(rank) != own:
         raise ConfigurationError(
             f"The state is that of rank {rank[0]} of {rank[1]}, and this is rank {own[0]} of {own[1]}: what a rank has "
             "kept back is its own. Let each rank save worker.state_dict() in a file of its own and load that; for "
@@ -177,6 +179,7 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     """Take over `of_gradients` of the same ranks, or `merge_gradients`; see `GradientWorker.load_state_dict`."""
     _check_origin(worker, state)
+    worker.is_compared = False
     parameters, kind = worker.by_name(), worker.correction.kind
     if state["residuals"] and state["correction"] != kind:
         raise ConfigurationError(
@@ -351,6 +354,7 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
 
 def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     _check_origin(worker, state)
+    worker.is_compared = False
     if len(state["fragments"]) != len(worker.fragments):
         raise ConfigurationError(
             f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "

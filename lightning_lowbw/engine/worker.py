@@ -57,6 +57,7 @@ class Worker:
         is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
         is_exchanged: whether `exchange` has been called for this step.
         is_taken: whether the step is taken, as returned by the last `exchange`.
+        is_compared: whether a plain loop has compared the ranks since it began, or since it loaded a state.
     """
 
     parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
@@ -82,7 +83,7 @@ class Worker:
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self.is_prepared = self.is_exchanged = self.is_stepping = False
-        self.is_taken = True
+        self.is_taken, self.is_compared = True, False
         self.stop_requested = self.stop_agreed = False
         self.save_requested = self.save_agreed = False
         self.ending = Ending()

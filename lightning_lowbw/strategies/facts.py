@@ -9,6 +9,7 @@ from types import MappingProxyType
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -91,7 +92,7 @@ def agree_on_resume(trainer: pl.Trainer) -> None:
 
 
 def agree_on_length(trainer: pl.Trainer) -> None:
-    """Refuse known numbers of batches that differ, if the training goes on after the shortest epoch.
+    """Refuse known numbers of batches that differ; with `max_steps` warn, because the training may end before.
 
     Collective: all ranks, blocking.
 
@@ -100,16 +101,18 @@ def agree_on_length(trainer: pl.Trainer) -> None:
     """
     lengths = gather(float(trainer.num_training_batches))  # infinity where it is not known
     shortest, longest = min(lengths), max(lengths)
-    is_over_before = 0 <= trainer.max_steps * trainer.accumulate_grad_batches <= shortest
-    if shortest == longest or longest == math.inf or is_over_before:
+    if shortest == longest or longest == math.inf:
         return
     counts = ", ".join(f"rank {rank} has {length:.0f}" for rank, length in enumerate(lengths))
-    raise DisagreementError(
+    message = (
         f"The ranks have different numbers of batches per epoch: {counts}. They communicate in every step, so those "
         f"with more would wait for the others. Set Trainer(limit_train_batches={shortest:.0f}), divide the data "
         "equally (as Lightning's DistributedSampler does), or train with a method that averages weights, such as "
         "'local_sgd', which takes unequal numbers."
     )
+    if trainer.max_steps < 0:
+        raise DisagreementError(message)
+    rank_zero_warn(message)
 
 
 def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:

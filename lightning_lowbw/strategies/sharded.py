@@ -42,7 +42,14 @@ from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_of
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
-from lightning_lowbw.strategies.sharding import DefaultSharding, check_sharded, equalise_, reshard_
+from lightning_lowbw.strategies.sharding import (
+    DefaultSharding,
+    check_reduced,
+    check_resharded,
+    check_sharded,
+    equalise_,
+    reshard_,
+)
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.where.agreement import agree, failing_together
@@ -222,6 +229,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             with failing_together():
                 check_sharded(self.model, self.groups)
         super().setup(trainer)
+        self._default.begin()
         if not fitting:
             return
         peers = FlatPeers(self.groups.peers, self.ledger, nodes=self.groups.nodes)
@@ -277,6 +285,13 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self.clipping.begin_backward()
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self.groups.sizes != (1, 1):
+            assert self.lightning_module is not None
+            check_reduced(self.lightning_module)
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -297,6 +312,10 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
                 result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
             finally:
                 view.release()
+        assert self.lightning_module is not None
+        reshard_(self.lightning_module)  # what a forward pass without a backward pass has gathered is no longer right
+        if self.groups.sizes != (1, 1):
+            check_resharded(self.lightning_module)
         self.signals.read_requests(worker)
         return result
 

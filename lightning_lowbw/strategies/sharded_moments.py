@@ -190,6 +190,18 @@ class ShardedMoments(Viewing):
         return self.view.copied(take())
 
     @override
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        reshard_(trainer.lightning_module)  # callbacks may change weights, or unfreeze layers
+        super().end_batch(trainer)
+
+    @override
+    def end_validation(self) -> None:
+        super().end_validation()
+        module = self.strategy.lightning_module
+        assert module is not None
+        reshard_(module)
+
+    @override
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
         if self.strategy.replicas:
             agree_on_monitored(trainer, self.strategy.root_device)

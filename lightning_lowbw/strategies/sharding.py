@@ -25,6 +25,7 @@ except ImportError:  # torch 2.4 and 2.5
 # Of a LightningModule that has parameters of its own: they are gathered before each of these.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
 def fully_shard_of_torch() -> tuple[Callable[..., Any], Callable[[Any, str], None]]:
@@ -63,6 +64,7 @@ class DefaultSharding:
             )
         self._blocks = tuple(blocks)
         self._module: Any = None
+        self._root: Any = None
 
     def install(self, module: Any, device: torch.device) -> None:
         """Give a module that has none a `configure_model`, until `restore`.
@@ -90,7 +92,7 @@ class DefaultSharding:
         """Take it away again."""
         if self._module is not None:
             del self._module.configure_model
-            self._module = None
+            self._module = self._root = None
 
     def _shard(self, module: Any, device: torch.device) -> None:
         fully_shard, register_fsdp_forward_method = fully_shard_of_torch()
@@ -102,16 +104,25 @@ class DefaultSharding:
             with torch.no_grad():
                 tensor.copy_(whole)
         mesh = module.device_mesh["data_parallel"]
-        own = [module] if any(True for _ in module.parameters(recurse=False)) else []
         # `training_step` calls the children, and need not call the module itself.
-        groups = [group for group in _groups([*blocks, *_callable_children(module), *own]) if group != own]
+        children = _children(module)
+        own = [module] if _has_own_parameters(module) else []
+        layers = [*blocks, *(layer for each in children for layer in _called(each))]
+        groups = [group for group in _groups([*layers, *own]) if group != own]
         for group in groups:
-            # Given explicitly: what has no sharded module around it torch would leave gathered after a forward pass.
-            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, reshard_after_forward=True)
+            # A child stays gathered until the backward pass, as a root does: a loss may use its weights.
+            is_child = any(layer in children for layer in group)
+            fully_shard(group if len(group) > 1 else group[0], mesh=mesh, reshard_after_forward=not is_child)
         if own or any(len(group) > 1 for group in groups):  # torch wants a root around several
             fully_shard(module, mesh=mesh)
             for name in STEPS:
                 register_fsdp_forward_method(module, name)
+            self._root = module
+
+    def begin(self) -> None:
+        """Let torch know the root, before a callback may call one of the layers."""
+        if self._root is not None:
+            self._root._get_fsdp_state()._lazy_init()
 
     def _blocks_of(self, module: nn.Module) -> list[nn.Module]:
         if self._blocks:
@@ -126,8 +137,8 @@ class DefaultSharding:
         else:
             lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
             found = [layer for each in lists for layer in each]
-        children = _callable_children(module)
-        return [each for each in dict.fromkeys(found) if _is_sharded_alone(each) and each not in children]
+        called = [layer for each in _children(module) for layer in _called(each)]
+        return [each for each in dict.fromkeys(found) if _is_sharded_alone(each) and each not in called]
 
 
 def _groups(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -173,17 +184,47 @@ def _users(parts: Mapping[nn.Module, set[nn.Module]]) -> list[set[nn.Module]]:
     return list(users.values())
 
 
-def _callable_children(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a module with parameters; in place of lists and dictionaries of layers, their layers."""
-    found = []
-    for child in module.children():
-        found += _callable_children(child) if isinstance(child, CONTAINERS) else [child]
-    return [child for child in found if _is_sharded_alone(child)]
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of a module that have parameters, but for lists of parameters."""
+    return [child for child in module.children() if _has_any(child) and not isinstance(child, PARAMETERS)]
+
+
+def _called(layer: nn.Module) -> list[nn.Module]:
+    """Return a layer; in place of a list or dictionary of layers, which is not called, its layers."""
+    if not isinstance(layer, CONTAINERS):
+        return [layer]
+    return [each for child in _children(layer) for each in _called(child)]
 
 
 def _is_sharded_alone(layer: nn.Module) -> bool:
-    """Whether a layer has parameters, and is called: what only holds other layers is not."""
-    return any(True for _ in layer.parameters()) and not isinstance(layer, CONTAINERS)
+    """Whether a layer has parameters, and is called: what only holds layers or parameters is not."""
+    return _has_any(layer) and not isinstance(layer, (*CONTAINERS, *PARAMETERS))
+
+
+def _has_any(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    lists = [child for child in module.children() if isinstance(child, PARAMETERS)]
+    return any(True for each in (module, *lists) for _ in each.parameters(recurse=False))
+
+
+def check_reduced(module: nn.Module) -> None:
+    """Check after a backward pass that FSDP has reduced all gradients.
+
+    In manual optimization it does not where a loss uses a part of what is gathered together, and the rest not at all.
+
+    Raises:
+        ConfigurationError: a parameter is gathered and has a gradient, which would be missing in this step.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            raise ConfigurationError(
+                f"{name!r}: FSDP has not reduced its gradient, because the loss uses only some of the layers that are "
+                "gathered with it (they share a parameter, or it is the module's own). Compute the loss from the whole "
+                "model, or write a configure_model."
+            )
 
 
 def check_sharded(module: nn.Module, mesh: NodeMesh) -> None:
@@ -228,6 +269,21 @@ def reshard_(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, FSDPModule):
             layer.reshard()
+
+
+def check_resharded(module: nn.Module) -> None:
+    """Check after `reshard_`, after a step, that the next forward pass will gather all weights that have been stepped.
+
+    Raises:
+        ConfigurationError: a trained parameter is gathered still.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            raise ConfigurationError(
+                f"{name!r} is gathered still after the step, and the next forward pass would use its former values: it "
+                "is gathered with other layers, because they share a parameter, and one of them was called without the "
+                "others before the step. Call the whole model there, or write a configure_model."
+            )
 
 
 def equalise_(module: nn.Module, tensors: LocalTensors, peers: Collectives) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -103,7 +104,8 @@ def resume(name: str, optimizer: str, has_worker: bool) -> tuple[str, str]:
     model, own, worker = begin(name, optimizer)
     train(model, own, range(STEPS))
     file = io.BytesIO()
-    torch.save([model.state_dict(), own.state_dict(), worker.state_dict()], file)
+    with worker.consensus() if METHODS[name].averages_weights and has_worker else nullcontext():
+        torch.save([model.state_dict(), own.state_dict(), worker.state_dict()], file)
     train(model, own, range(STEPS, 2 * STEPS))
     worker.finish()
     expected = digest(model.parameters())
@@ -129,7 +131,9 @@ def test_each_ranks_own_states_resume_to_the_bit(name: str, optimizer: str) -> N
         assert expected == resumed
 
 
-@pytest.mark.parametrize(("name", "what"), [("dgc", "the optimizer's state"), ("local_sgd", "the weights")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("dgc", "the optimizer's momentum_buffer of 0.weight"), ("local_sgd", "0.weight")]
+)
 def test_a_resume_without_the_workers_states_is_told_where_ranks_differ(name: str, what: str) -> None:
     for _, message in run_ranks(resume, 2, name, "sgd", False):
         assert f"checksum of {what}: rank 0 has" in message
@@ -162,8 +166,82 @@ def begin_differently(name: str) -> str | None:
 @pytest.mark.parametrize("name", METHODS)
 def test_weights_that_differ_are_told_at_the_first_step(name: str) -> None:
     for message in run_ranks(begin_differently, 2, name):
-        assert "All begin with the same weights" in message
-        assert "checksum of the weights: rank 0 has" in message
+        assert "all begin with the same weights" in message
+        assert "checksum of 0.weight: rank 0 has" in message
+
+
+def load_on_rank_zero(name: str) -> str | None:
+    """Load the model on rank 0 alone, as with DDP, which would send it; and all else on all ranks."""
+    model, own, worker = begin(name, "sgd")
+    train(model, own, range(6))  # an average of local SGD is the last
+    states = [worker.state_dict(), own.state_dict(), {name: p.clone() for name, p in model.state_dict().items()}]
+    worker.finish()
+    model, own, worker = begin(name, "sgd")
+    if dist.get_rank() == 0:
+        model.load_state_dict(states[2])
+    own.load_state_dict(states[1])
+    worker.load_state_dict(states[0])
+    return message_of(lambda: train(model, own, range(1)), DisagreementError)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_are_loaded_on_one_rank_are_told(name: str) -> None:
+    for message in run_ranks(load_on_rank_zero, 2, name):
+        assert "checksum of 0.weight: rank 0 has" in str(message)
+
+
+def swap_layers(name: str) -> list[str | None]:
+    """Begin with two layers swapped on one rank, and try again."""
+    model = make()
+    extra = nn.Linear(3, 3), nn.Linear(3, 3)
+    pairs = extra if dist.get_rank() == 0 else extra[::-1]
+    model = nn.Sequential(*model, *pairs)
+    own = KINDS["sgd"](model.parameters())
+    METHODS[name].attach(own, model.named_parameters())
+    return [message_of(lambda: train(model, own, range(1)), DisagreementError) for _ in range(2)]
+
+
+def test_layers_in_another_order_are_told_each_time() -> None:
+    for messages in run_ranks(swap_layers, 2, "local_sgd"):
+        assert all("checksum of 3.weight" in str(message) for message in messages)
+
+
+class Scratch(SGD):
+    """Keeps entries of its own in the state, and options that are those of a rank."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0].update(device=f"cuda:{dist.get_rank()}", hooks=(object(),), tensor=torch.ones(2))
+        self.state["k"] = torch.tensor([dist.get_rank()])  # type: ignore[index]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["scratch"] = torch.full_like(parameter, dist.get_rank())
+
+
+def train_with_scratch(name: str) -> str:
+    model = make()
+    own = Scratch(model.parameters())
+    buffers = model.named_buffers()  # an iterator, too
+    worker: Any = METHODS[name].attach(own, model.named_parameters(), named_buffers=buffers)  # type: ignore[arg-type]
+    train(model, own, range(STEPS))
+    worker.finish()
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_rank_may_have_for_itself(name: str) -> None:
+    first, second = run_ranks(train_with_scratch, 2, name)
+    assert first == second
+
+
+def attach_with_rates(rate: float) -> str | None:
+    model = make()
+    own = AdamW(model.parameters(), lr=torch.tensor(rate * (1 + dist.get_rank())), foreach=False)
+    return message_of(lambda: METHODS["dgc"].attach(own, model.named_parameters()), DisagreementError)
+
+
+def test_rates_that_are_tensors_are_compared() -> None:
+    for message in run_ranks(attach_with_rates, 2, 0.5):
+        assert "lr: rank 0 has 0.5, rank 1 has 1.0" in str(message)
 
 
 # The end --------------------------------------------------------------------------------------------------------------
@@ -181,7 +259,7 @@ def end_differently(name: str, what: str) -> str | None:
     return message_of(worker.finish, DisagreementError)
 
 
-@pytest.mark.parametrize(("what", "named"), [("weights", "checksum of the weights"), ("steps", "worker.step")])
+@pytest.mark.parametrize(("what", "named"), [("weights", "checksum of 0.weight"), ("steps", "worker.step")])
 @pytest.mark.parametrize("name", ["dgc", "int8"])
 def test_weights_and_steps_that_differ_are_told_at_the_end(name: str, what: str, named: str) -> None:
     for message in run_ranks(end_differently, 2, name, what):

@@ -237,8 +237,8 @@ def test_ranks_that_begin_with_different_weights_are_told() -> None:
     results = run_each(2, {name: partial(begin_differently, choices) for name, choices in methods.items()})
     for first, second in results.values():
         assert first == second
-        assert "All begin with the same weights" in first
-        assert "checksum of the weights: rank 0 has" in first
+        assert "all begin with the same weights" in first
+        assert "checksum of matrix: rank 0 has" in first
 
 
 def poison(choices: dict[str, Any], value: float, shapes: Mapping[str, Shape] = SHAPES) -> tuple[int, str]:

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbw import ShardedStrategy, Strategy
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import LocalSGD, preset
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.sharding import _groups
+from tests.engine.problem import message_of
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import Listed, Plain, distance, shard_digest, train, whole
 from tests.tiny import Watcher, sgd
@@ -106,7 +108,60 @@ class ByHand(Siblings):
             optimizer.step()  # type: ignore[union-attr]
 
 
-TIED = {"siblings": Siblings, "blocks": InBlocks, "own": ByOwnParameter, "by hand": ByHand}
+class ByFunction(Siblings):
+    """The head is the embedding's weight, and a loss uses that as well."""
+
+    def build(self) -> None:
+        super().build()
+        del self.out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.linear(x, self.embedding.weight)[:, :5]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.embedding.weight.square().sum()
+
+
+class ByLists(Siblings):
+    """Parameters in a list and in a dictionary of the module itself."""
+
+    def build(self) -> None:
+        super().build()
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1.5)) for _ in range(2)])
+        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.zeros(5))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scales[0] * self.scales[1] + self.shifts["a"]
+
+
+class LookingIn(ByHand):
+    """Calls layers on their own: before the first step, and after batches."""
+
+    @torch.no_grad()
+    def on_fit_start(self) -> None:
+        self.out(self.embedding(torch.ones(2, 16)))
+
+    @torch.no_grad()
+    def on_train_start(self) -> None:
+        self.embedding(torch.ones(2, 16))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.embedding(torch.ones(2, 16))
+
+
+TIED = {
+    "siblings": Siblings,
+    "blocks": InBlocks,
+    "own": ByOwnParameter,
+    "by hand": ByHand,
+    "looking in": LookingIn,
+    "function": ByFunction,
+    "lists": ByLists,
+}
 
 
 def fit(method: Method, module: type[Plain], is_sharded: bool, **kwargs: Any) -> dict[str, Tensor]:
@@ -124,6 +179,38 @@ def test_parameters_that_are_one_stay_one(how: str, name: str) -> None:
     expected = run_ranks(fit, 2, METHODS[name], TIED[how], False)
     for weights in sharded:
         assert distance(weights, expected[0]) < 1e-5
+
+
+class OfPart(ByHand):
+    """A loss that uses one of two layers that are gathered together."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        self.manual_backward(self.embedding(batch[0]).square().mean())
+
+
+class Between(Siblings):
+    """Calls one of two layers that are gathered together between a backward pass and its step."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.embedding(torch.ones(2, 16))
+
+
+def fit_in_vain(module: type[Plain]) -> str | None:
+    return message_of(lambda: fit(METHODS["dense"], module, True), ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (OfPart, "'embedding.weight': FSDP has not reduced its gradient"),
+        (Between, "'embedding.weight' is gathered still after the step"),
+    ],
+)
+def test_half_of_what_is_gathered_together_is_an_error(module: type[Plain], words: str) -> None:
+    for message in run_ranks(fit_in_vain, 4, module, timeout_s=60):
+        assert words in str(message)
 
 
 # What stays gathered --------------------------------------------------------------------------------------------------
@@ -144,8 +231,10 @@ def look(module: type[Looking]) -> list[str]:
     return model.gathered
 
 
-def test_layers_are_gathered_one_at_a_time() -> None:
-    assert run_ranks(look, 4, Looking) == [[]] * 4
+def test_layers_of_a_list_are_gathered_one_at_a_time() -> None:
+    """Those of the module itself stay until the backward pass, for a loss that uses their weights."""
+    for gathered in run_ranks(look, 4, Looking):
+        assert {name.partition(".")[0] for name in gathered} == {"frozen", "head"}
 
 
 class Unfreezing(BaseFinetuning):
