@@ -166,13 +166,14 @@ def test_frozen_parameters_do_not_move_and_those_that_did_are_averaged() -> None
 
 def half_precision() -> Tensor:
     rank = dist.get_rank()
-    weight = Parameter(torch.full((4,), 1.0 + rank / 128, dtype=torch.bfloat16))
+    weight = Parameter(torch.ones(4, dtype=torch.bfloat16))
     worker = LocalSGD(k_steps=2, begin_step=0).attach(torch.optim.SGD([weight], lr=0.0), [("w", weight)])
     for _ in range(2):
         weight.grad = torch.zeros_like(weight)
         with worker.stepping():
             worker.exchange()
             worker.optimizer.step()
+            weight.data.fill_(1.0 + rank / 128)
     return weight.detach()
 
 
@@ -354,9 +355,10 @@ def diverge() -> tuple[str, str]:
 
 def fall_out_of_step() -> str:
     worker, parameters = attach(LocalSGD(k_steps=4, begin_step=0), shapes={"a": (3,)})
-    worker.step = dist.get_rank()
+    train_on(worker, parameters, range(1))  # in which ranks at different steps would be told
+    worker.step += dist.get_rank()
     try:
-        train_on(worker, parameters, range(4))
+        train_on(worker, parameters, range(1, 4))
     except DisagreementError as error:
         return str(error)
     return ""
