@@ -137,8 +137,7 @@ class DefaultSharding:
         else:
             lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
             found = [layer for each in lists for layer in each]
-        called = [layer for each in _children(module) for layer in _called(each)]
-        return [each for each in dict.fromkeys(found) if _is_sharded_alone(each) and each not in called]
+        return [each for each in found if _is_sharded_alone(each)]
 
 
 def _groups(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -275,12 +274,12 @@ def check_resharded(module: nn.Module) -> None:
     """Check after `reshard_`, after a step, that the next forward pass will gather all weights that have been stepped.
 
     Raises:
-        ConfigurationError: a trained parameter is gathered still.
+        ConfigurationError: a trained parameter is still gathered.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             raise ConfigurationError(
-                f"{name!r} is gathered still after the step, and the next forward pass would use its former values: it "
+                f"{name!r} is still gathered after the step, and the next forward pass would use its former values: it "
                 "is gathered with other layers, because they share a parameter, and one of them was called without the "
                 "others before the step. Call the whole model there, or write a configure_model."
             )

@@ -205,7 +205,7 @@ def fit_in_vain(module: type[Plain]) -> str | None:
     ("module", "words"),
     [
         (OfPart, "'embedding.weight': FSDP has not reduced its gradient"),
-        (Between, "'embedding.weight' is gathered still after the step"),
+        (Between, "'embedding.weight' is still gathered after the step"),
     ],
 )
 def test_half_of_what_is_gathered_together_is_an_error(module: type[Plain], words: str) -> None:
