@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import io
 import logging
@@ -24,6 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -67,7 +69,8 @@ def run_ranks(
             changes its process for good (signals, memory, threads).
 
     Raises:
-        AssertionError: a rank failed, with its traceback, or the time is over; all ranks have ended then.
+        AssertionError: a rank failed, with its traceback, or the time is over, with where each rank was then; all ranks
+            have ended.
     """
     ranks = [_Rank() for _ in range(num_ranks)] if fresh else _take(num_ranks)
     is_done = False
@@ -76,8 +79,11 @@ def run_ranks(
             # Within one deadline, whatever it is that takes long.
             deadline = time.monotonic() + timeout_s
             for number, rank in enumerate(ranks):
-                _send(rank, (number, num_ranks, f"{folder}/store", os.getcwd(), function, args))
-            results = _collect([rank.connection for rank in ranks], deadline)
+                _send(rank, (number, num_ranks, f"{folder}/store", deadline, os.getcwd(), function, args))
+            try:
+                results = _collect([rank.connection for rank in ranks], deadline)
+            except TimeoutError as error:
+                raise AssertionError(f"{error}\n{_stacks(f'{folder}/store', num_ranks)}") from None
             is_done = True
             return results
     finally:
@@ -122,7 +128,7 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
         waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in results}
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise AssertionError(f"Ranks {sorted(waiting.values())} did not end in time.")
+            raise TimeoutError(f"Ranks {sorted(waiting.values())} did not end in time.")
         for connection in ready:
             rank = waiting[connection]
             try:
@@ -133,6 +139,14 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
                 raise AssertionError(f"Rank {rank} failed:\n{payload}")
             results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
     return [results[rank] for rank in range(len(connections))]
+
+
+def _stacks(store: str, num_ranks: int) -> str:
+    """Return where each rank was at the deadline, in all its threads."""
+    time.sleep(1.0)
+    files = (Path(f"{store}.stacks{rank}") for rank in range(num_ranks))
+    texts = [file.read_text() if file.exists() else "it has not begun" for file in files]
+    return "\n".join(f"Rank {rank}:\n{text}" for rank, text in enumerate(texts))
 
 
 # In a rank.
@@ -163,7 +177,13 @@ def _serve(connection: Connection) -> None:
 
 
 def _run(
-    rank: int, num_ranks: int, store: str, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    store: str,
+    deadline: float,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> bytes:
     os.chdir(folder)
     os.environ.update(
@@ -177,6 +197,16 @@ def _run(
         TORCHELASTIC_RUN_ID="tests",
         GLOO_SOCKET_IFNAME="lo",
     )
+    with open(f"{store}.stacks{rank}", "w") as stacks:
+        # By a thread of C: no lock that a rank that hangs may hold, no signal that a Trainer gives another handler.
+        faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), file=stacks)
+        try:
+            return _result(rank, num_ranks, store, function, args)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _result(rank: int, num_ranks: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     dist.barrier()  # a function may destroy the group at once, while another rank still connects
     buffer = io.BytesIO()

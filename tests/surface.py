@@ -12,6 +12,7 @@ import io
 import logging
 import re
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -378,8 +379,8 @@ def on_exception_checkpoint(run: Run) -> None:
     callback = cb.OnExceptionCheckpoint(run.folder, filename="left")
     with contextlib.suppress(RuntimeError):
         run.fit(Model(), callbacks=[callback, Look(fail)])
+    dist.barrier()  # after an exception no rank waits for rank 0, which writes the file
     assert (run.folder / "left.ckpt").is_file()
-    dist.barrier()
     trainer = run.fit(Model(), ckpt_path=str(run.folder / "left.ckpt"))
     assert trainer.global_step == 2 * BATCHES, f"{trainer.global_step} steps"
 
@@ -890,6 +891,7 @@ def survey(column: str, names: list[str], folder: str) -> dict[str, str]:
                 cells[name] = ROWS[name](Run(column, own)) or YES
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the cell
             cells[name] = in_words(error)
+            traceback.print_exc()  # if it is this rank's alone, the others will hang
         torch.use_deterministic_algorithms(False)
         dist.barrier()
     logging.disable(logging.NOTSET)
