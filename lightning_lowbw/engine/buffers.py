@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_lowbw.ops.lists import copy_all_, differences
 from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.where.collectives import broadcast_flat_
 from lightning_lowbw.where.mean import wide_dtype
 from lightning_lowbw.where.peers import Peers
 
@@ -39,12 +40,11 @@ class ReplicaBuffers:
     def begin(self, peers: Peers) -> None:
         """Make the buffers from which the next changes are measured equal on all ranks.
 
-        Collective: all ranks, the first time; a broadcast of each.
+        Collective: all ranks, the first time; a broadcast.
         """
         if self.floating and not self.start:
             self.start = self.snapshot()
-            for start in self.start.values():
-                peers.broadcast_(start)
+            broadcast_flat_(self.start.values(), peers.broadcast_)
 
     def restart(self, names: Collection[str]) -> None:
         """Measure changes from 0 where a buffer was not finite and now is: a best loss that has been inf."""

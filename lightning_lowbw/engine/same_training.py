@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from lightning_lowbw.engine.worker import Worker
 
 PLAIN = (bool, int, float, str, type(None))  # what can be compared between ranks
-OF_RANK = re.compile(r"[a-z]+:\d+")  # a device
 # What torch's optimizers keep, of which a method makes each rank's its own; other entries may be scratch space.
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
@@ -35,7 +33,15 @@ def plain_values(values: Mapping[str, object]) -> dict[str, object]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) and not (isinstance(value, str) and OF_RANK.fullmatch(value))
+    return isinstance(value, PLAIN) and not (isinstance(value, str) and _is_device(value))
+
+
+def _is_device(text: str) -> bool:
+    """Whether a text is a device with its number, of which each rank has its own."""
+    try:
+        return torch.device(text).index is not None
+    except RuntimeError:
+        return False
 
 
 def agree_on_model(

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_lowbw.engine.buffers import copies, put_back_
 from lightning_lowbw.strategies.keywords import asked_of_buffers
+from lightning_lowbw.where.collectives import broadcast_flat_
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -86,15 +86,12 @@ class BatchNorm:
         """
         if not self._is_own:
             return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._statistics().values():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+        def broadcast_(flat: Tensor) -> None:
             dist.broadcast(flat, src=0)
             self._strategy.ledger.record(flat.nbytes)
-            for buffer, shown in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(shown.view(buffer.shape))
+
+        broadcast_flat_(self._statistics().values(), broadcast_)
 
     @property
     def _is_own(self) -> bool:

@@ -32,6 +32,7 @@ from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.sharding import reshard_
 from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.where.agreement import gather
+from lightning_lowbw.where.collectives import broadcast_flat_
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
@@ -74,8 +75,8 @@ class ShardedView(ConsensusView):
 
     def _take_those_of_first_rank(self, worker: ReplicaWorker) -> None:
         node, buffers = self._strategy.groups.node, worker.averaging.buffers
-        for buffer in (*buffers.floating.values(), *buffers.counts):
-            dist.broadcast(buffer, group=node, group_src=0)
+        every = (*buffers.floating.values(), *buffers.counts)
+        broadcast_flat_(every, lambda flat: dist.broadcast(flat, group=node, group_src=0))
         worker.consensus_view.remember_shown()
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -306,6 +306,25 @@ class Collectives:
 
 
 # Looked up at each call: the audit of collectives replaces them. Their names up to torch 2.12 warn from 2.13 on.
+def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], object]) -> None:
+    """Overwrite many small tensors, in one message for each dtype.
+
+    Collective: as `broadcast_`.
+
+    Args:
+        tensors: contiguous or not; all on one device.
+        broadcast_: overwrites a flat tensor with that of the source.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        broadcast_(flat)
+        for tensor, received in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(received.view(tensor.shape))
+
+
 def _all_gather() -> Callable[..., Any]:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

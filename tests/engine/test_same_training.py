@@ -244,6 +244,19 @@ def test_rates_that_are_tensors_are_compared() -> None:
         assert "lr: rank 0 has 0.5, rank 1 has 1.0" in str(message)
 
 
+def attach_with_policy(word: str) -> str | None:
+    model = make()
+    own = AdamW(model.parameters())
+    own.param_groups[0]["policy"] = f"{word}:{dist.get_rank()}"
+    return message_of(lambda: METHODS["dgc"].attach(own, model.named_parameters()), DisagreementError)
+
+
+@pytest.mark.parametrize(("word", "is_told"), [("phase", True), ("cuda", False)])
+def test_only_names_of_devices_may_differ(word: str, is_told: bool) -> None:
+    for message in run_ranks(attach_with_policy, 2, word):
+        assert (message is not None and "rank 1 has 'phase:1'" in message) == is_told
+
+
 # The end --------------------------------------------------------------------------------------------------------------
 
 
