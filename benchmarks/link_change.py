@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from benchmarks.auto import COMMON, MODEL_25M, NUM_RANKS, TIMED_TASKS, be_quiet
+from benchmarks.beside_ddp.tasks import COMMON, MODEL_25M, NUM_RANKS, TIMED_TASKS, be_quiet
 from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.models import WORKLOADS, loader
 from lightning_lowbw import DGCStrategy

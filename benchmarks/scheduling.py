@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from benchmarks.auto import NUM_RANKS, be_quiet, time_steps, timed_strategy
+from benchmarks.beside_ddp.tasks import NUM_RANKS, be_quiet
+from benchmarks.beside_ddp.wall_clock import time_steps, timed_strategy
 from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 
 TASKS = {"digits": 40, "resnet": 40, "text": 20, "mlp-25M": 4}  # and how many steps are timed in a round

@@ -1,0 +1,310 @@
+"""What is lost in accuracy: training on two ranks on loopback, with schedules that are chosen from nominal values."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from benchmarks.beside_ddp.tasks import (
+    CHOSEN_AFTER,
+    LINKS,
+    NUM_RANKS,
+    TASKS,
+    Curve,
+    Row,
+    be_quiet,
+    data_of,
+    is_same,
+    make_trainer,
+    this_environment,
+    write,
+)
+from benchmarks.harness import as_plain
+from lightning_lowbw import DGCStrategy, EveryStep
+from lightning_lowbw.engine import auto as rule
+from lightning_lowbw.engine import measuring
+from lightning_lowbw.engine.auto import DENSITIES
+from lightning_lowbw.engine.measuring import seconds_of_work
+from lightning_lowbw.strategies import auto_sparsity
+from lightning_lowbw.strategies.exclusions import numels_of
+from lightning_lowbw.strategies.step_times import StepTimes
+from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
+from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.link import Link
+from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
+
+FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
+METHODS = ("ddp", "dgc 99.9 %", "auto")
+CONTROL = "ddp, perturbed"  # the first parameter by a millionth: how much runs differ that are equal but for rounding
+PERTURBATION = 1e-6
+VARIANTS: dict[str, dict[str, Any]] = {  # arguments of DGCStrategy
+    "dgc 99.9 %": {"sparsity": FIXED["sparsity"]},
+    "auto": {"sparsity": "auto"},
+    "auto, momentum cut": {"sparsity": "auto", "keep_momentum": False},  # as in steps that send less
+}
+NUM_WORK_SAMPLES = 8  # of which the fastest counts, as of steps
+SMOOTHING = 20  # steps of the training loss at the end
+NUM_NOMINAL_STEPS = 60  # of which the fastest is a task's step, whatever else runs on the machine
+SCRIPT = str(Path(__file__).parents[1] / "auto.py")
+
+
+def measure_accuracy(options: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
+    """Measure what is nominal, then start the ranks."""
+    be_quiet()
+    tasks = [task for task in options.tasks if task != "gpt2" or importlib.util.find_spec("transformers")]
+    if tasks != options.tasks:
+        print("gpt2 is left out: there is no transformers.", flush=True)
+    measure_nominal(results["nominal"], tasks)
+    write(results, path)
+    job = {"tasks": tasks, "steps": options.steps, "links": options.links, "seeds": options.seeds}
+    job |= {"methods": options.methods, "constants": constants_of(options), "environment": this_environment(results)}
+    write(results, path)
+    start_on_loopback([sys.executable, SCRIPT, "rank", json.dumps(job), str(path)])
+
+
+def constants_of(options: argparse.Namespace) -> dict[str, float]:
+    """Return the constants of `engine.auto` that are asked for.
+
+    Raises:
+        SystemExit: there is none of this name.
+    """
+    constants = {name: float(value) for name, _, value in (each.partition("=") for each in options.constant)}
+    if unknown := [name for name in constants if not hasattr(rule, name)]:
+        raise SystemExit(f"engine/auto.py has no {', '.join(unknown)}.")
+    return constants
+
+
+def measure_nominal(nominal: dict[str, Any], tasks: Sequence[str]) -> None:
+    """Measure what is not there yet: seconds of a task's step on one thread, and of selecting, by density.
+
+    In place:
+        `nominal`.
+    """
+    torch.set_num_threads(1)
+    if len(nominal.get("work_s", ())) != len(DENSITIES):
+        what = DGCStrategy(sparsity="auto").method.what
+        assert isinstance(what, TopK)
+        cpu = torch.device("cpu")
+        samples = [[seconds_of_work(what, each, NUM_RANKS, cpu) for each in DENSITIES] for _ in range(NUM_WORK_SAMPLES)]
+        nominal["work_s"] = [min(of_density) for of_density in zip(*samples, strict=True)]
+    for task in tasks:
+        if task not in nominal.setdefault("step_s", {}):
+            curve, data = Curve(), data_of(task)
+            alone = SingleDeviceStrategy(torch.device("cpu"))
+            make_trainer(alone, NUM_NOMINAL_STEPS, curve, data, 1).fit(TASKS[task].make_model(), data)
+            nominal["step_s"][task] = min(curve.step_s)
+
+
+@contextlib.contextmanager
+def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[list[str]]:
+    """Let auto measure nominal values: the clock, the link and the work are given, all else is the package's own."""
+    said: list[str] = []
+    work_s = dict(zip(DENSITIES, nominal["work_s"], strict=True))
+
+    def timed(times: StepTimes) -> tuple[float, float]:
+        sparse, others = numels_of(times._strategy)
+        step_s, nbytes = nominal["step_s"][task], 4 * (sum(sparse) + sum(others))
+        return step_s, step_s + link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(nbytes, NUM_RANKS))
+
+    with (
+        mock.patch.object(StepTimes, "medians", timed),
+        mock.patch.object(measuring, "measure_link", return_value=link),
+        mock.patch.object(measuring, "seconds_of_work", lambda _, density, *__: work_s[density]),
+        mock.patch.object(measuring, "seconds_of_small_tensors", return_value=nominal["small_s"][task]),
+        mock.patch.object(auto_sparsity, "rank_zero_info", said.append),
+    ):
+        yield said
+
+
+def schedule_of(strategy: Any) -> Row | None:
+    """Return the schedule that a strategy has come to have as plain values; None where all steps are dense."""
+    when = strategy.method.when if isinstance(strategy, DGCStrategy) else EveryStep(sparsity="auto")
+    return as_plain(when)
+
+
+def small_numel_of(task: str) -> int:
+    """Return the elements below which a tensor of a task's model is sent whole."""
+    if task == "gpt2":
+        return MOST_NUMEL  # known, so that a report needs no transformers; checked where it is trained
+    return small_numel(each.numel() for each in TASKS[task].make_model().parameters())
+
+
+@cache
+def payload_of(method: str, task: str) -> Row:
+    """Return what a method sends, but for defaults: a row with another payload is no row of this method."""
+    if method not in VARIANTS:
+        return {}
+    least = small_numel_of(task)
+    what = DGCStrategy(**VARIANTS[method]).method.what
+    assert isinstance(what, TopK)
+    if VARIANTS[method].get("sparsity") == "auto" and what.keep_momentum is None:
+        what = replace(what, keep_momentum=True)  # as auto does with what it chooses
+    default = asdict(TopK())
+    payload = {name: value for name, value in asdict(what).items() if value != default[name]}
+    return payload if least == MOST_NUMEL else {**payload, "small_numel": least}  # rows from before are of `MOST_NUMEL`
+
+
+def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> Row:
+    """Train on this rank, with all others; return what has been chosen and how good the model is.
+
+    Args:
+        job: task, steps, seed, method and link.
+        nominal: of `measure_nominal`.
+        stop_after: end after so many steps, without an evaluation.
+    """
+    pl.seed_everything(job["seed"], workers=True, verbose=False)
+    curve, data = Curve(stop_after), data_of(job["task"])
+    model = TASKS[job["task"]].make_model()
+    if job["method"] == CONTROL:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.0 + PERTURBATION)
+    strategy = DGCStrategy(**VARIANTS[job["method"]]) if job["method"] in VARIANTS else "ddp"
+    trainer = make_trainer(strategy, job["steps"], curve, data, NUM_RANKS)
+    started_s = time.perf_counter()
+    with nominal_values(nominal, job["task"], LINKS[job["link"]]) as said:
+        trainer.fit(model, data)
+    row = {
+        "schedule": schedule_of(trainer.strategy),
+        "payload": payload_of(job["method"], job["task"]),
+        "sentence": "".join(said),
+    }
+    if stop_after is not None:
+        return row
+    seconds = time.perf_counter() - started_s
+    final = torch.tensor(curve.losses[-SMOOTHING:], dtype=torch.float64).mean() / NUM_RANKS
+    dist.all_reduce(final)
+    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters()))
+    return {
+        **row,
+        "train_loss": float(final),
+        "val_loss": trainer.validate(model, data, verbose=False)[0]["val_loss"],
+        "test_accuracy": trainer.test(model, data, verbose=False)[0]["test_acc"],
+        "weights": digest.hexdigest()[:16],
+        "seconds": round(seconds, 2),
+    }
+
+
+def train_all(job: Row, path: Path) -> None:
+    """One rank: choose for each link, then train what is missing; rank 0 writes after each run."""
+    be_quiet()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    for name, value in job["constants"].items():
+        setattr(rule, name, value)
+    results = json.loads(path.read_text())
+    nominal, constants = results["nominal"], job["constants"]
+    dist.init_process_group("gloo")
+    for task in job["tasks"]:
+        if task not in nominal.setdefault("small_s", {}):
+            nominal["small_s"][task] = seconds_of_tensors(task)
+    for num_steps in job["steps"]:
+        for task in job["tasks"]:
+            cell = {"task": task, "steps": num_steps}
+            chosen = choose_for(cell, job["links"], nominal)
+            kept = [
+                each
+                for each in results["choices"]
+                if not (is_same(each, **cell, constants=constants) and each["link"] in job["links"])
+            ]
+            results["choices"] = [*kept, *({**cell, "constants": constants, **each} for each in chosen)]
+            for seed in job["seeds"]:
+                for wanted in wanted_runs(task, chosen, job["methods"], is_first=seed == job["seeds"][0]):
+                    if not any(is_same(row, **cell, seed=seed, **wanted["key"]) for row in results["rows"]):
+                        run = {**cell, "seed": seed, "method": wanted["key"]["method"], "link": wanted["link"]}
+                        row = {**run, **train(run, nominal), "environment": job["environment"]}
+                        if constants:
+                            row["constants"] = constants
+                        assert is_same(row, **wanted["key"]), (row, wanted)
+                        results["rows"].append(row)
+                        if os.environ["RANK"] == "0":
+                            print({key: value for key, value in row.items() if key != "sentence"}, flush=True)
+                            write(results, path)
+    if os.environ["RANK"] == "0":
+        write(results, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seconds_of_tensors(task: str) -> float:
+    """Return what the exchange of a sparse step takes for the tensors of a task, however little is sent."""
+    what = TopK()
+    numels = {name: each.numel() for name, each in TASKS[task].make_model().named_parameters()}
+    least = small_numel(numels.values())
+    assert least == small_numel_of(task)
+    are_sparse = [what.takes(name, numel, least) for name, numel in numels.items()]
+    samples = []
+    for _ in range(NUM_WORK_SAMPLES):
+        counts = sum(are_sparse), len(are_sparse) - sum(are_sparse)
+        samples.append(measuring.seconds_of_small_tensors(what, FlatPeers(), torch.device("cpu"), *counts))
+    least = torch.tensor(min(samples), dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MAX)
+    return float(least)
+
+
+def choose_for(cell: Row, links: Sequence[str], nominal: dict[str, Any]) -> list[Row]:
+    """Return what auto chooses on each link; takes the dense steps before it."""
+    chosen = []
+    for link in links:
+        run = {**cell, "seed": 0, "method": "auto", "link": link}
+        chosen.append({"link": link, **train(run, nominal, stop_after=CHOSEN_AFTER + 1)})
+    return chosen
+
+
+def wanted_runs(task: str, chosen: list[Row], methods: Sequence[str], is_first: bool) -> list[Row]:
+    """Return the runs of a seed: what tells each from the others, and a link on which it is.
+
+    Where auto stays dense it is ddp, to the bit: checked with the first seed.
+    """
+    fixed, runs = {"ddp": None, CONTROL: None, "dgc 99.9 %": FIXED}, list[Row]()
+    for method in methods:
+        for each in chosen:
+            schedule = fixed.get(method, each["schedule"])
+            key = {"method": method, "schedule": schedule, "payload": payload_of(method, task)}
+            is_wanted = method in fixed or schedule is not None or (is_first and method == "auto")
+            if is_wanted and all(run["key"] != key for run in runs):
+                runs.append({"key": key, "link": each["link"]})
+    return runs
+
+
+def start_on_loopback(command: Sequence[str]) -> None:
+    """Start a command once per rank, with the environment that torchrun would give; if one fails, end the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": NUM_RANKS, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": NUM_RANKS}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"TORCHELASTIC_RUN_ID": "auto"}
+    ranks = []
+    try:
+        for rank in range(NUM_RANKS):
+            own = {**common, "RANK": rank, "GROUP_RANK": rank, "NODE_RANK": rank}
+            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+            ranks.append(subprocess.Popen(command, env=environment))
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.2)
+        if any(rank.poll() for rank in ranks):
+            raise SystemExit("A rank failed.")
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()  # a Trainer only notes that it is asked to end
+            rank.wait()
