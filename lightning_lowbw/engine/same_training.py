@@ -130,9 +130,11 @@ def agree_on_beginning(worker: Worker) -> None:
 def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
     """Return a checksum of each plain tensor by name; waits for a GPU once."""
     plain = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and t.layout == torch.strided}
-    sums = [checksum([tensor]) for tensor in plain.values()]
-    numbers = torch.stack([torch.as_tensor(each).cpu() for each in sums]).tolist() if sums else []
-    return {title.format(name): number for name, number in zip(plain, numbers, strict=True)}
+    if not plain:
+        return {}
+    device = next(iter(plain.values())).device
+    sums = torch.stack([torch.as_tensor(checksum([tensor]), device=device) for tensor in plain.values()])
+    return {title.format(name): number for name, number in zip(plain, sums.tolist(), strict=True)}
 
 
 def agree_on_end(worker: Worker) -> None:
