@@ -69,9 +69,9 @@ class SparsityWarmup(Callback):
         if sparsity is None or isinstance(sparsity, str):
             raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
         self._sparsity = as_stairs(sparsity)
-        if steps is not None and steps < len(self._sparsity) - 1:
+        if steps is not None and steps < len(self._sparsity) > 1:
             raise ConfigurationError(
-                f"SparsityWarmup(steps={steps}, sparsity={list(self._sparsity)}): some values would never be used. "
+                f"SparsityWarmup(steps={steps}, sparsity={list(self._sparsity)}): there is no step for each value. "
                 f"Give at least {len(self._sparsity)} steps, fewer values, or {_leave_out('steps', begin_step)}."
             )
         if len(self._sparsity) == 1 and (epochs or (steps is not None and steps > 1)):
@@ -88,7 +88,7 @@ class SparsityWarmup(Callback):
         """Return the warm-up in optimizer steps."""
         unit = 1 if self._in_steps else steps_per_epoch
         num = len(self._sparsity)
-        length = 1 if num == 1 else max(1, num - 1, round(self._length * unit))
+        length = 1 if num == 1 else max(num, round(self._length * unit))
         return EveryStep(round(self._begin * unit), length, self._sparsity)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -25,7 +25,7 @@ class EveryStep:
 
     Args:
         rampup_begin_step: optimizer steps that are dense (plain DDP), >= 0.
-        rampup_step: optimizer steps over which the stairs are spread, >= 1.
+        rampup_step: optimizer steps over which the stairs are spread, at least one for each.
         sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
             None: no warm-up, and the payload's own density from `rampup_begin_step` on. "auto": a Lightning strategy
             takes some dense steps, measures, and replaces this schedule by one of numbers; see `engine.auto`.
@@ -35,8 +35,8 @@ class EveryStep:
         pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 
     Raises:
-        ConfigurationError: a value is out of range, `sparsity` falls, or `rampup_step` is so short
-            that some values of `sparsity` would never be used, or there is only one to be spread.
+        ConfigurationError: a value is out of range, `sparsity` falls, `rampup_step` is smaller than the number of its
+            values, or there is only one to be spread.
 
     Example:
         >>> schedule = EveryStep(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
@@ -59,10 +59,10 @@ class EveryStep:
             value = getattr(self, name)
             if not is_count(value, least):
                 raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= {least}.")
-        if self.rampup_step < len(self.stairs) - 1:
+        if self.rampup_step < len(self.stairs):
             raise ConfigurationError(
                 f"rampup_step={self.rampup_step} for the {len(self.stairs)} values of sparsity={list(self.stairs)}: "
-                "some would never be used. Give the number of optimizer steps that the warm-up takes, or the last "
+                "there is no step for each. Give the number of optimizer steps that the warm-up takes, or the last "
                 "value alone."
             )
         if self.rampup_step > 1 and len(self.stairs) < 2 and not self.is_auto:

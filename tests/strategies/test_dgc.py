@@ -27,7 +27,8 @@ from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
         ({"sparsity": "0"}, "give a list"),
         ({"rampup_step": 0}, "integer >= 1"),
         ({"rampup_begin_step": -1}, "integer >= 0"),
-        ({"rampup_begin_step": 9, "sparsity": [0.9, 0.99, 0.999]}, "rampup_step=1 for the 3 values .* never be used"),
+        ({"sparsity": [0.9, 0.99]}, "rampup_step=1 for the 2 values .* Give the number of optimizer steps"),
+        ({"rampup_begin_step": 9, "sparsity": [0.9, 0.99, 0.999]}, "for the 3 values .* no step for each"),
         ({"rampup": 100}, "Did you mean 'rampup_begin_step' or 'rampup_step'"),
         ({"rampup_begin_step": 1.5}, "integer >= 0"),
         ({"selection": "random"}, "sampled, exact"),
@@ -62,4 +63,5 @@ def test_after_a_dense_phase_of_the_users_own_it_is_99_9_percent() -> None:
 
 def test_numbers_stay_what_they_are() -> None:
     assert DGCStrategy(sparsity=[0.999]).method == DGC()
-    assert DGCStrategy(sparsity=[0.75, 0.999]).method == DGC(sparsity=[0.75, 0.999])
+    stairs = {"sparsity": [0.75, 0.999], "rampup_step": 2}
+    assert DGCStrategy(**stairs).method == DGC(**stairs)
