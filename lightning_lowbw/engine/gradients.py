@@ -316,7 +316,8 @@ class GradientWorker(Worker):
 
         Raises:
             NonFiniteGradientError, ValueError: on all ranks; as `engine.kept.check_kept`.
-            DisagreementError: on all ranks; a rank has taken other steps, or has other weights.
+            DisagreementError: on all ranks; a rank has other weights, or has counted other steps. (A step that one rank
+                takes meanwhile would meet these messages with its own: torch then ends the process.)
         """
         check_kept(self)
         agree_on_end(self)

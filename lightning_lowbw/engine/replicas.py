@@ -35,6 +35,7 @@ from lightning_lowbw.engine.control import Control, counts_of, requests_of
 from lightning_lowbw.engine.delay import Delay
 from lightning_lowbw.engine.phase import Phase
 from lightning_lowbw.engine.running_loss import RunningLoss
+from lightning_lowbw.engine.same_training import agree_on_end
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.top_k import TopK
@@ -379,11 +380,17 @@ class ReplicaWorker(Worker):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Leave the consensus in the model: the end of the training.
+        """Leave the consensus in the model: the end of the training. Weights that are equal already are compared.
 
         Collective: all ranks, blocking; see `Consensus.show`, also for what it raises.
+
+        Raises:
+            DisagreementError: on all ranks; nothing has been averaged, and a rank has other weights or steps.
         """
+        is_compared = self.consensus_view.is_there
         self.consensus_view.keep()
+        if is_compared:
+            agree_on_end(self)
         for fragment in self.fragments:
             if fragment.work is not None:
                 with self.averaging.offload.at_hand(self.device):

@@ -41,7 +41,7 @@ from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_moments import ShardedMoments
-from lightning_lowbw.strategies.sharded_setup import begin_schedules, make_workers, tell_nodes
+from lightning_lowbw.strategies.sharded_setup import begin_schedules, check_callbacks, make_workers, tell_nodes
 from lightning_lowbw.strategies.sharding import (
     DefaultSharding,
     check_reduced,
@@ -197,6 +197,8 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             self.lost_peers.begin_fit()
         settings = facts.settings_of(self.trainer) if fitting else {}
         with failing_together():
+            if fitting:
+                check_callbacks(self.trainer)
             choice = repr(check_choice(self.topology) or self.topology)
         everything = {**self.method.facts(), **self._options, "topology": choice}
         facts.agree_on_configuration(type(self).__name__, everything, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -11,12 +12,15 @@ from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_parameters
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies.advice import (
     tell_notes,
     tell_what_stays_whole,
     warn_if_never_local,
     warn_if_never_sparse,
 )
+from lightning_lowbw.strategies.callback_agreement import AVERAGING
 from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
@@ -41,6 +45,22 @@ def tell_nodes(strategy: ShardedStrategy, topology: Topology) -> None:
         rank_zero_warn(
             f"{name}, topology={strategy.topology!r}: one rank on each node, so each holds the whole model, and "
             "nothing is sharded. lightning_lowbw.Strategy does the same without FSDP."
+        )
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that copy the module before it is sharded: they would average nothing, or fail in torch.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    classes = tuple(twin for cls in AVERAGING for twin in twins(cls))
+    names = [type(each).__name__ for each in callbacks if isinstance(each, classes)]
+    if names:
+        raise ConfigurationError(
+            f"{', '.join(names)}: it averages copies of whole weights, and here each rank has shards. Leave it out, or "
+            "use a strategy that does not shard the model."
         )
 
 

@@ -422,17 +422,16 @@ AVERAGES = {
 def test_launches_of_an_average(
     method: str, rows: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the table says, and at most one that depends on the number of tensors: a sum for the checksum of each."""
+    """As the table says, and none that depends on the number of tensors; the checksum takes some for 4M elements."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         count = count_average(monkeypatch, "ResNet-50", AVERAGES[method], FlatPeers())
     finally:
         dist.destroy_process_group()
     num_waits = sum(number for name, number in count.items() if name.startswith("wait"))
-    num_launches, sums = count.total() - num_waits, count["sum"]
+    num_launches = count.total() - num_waits
     assert num_waits == 1, count
-    assert num_launches - sums <= 80, count
-    assert sums <= len(shapes_of("ResNet-50")) + 2, count
+    assert num_launches <= 135 < len(shapes_of("ResNet-50")), count
     check_row(f"an average of {method}, ResNet-50, 8 ranks", num_launches, num_waits, rows, request)
 
 

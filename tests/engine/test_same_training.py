@@ -24,6 +24,7 @@ METHODS: dict[str, Method] = {
     "int8": preset("int8"),
     "local_sgd": LocalSGD(k_steps=3, begin_step=0),
 }
+SYNCHRONOUS = "local_sgd, synchronous until the end"
 STEPS = 5
 
 
@@ -93,10 +94,11 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def begin(name: str, optimizer: str, seed: int = 0) -> tuple[nn.Sequential, Any, Any]:
+    method = LocalSGD(k_steps=3, begin_step=2 * STEPS) if name == SYNCHRONOUS else METHODS[name]
     model = make(seed)
     own = KINDS[optimizer](model.parameters())
-    buffers = dict(model.named_buffers()) if METHODS[name].averages_weights else None
-    return model, own, METHODS[name].attach(own, model.named_parameters(), named_buffers=buffers)
+    buffers = dict(model.named_buffers()) if method.averages_weights else None
+    return model, own, method.attach(own, model.named_parameters(), named_buffers=buffers)
 
 
 def resume(name: str, optimizer: str, has_worker: bool) -> tuple[str, str]:
@@ -190,6 +192,27 @@ def test_weights_that_are_loaded_on_one_rank_are_told(name: str) -> None:
         assert "checksum of 0.weight: rank 0 has" in str(message)
 
 
+SAME_SUM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "signs": torch.neg,
+    "rows": lambda weight: weight.flip(0),
+}
+
+
+def begin_with(name: str, change: str) -> str | None:
+    model, own, _ = begin(name, "sgd")
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[0].weight.copy_(SAME_SUM[change](model[0].weight.clone()))
+    return message_of(lambda: train(model, own, range(1)), DisagreementError)
+
+
+@pytest.mark.parametrize("change", SAME_SUM)
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_differ_by_sign_or_order_are_told(name: str, change: str) -> None:
+    for message in run_ranks(begin_with, 2, name, change):
+        assert "checksum of 0.weight: rank 0 has" in str(message)
+
+
 def swap_layers(name: str) -> list[str | None]:
     """Begin with two layers swapped on one rank, and try again."""
     model = make()
@@ -273,7 +296,7 @@ def end_differently(name: str, what: str) -> str | None:
 
 
 @pytest.mark.parametrize(("what", "named"), [("weights", "checksum of 0.weight"), ("steps", "worker.step")])
-@pytest.mark.parametrize("name", ["dgc", "int8"])
+@pytest.mark.parametrize("name", ["dgc", "int8", SYNCHRONOUS])
 def test_weights_and_steps_that_differ_are_told_at_the_end(name: str, what: str, named: str) -> None:
     for message in run_ranks(end_differently, 2, name, what):
         assert "end of the training" in message

@@ -91,6 +91,7 @@ class TensorParallelOnly(Configured):
         fully_shard(self.net[3], mesh=self.device_mesh["data_parallel"])
 
 
+SWA = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
 FITS: dict[str, tuple[type[Plain], dict[str, Any], Any, str]] = {
     "unequal nodes": (Configured, {"topology": [[0, 1, 2], [3]]}, sgd, "Start as many ranks on each"),
     "not all ranks": (Configured, {"topology": 3}, sgd, "4 ranks cannot be divided into nodes of"),
@@ -100,15 +101,17 @@ FITS: dict[str, tuple[type[Plain], dict[str, Any], Any, str]] = {
     "no average": (TensorParallelOnly, {"topology": 4, "tensor_parallel_size": 2}, sgd, "'net.0.weight' is sharded by"),
     "blocks": (Plain, {"blocks": ["Block"]}, sgd, "no layer of class Block; its classes are LayerNorm, Linear"),
     "blocks and own": (Configured, {"blocks": ["Linear"]}, sgd, "Configured shards itself in configure_model"),
+    "averaging of weights": (Configured, {"callbacks": [SWA]}, sgd, "StochasticWeightAveraging: it averages copies of"),
     "LBFGS": (Configured, {}, functools.partial(torch.optim.LBFGS, lr=0.1), "LBFGS"),
 }
 
 
 def refused(name: str) -> str:
     cls, options, optimizer, _ = FITS[name]
-    model = cls(optimizer)
+    model, of_trainer = cls(optimizer), {"callbacks": options.get("callbacks")}
+    strategy = ShardedStrategy(DENSE, **{"topology": 2, **{k: v for k, v in options.items() if k not in of_trainer}})
     try:
-        train(ShardedStrategy(DENSE, **{"topology": 2, **options}), model, 2, 4, dist.get_rank())
+        train(strategy, model, 2, 4, dist.get_rank(), **of_trainer)
     except ConfigurationError as error:
         return str(error)
     return "trained"

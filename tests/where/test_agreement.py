@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.engine.control import MODULUS
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
-from lightning_lowbw.where.agreement import MAX_DIFFERENCES, agree, digest, failing_together
+from lightning_lowbw.where import agreement
+from lightning_lowbw.where.agreement import MAX_DIFFERENCES, agree, checksum, digest, failing_together
 from tests.ranks import run_ranks
 
 # agree ----------------------------------------------------------------------------------------------------------------
@@ -159,3 +163,68 @@ def digest_of(seed: int) -> str:
 def test_digests_of_processes_compare() -> None:
     first, second = run_ranks(digest_of, 2, 3)
     assert first == second == digest_of(3) != digest_of(4)
+
+
+# checksum -------------------------------------------------------------------------------------------------------------
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all signs": torch.neg,
+    "two signs": lambda t: t * torch.tensor([-1.0, -1.0] + [1.0] * (t.shape[1] - 2)).to(t.dtype),
+    "signs of a column": lambda t: torch.cat([-t[:, :1], t[:, 1:]], 1),
+    "rows in another order": lambda t: t.flip(0),
+    "columns in another order": lambda t: t.flip(1),
+    "one bit": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 7, torch.nextafter(t, 2 * t + 1), t),
+    "roundings that add up to nothing": lambda t: torch.stack(
+        [row.roll(1) if number == 3 else row for number, row in enumerate(t)]
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_checksum_shows_what_a_sum_of_bits_does_not(change: str, dtype: torch.dtype) -> None:
+    tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    other = CHANGES[change](tensor.float() if change == "one bit" else tensor).to(dtype)
+    if dtype in (torch.bfloat16, torch.float16) and change == "one bit":
+        other = tensor.clone()
+        other.view(torch.int16)[3, 3] ^= 1
+    assert not torch.equal(tensor, other)
+    first, second = int(checksum([tensor])), int(checksum([other]))
+    assert first != second
+    assert first % MODULUS != second % MODULUS, "the part of it that is in a mark"
+    assert first == int(checksum([tensor.clone()]))
+
+
+def test_a_checksum_is_of_all_tensors_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    some = [torch.randn(numel, generator=generator) for numel in (5, 0, 300, 300, 1)]
+    some += [torch.arange(9), torch.ones(3, dtype=torch.bool), torch.randn(2, 3, dtype=torch.complex64)]
+    for length in (agreement.CHUNK_OF_CPU, 64):
+        monkeypatch.setattr(agreement, "CHUNK_OF_CPU", length)
+        sums = {int(checksum(some)), int(checksum(some[::-1]))}
+        for a, b in ((2, 3), (0, 4)):
+            swapped = list(some)
+            swapped[a], swapped[b] = swapped[b], swapped[a]
+            sums.add(int(checksum(swapped)))
+        for number, tensor in enumerate(some):
+            other = ~tensor if tensor.dtype == torch.bool else tensor + 1
+            sums.add(int(checksum([*some[:number], other, *some[number + 1 :]])))
+        assert len(sums) == 4 + 7, "the empty one changes nothing"
+    assert checksum([]) == checksum([torch.empty(0)]) == 0
+    transposed = torch.randn(7, 5).t()
+    assert int(checksum([transposed])) == int(checksum([transposed.contiguous()]))
+
+
+def test_checksums_of_many_matrices_differ_in_all_bits_of_a_mark() -> None:
+    generator = torch.Generator().manual_seed(3)
+    tensor = torch.randn(40, 40, generator=generator)
+    marks = []
+    for _ in range(4 * MODULUS):
+        element = torch.randint(0, 1600, (2,), generator=generator)
+        other = tensor.clone().view(-1)
+        other[element] = torch.nextafter(other[element], torch.tensor([9.0, -9.0]))  # one up, one down
+        marks.append(int(checksum([other])) % MODULUS)
+    counts = torch.bincount(torch.tensor(marks), minlength=MODULUS)
+    assert (counts == 0).float().mean() < 0.04  # exp(-4) is 0.018
+    assert int(counts.max()) < 20
