@@ -93,32 +93,34 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
         alike.setdefault((real.device, size), []).append(bits)
     hashes: dict[torch.device, list[Tensor]] = {}
     for (device, _), flats in alike.items():
-        length = CHUNK_OF_CPU if device.type == "cpu" else CHUNK
-        weights = _weights(min(length, sum(flat.numel() for flat in flats)), torch.int32, device)
-        for chunk in _chunks(flats, length):
-            mixed = chunk.int()
-            mixed = mixed ^ (mixed >> 15)  # else two signs that have changed would cancel
-            of_chunk = mixed.mul_(weights[: mixed.numel()]).sum(dtype=torch.int32)
-            hashes.setdefault(device, []).append(of_chunk)
+        length = min(CHUNK_OF_CPU if device.type == "cpu" else CHUNK, sum(flat.numel() for flat in flats))
+        weights = _weights(length, torch.int32, device)
+        together, mixed = torch.empty_like(weights), torch.empty_like(weights)  # once: small blocks would fragment
+        for parts in _chunks(flats, length):
+            num = sum(part.numel() for part in parts)
+            is_one = len(parts) == 1 and parts[0].dtype == torch.int32
+            chunk = parts[0] if is_one else torch.cat(parts, out=together[:num])
+            # Else two signs that have changed would cancel.
+            torch.bitwise_right_shift(chunk, 15, out=mixed[:num]).bitwise_xor_(chunk).mul_(weights[:num])
+            hashes.setdefault(device, []).append(mixed[:num].sum(dtype=torch.int32))
     total: Tensor | int = 0
     for device, each in hashes.items():
         total = total + (torch.stack(each).long() * _weights(len(each), torch.int64, device)).sum()
     return total ^ (total >> 32)
 
 
-def _chunks(flats: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Yield all elements in tensors of at most so many; small tensors together, for fewer launches."""
+def _chunks(flats: Iterable[Tensor], length: int) -> Iterator[list[Tensor]]:
+    """Yield all elements in lists of at most so many; small tensors together, for fewer launches."""
     waiting: list[Tensor] = []
     num_waiting = 0
-    for part in (part for flat in flats for part in flat.split(length)):
+    for part in (part for flat in flats for part in flat.split(max(1, length)) if part.numel()):
         if num_waiting + part.numel() > length:
-            yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+            yield waiting
             waiting, num_waiting = [], 0
-        if part.numel():
-            waiting.append(part)
-            num_waiting += part.numel()
+        waiting.append(part)
+        num_waiting += part.numel()
     if waiting:
-        yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+        yield waiting
 
 
 def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -55,7 +55,8 @@ def test_a_rank_writes_only_numbers_of_its_own() -> None:
 
 
 def test_marks_are_exact_in_float32() -> None:
-    largest = make_mark(MODULUS - 1, [torch.tensor([MODULUS - 1], dtype=torch.int32).view(torch.float32)])
+    weights = ([torch.tensor([float(number)])] for number in range(100 * MODULUS))
+    largest = max((make_mark(MODULUS - 1, next(weights)) for _ in range(8 * MODULUS)), key=int)
     assert int(largest) == MODULUS**2 - 1
     assert Control.read(sum(messages([0.0] * 2, [largest] * 2), torch.zeros(6)), 2).marks == [MODULUS**2 - 1] * 2
 

@@ -29,7 +29,10 @@ QUIET = {
 }
 # By class: what is given in `init_args`, and what the strategy says that it does.
 CLASSES: dict[str, tuple[dict[str, Any], str]] = {
-    "DGCStrategy": ({"sparsity": [0.9, 0.99], "exclude": ["*.bias"]}, "every step, the 10 %, later 1 % largest"),
+    "DGCStrategy": (
+        {"sparsity": [0.9, 0.99], "rampup_step": 10, "exclude": ["*.bias"]},
+        "every step, the 10 %, later 1 % largest",
+    ),
     "LocalSGDStrategy": ({"k_steps": 4, "begin_step": 0.5, "delay_steps": "auto"}, "every 4 steps after 50 % of"),
     "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "every 1 to 16 steps"),
     "HierarchicalStrategy": ({"algorithm": "leader"}, "every step, whole gradients"),
