@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.ops.layout import flat_in_order
 from lightning_lowbw.ops.reference import as_real
 
 MAX_DIFFERENCES = 8  # lines of an error message
@@ -77,7 +78,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
-    """Return a hash of the bits of some tensors and of their order; stays on their device. Cheaper than `digest`.
+    """Return a hash of the bits of some tensors in their order in memory, on their device. Cheaper than `digest`.
 
     An element in another place, a matrix with the other sign, or roundings that add up to nothing change it, which the
     sum of the bits would not show.
@@ -87,9 +88,9 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
     """
     alike: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
-        real = as_real(tensor.detach()).reshape(-1)
+        real = as_real(tensor.detach())
         size = min(real.itemsize, 4)
-        bits = real.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
+        bits = flat_in_order(real, real).view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
         alike.setdefault((real.device, size), []).append(bits)
     hashes: dict[torch.device, list[Tensor]] = {}
     for (device, _), flats in alike.items():
