@@ -41,7 +41,10 @@ class Recorder(Callback):
         self.sent_bytes: list[float] = []
         self.interface_bytes: int | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        # Not at the start of the training: the strategy compiles its kernels after that, a quarter of a minute once.
+        if trainer.current_epoch > 0:
+            return
         trainer.strategy.barrier()
         self._interface_bytes_before = _read_interface()
         self._started_s = time.perf_counter()
