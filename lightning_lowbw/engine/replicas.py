@@ -387,9 +387,9 @@ class ReplicaWorker(Worker):
         Raises:
             DisagreementError: on all ranks; nothing has been averaged, and a rank has other weights or steps.
         """
-        is_compared = self.consensus_view.is_there
+        was_there = self.consensus_view.is_there
         self.consensus_view.keep()
-        if is_compared:
+        if was_there:
             agree_on_end(self)
         for fragment in self.fragments:
             if fragment.work is not None:

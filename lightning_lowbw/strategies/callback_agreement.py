@@ -25,6 +25,13 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
 )
 
 
+def averaging_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the trainer's `AVERAGING` callbacks, of either package of Lightning."""
+    classes = tuple(twin for cls in AVERAGING for twin in twins(cls))
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [each for each in callbacks if isinstance(each, classes)]
+
+
 def weights_of(module: torch.nn.Module) -> list[Tensor]:
     """Return the tensors of a module that are averaged: parameters and floating buffers."""
     buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
@@ -75,9 +82,9 @@ def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch
 
     Collective: all ranks, blocking; for each callback two numbers, and if they differ as `agree_on_weights_`.
     """
-    classes, peers = tuple(twin for cls in AVERAGING for twin in twins(cls)), FlatPeers(None, ledger)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-        average = getattr(callback, "_average_model", None) if isinstance(callback, classes) else None
+    peers = FlatPeers(None, ledger)
+    for callback in averaging_callbacks(trainer):
+        average = getattr(callback, "_average_model", None)
         if average is None or peers.num_ranks == 1:
             continue
         if any(_differ([[parameter.detach() for parameter in average.parameters()]], peers, device)):

@@ -13,14 +13,13 @@ from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_par
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies.advice import (
     tell_notes,
     tell_what_stays_whole,
     warn_if_never_local,
     warn_if_never_sparse,
 )
-from lightning_lowbw.strategies.callback_agreement import AVERAGING
+from lightning_lowbw.strategies.callback_agreement import averaging_callbacks
 from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
@@ -54,9 +53,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
     Raises:
         ConfigurationError: there is one.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    classes = tuple(twin for cls in AVERAGING for twin in twins(cls))
-    names = [type(each).__name__ for each in callbacks if isinstance(each, classes)]
+    names = [type(each).__name__ for each in averaging_callbacks(trainer)]
     if names:
         raise ConfigurationError(
             f"{', '.join(names)}: it averages copies of whole weights, and here each rank has shards. Leave it out, or "
