@@ -141,7 +141,7 @@ class Round:
             residual[where] = values - sent
 
     def read_positions(self) -> list[Tensor]:
-        return [unpack(words, self.counts, self.numels) for words in self.words]
+        return [*unpack(torch.stack(self.words), self.counts, self.numels)]
 
     def read_values(self) -> list[Tensor]:
         return [self.value_format.decode(data, self.counts) for data in self.data]

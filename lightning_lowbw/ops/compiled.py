@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE
+from lightning_lowbw.ops.compiled_places import BYTE, write_places, write_places_of_chunk
 from lightning_lowbw.ops.compiled_selection import narrow, num_reached, reach, take_out_, top_k, top_k_of_chunks
 from lightning_lowbw.ops.compiler import (
     CHUNK,
     INFINITE,
     MAGNITUDE,
+    allocate,
     compile_kernel,
     import_numba,
     over_threads,
@@ -36,10 +39,10 @@ __all__ = [
 ]
 
 BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
-# Of the candidates that are of use there is room for one in so many, twice what is aimed at: each has 8 bytes, and all
-# that are of use would take 3 % of the residual. Where there are more, mostly in the second step, another pass looks.
+# Of the candidates that are of use there is room for one in so many, twice what is aimed at: each has 8 bytes, and at
+# one in a thousand all that are of use would take 3 % of the residual. Where there are more, mostly in the second step,
+# another pass looks.
 ROOM = 4
-MIN_PER_CANDIDATE = 32  # as in `reference`; here nothing is sorted
 
 
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
@@ -62,12 +65,12 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     def run(start: int, stop: int) -> Tensor | None:
         piece = residual[start:stop]
-        room = min(most // ROOM * piece.numel() // max(1, numel) + CHUNK, piece.numel())
-        positions = torch.empty(room, dtype=torch.int64)
+        most_here = min(most // ROOM * piece.numel() // max(1, numel) + CHUNK, piece.numel())
+        positions = allocate(most_here, torch.int64)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, *decay, segment.sign, adam)
         count = kernel(*pieces, *constants, bound, positions.numpy(), fault)
-        if count <= room:
+        if count <= most_here:
             return positions[:count].add_(start) if count <= most else None
         del positions  # before others are made; the candidates have not been counted to the end
         return reach(piece, threshold).add_(start) if num_reached(piece, threshold) <= most else None
@@ -86,7 +89,8 @@ def _kernel(
     """Compile `_accumulate` for float32; missing tensors have the type of None, and their branches are not compiled."""
     # As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can.
     register(_multiply_add, fastmath={"contract"})
-    register(_finite, _decay, _decay_ahead, _take_square, _correct, _largest, _collect)
+    register(write_places, write_places_of_chunk)
+    register(_finite, _decay, _decay_ahead, _take_square, _correct, _largest, _flag, _collect)
     numba = import_numba()
     number, vector, nothing = numba.float32, numba.float32[::1], numba.none
     signature = numba.int64(
@@ -175,12 +179,12 @@ def _largest(bits, size):  # type: ignore[no-untyped-def]
     return largest
 
 
+def _flag(v, threshold, flags, size):  # type: ignore[no-untyped-def]
+    for i in range(size):
+        flags[i] = abs(v[i]) >= threshold
+
+
 def _collect(v, start, stop, threshold, positions, count):  # type: ignore[no-untyped-def]
-    if count + stop - start <= positions.size:  # no branch, which would be foreseen wrongly at each candidate
-        for i in range(start, stop):
-            positions[count] = i
-            count += abs(v[i]) >= threshold
-        return count
     for i in range(start, stop):
         if abs(v[i]) >= threshold:
             if count < positions.size:
@@ -193,9 +197,12 @@ def _accumulate(  # type: ignore[no-untyped-def]
     v, u, gradient, w, square, largest, m, gain, look_ahead, c, less, sign, adam, threshold, positions, fault
 ):
     count, bits, least = 0, v.view(np.int32), np.array([threshold]).view(np.int32)[0]
+    are_many = CHUNK * positions.size > v.size  # so that hardly any chunk would be passed over
     bits_of_gradient = gradient.view(np.int32)
     clean = np.empty(BLOCK, dtype=np.float32)
     decayed, divisor = np.empty_like(clean), np.empty_like(clean)
+    flags = np.empty(BLOCK, dtype=np.uint8)
+    flags_together = flags.view(np.uint64)
     left_sign = sign if w is None else np.float32(1)
     for start in range(0, v.size, BLOCK):
         size = min(BLOCK, v.size - start)
@@ -213,14 +220,19 @@ def _accumulate(  # type: ignore[no-untyped-def]
             _decay_ahead(decayed, v[start:stop], less, size)
         own_u, own_divisor = None if u is None else u[start:stop], None if square is None else divisor
         _correct(v[start:stop], own_u, g, own_divisor, m, gain, look_ahead, left_sign, size)
-        for first in range(start, stop - CHUNK + 1, CHUNK):
-            largest_v = _largest(bits[first : first + CHUNK], CHUNK)
-            if largest_v >= least and count <= positions.size:
-                count = _collect(v, first, first + CHUNK, threshold, positions, count)
-            if fault is not None and largest_v >= INFINITE:
-                fault[0] = True
-        rest = start + size // CHUNK * CHUNK
-        count = _collect(v, rest, stop, threshold, positions, count)
-        if fault is not None and _largest(bits[rest:stop], stop - rest) >= INFINITE:
+        if fault is not None and _largest(bits[start:stop], size) >= INFINITE:
             fault[0] = True
+        if are_many:
+            _flag(v[start:stop], threshold, flags, size)
+        for at in range(0, size - CHUNK + 1, CHUNK):
+            first = start + at
+            if not are_many:
+                if _largest(bits[first : first + CHUNK], CHUNK) < least:
+                    continue
+                _flag(v[first : first + CHUNK], threshold, flags[at:], CHUNK)
+            if count + CHUNK <= positions.size:
+                count = write_places_of_chunk(flags_together[at // BYTE :], first, positions, count)
+            elif count <= positions.size:
+                count = _collect(v, first, first + CHUNK, threshold, positions, count)
+        count = _collect(v, start + size // CHUNK * CHUNK, stop, threshold, positions, count)
     return count

@@ -13,6 +13,8 @@ from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.compiled import _multiply_add
 from lightning_lowbw.ops.compiler import compile_kernel, import_numba, register
 
+BLOCK = 1 << 13  # elements: their means stay in the first cache
+
 __all__ = ["average_many_"]
 
 
@@ -21,45 +23,60 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     positions, values = positions.contiguous(), values.contiguous()
     for arrival in arrivals:
         where = positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.count
-        out = arrival.out.numpy()
         if arrival.weight is None:
-            arrival.out.zero_()
-            _kernels()["add"](out, *where)
+            _kernels()["add"](arrival.out.numpy(), *where)
         else:
-            _kernels()["step"](out, arrival.weight.detach().numpy(), -arrival.rate, *where)
+            _kernels()["step"](arrival.weight.detach().numpy(), -arrival.rate, *where)
 
 
 @cache
 def _kernels() -> dict[str, Callable[..., Any]]:
     register(_multiply_add, fastmath={"contract"})
-    register(_add)
+    register(_add_below)
     numba = import_numba()
     vector, number, size = numba.float32[::1], numba.float32, numba.int64
     where = (numba.int64[:, ::1], numba.float32[:, ::1], size, size)
     return {
         "add": compile_kernel(_add, numba.void(vector, *where)),
-        "step": compile_kernel(_step, numba.void(vector, vector, number, *where)),
+        "step": compile_kernel(_step, numba.void(vector, number, *where)),
     }
 
 
 # What numba compiles.
 
 
-def _add(out, positions, values, first, count):  # type: ignore[no-untyped-def]
+def _add_below(end, mean, start, positions, values, following, last):  # type: ignore[no-untyped-def]
+    """Add the elements of all participants that lie below `end`, to means whose first is at `start`; in their order.
+
+    Positions ascend. Where a damaged message has others, they are taken for `start`, so that nothing is written beside
+    the means.
+    """
     share = np.float32(1.0 / positions.shape[0])
     for participant in range(positions.shape[0]):
-        for i in range(first, first + count):
-            out[positions[participant, i]] += values[participant, i] * share
+        i = following[participant]
+        while i < last and positions[participant, i] < end:
+            mean[max(positions[participant, i] - start, 0)] += values[participant, i] * share
+            i += 1
+        following[participant] = i
 
 
-def _step(out, weight, rate, positions, values, first, count):  # type: ignore[no-untyped-def]
-    for participant in range(positions.shape[0]):
-        for i in range(first, first + count):
-            out[positions[participant, i]] = 0
-    _add(out, positions, values, first, count)
-    for participant in range(positions.shape[0]):
-        for i in range(first, first + count):
-            at = positions[participant, i]
-            if out[at] != 0:  # once for all that have sent it; a mean of zero changes nothing
-                weight[at] = _multiply_add(rate, out[at], weight[at])
-                out[at] = 0
+def _add(out, positions, values, first, count):  # type: ignore[no-untyped-def]
+    following = np.full(positions.shape[0], first)
+    for start in range(0, out.size, BLOCK):
+        mean = out[start : start + BLOCK]
+        mean[:] = 0
+        _add_below(start + mean.size, mean, start, positions, values, following, first + count)
+
+
+def _step(weight, rate, positions, values, first, count):  # type: ignore[no-untyped-def]
+    begun, following = np.full(positions.shape[0], first), np.full(positions.shape[0], first)
+    mean = np.zeros(BLOCK, dtype=np.float32)
+    for start in range(0, weight.size, BLOCK):
+        begun[:] = following
+        _add_below(start + BLOCK, mean, start, positions, values, following, first + count)
+        for participant in range(positions.shape[0]):
+            for i in range(begun[participant], following[participant]):
+                place = max(positions[participant, i] - start, 0)
+                if mean[place] != 0:  # once for all that have sent it; a mean of zero changes nothing
+                    weight[start + place] = _multiply_add(rate, mean[place], weight[start + place])
+                    mean[place] = 0

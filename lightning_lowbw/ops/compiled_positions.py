@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.compiled_places import BYTE, NUM_PLACES, write_places
 from lightning_lowbw.ops.compiler import compile_kernel, register
 
 WORD = 32  # bits
@@ -29,28 +29,29 @@ def pack_(positions: Tensor, fields: Tensor, words: Tensor) -> None:
     _kernels()[0](positions.numpy(), fields.numpy(), words.numpy().view(np.uint32))
 
 
-def unpack(words: Tensor, fields: Tensor, num_unary: int, count: int) -> tuple[Tensor, int, int]:
-    """Return so many positions, int64, how many there are and how many lie outside their tensors.
+def unpack(words: Tensor, fields: Tensor, num_unary: int, positions: Tensor) -> tuple[int, int]:
+    """Read positions; return how many there are, and how many of them lie outside their tensors.
 
-    Not to be used where there is another number of them, or one lies outside.
+    In place:
+        `positions`, not to be used where there is another number of them, or one lies outside.
 
     Args:
         words: int32, contiguous; all that `pack_` has written.
         fields: as `pack_` had them.
         num_unary: bits of the unary part.
-        count: positions that are expected.
+        positions: int64, contiguous; as many as are expected, and room for BYTE more.
     """
-    positions = torch.empty(count + WORD, dtype=torch.int64)
-    found, outside = _kernels()[1](words.numpy().view(np.uint32), fields.numpy(), num_unary, count, positions.numpy())
-    return positions[:count], found, outside
+    kernel = _kernels()[1]
+    found, outside = kernel(words.numpy().view(np.uint32), fields.numpy(), num_unary, positions.numpy())
+    return found, outside
 
 
 @cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., Any]]:
-    register(_field)
+    register(write_places, _field, _pack_low, _unpack_low)
     return (
         compile_kernel(_pack, "void(int64[::1], int64[:, ::1], uint32[::1])"),
-        compile_kernel(_unpack, "UniTuple(int64, 2)(uint32[::1], int64[:, ::1], int64, int64, int64[::1])"),
+        compile_kernel(_unpack, "UniTuple(int64, 2)(uint32[::1], int64[:, ::1], int64, int64[::1])"),
     )
 
 
@@ -68,37 +69,64 @@ def _pack(positions, fields, words):  # type: ignore[no-untyped-def]
         for i in range(count):
             bit = unary + i + (positions[first + i] >> width)
             words[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
-        mask = (np.int64(1) << width) - 1
-        for i in range(count if width else 0):
-            bit = low + i * width
-            both = np.uint64(positions[first + i] & mask) << np.uint64(bit & 31)
-            words[bit >> 5] |= np.uint32(both & np.uint64(0xFFFFFFFF))
-            words[(bit >> 5) + 1] |= np.uint32(both >> np.uint64(WORD))
+        if count and width:
+            _pack_low(positions[first : first + count], width, low, words)
 
 
-def _unpack(words, fields, num_unary, expected, positions):  # type: ignore[no-untyped-def]
-    count = outside = 0
-    for start in range(0, num_unary, WORD):
-        word = words[start >> 5]
-        if word == 0:
-            continue
-        for bit in range(min(WORD, num_unary - start)):
-            if count <= expected:  # else there is no room: they are counted
-                positions[count] = start + bit
-            count += (word >> np.uint32(bit)) & np.uint32(1)
+def _pack_low(positions, width, low, words):  # type: ignore[no-untyped-def]
+    """Write the low bits of positions from a bit on: a word when it is full, no word twice."""
+    mask = (np.int64(1) << width) - 1
+    place, num_held = low >> 5, low & 31
+    held = np.uint64(words[place])
+    for i in range(positions.size):
+        held |= np.uint64(positions[i] & mask) << np.uint64(num_held)
+        num_held += width
+        if num_held >= WORD:
+            words[place] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            held >>= np.uint64(WORD)
+            num_held -= WORD
+            place += 1
+    if num_held:
+        words[place] = np.uint32(held)
+
+
+def _unpack_low(words, low, width, highs, before, numel):  # type: ignore[no-untyped-def]
+    """Put the low bits from a bit on behind the high ones, each counted from one further on; return how many positions
+    lie outside."""
+    outside, mask = 0, (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    place, held, num_held = low >> 5, np.uint64(0), 0
+    if width:
+        held, num_held = np.uint64(words[place]) >> np.uint64(low & 31), WORD - (low & 31)
+    for i in range(highs.size):
+        if num_held < width:
+            place += 1
+            held |= np.uint64(words[place]) << np.uint64(num_held)
+            num_held += WORD
+        position = ((highs[i] - before - i) << width) | np.int64(held & mask)
+        held >>= np.uint64(width)
+        num_held -= width
+        highs[i] = position
+        outside += np.uint64(position) >= np.uint64(numel)  # a negative one is a very large one
+    return outside
+
+
+def _unpack(words, fields, num_unary, positions):  # type: ignore[no-untyped-def]
+    expected, count, outside = positions.size - BYTE, 0, 0
+    octets, num_whole = words.view(np.uint8), num_unary // BYTE
+    for i in range(num_whole):
+        if count <= expected:
+            count = write_places(octets[i], np.int64(BYTE * i), positions, count)
+        else:  # there is no room: they are counted
+            count += NUM_PLACES[octets[i]]
+    for bit in range(BYTE * num_whole, num_unary):
+        if count <= expected:
+            positions[count] = bit
+        count += (octets[num_whole] >> (bit - BYTE * num_whole)) & 1
     if count != expected:
         return np.int64(count), np.int64(outside)
     for tensor in range(fields.shape[0]):
         number, first, width, unary, low = _field(fields, tensor)
-        mask = (np.int64(1) << width) - 1
-        for i in range(number):
-            bit = low + i * width
-            place = bit >> 5
-            both = np.uint64(words[place]) if place < words.size else np.uint64(0)
-            if place + 1 < words.size:
-                both |= np.uint64(words[place + 1]) << np.uint64(WORD)
-            own = np.int64(both >> np.uint64(bit & 31)) & mask
-            position = ((positions[first + i] - unary - i) << width) | own
-            positions[first + i] = position
-            outside += position < 0 or position >= fields[tensor, 6]
+        if number:
+            mine = positions[first : first + number]
+            outside += _unpack_low(words, low, width, mine, unary, fields[tensor, 6])
     return np.int64(count), np.int64(outside)

@@ -11,6 +11,7 @@ there, the bits of the k-th largest follow one by one, from the highest, as in a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.compiler import CHUNK, MAGNITUDE, compile_kernel, over_threads, register
+from lightning_lowbw.ops.compiled_places import write_places, write_places_of_chunk
+from lightning_lowbw.ops.compiler import CHUNK, INFINITE, MAGNITUDE, allocate, compile_kernel, over_threads, register
 
 __all__ = ["narrow", "reach", "take_out_", "top_k", "top_k_of_chunks"]
 
@@ -30,7 +32,9 @@ GROUP = 16  # elements, a power of two; of 64 in 4096 the bound lets 74 through,
 
 def num_reached(values: Tensor, threshold: float) -> int:
     """Return how many positions `reach` would return."""
-    return int(_kernels()["count"](values.detach().numpy(), threshold))
+    if math.isnan(threshold):
+        return 0
+    return int(_kernels()["count"](values.detach().view(torch.int32).numpy(), _bits(threshold), INFINITE))
 
 
 def reach(values: Tensor, threshold: float) -> Tensor:
@@ -38,17 +42,24 @@ def reach(values: Tensor, threshold: float) -> Tensor:
 
     For contiguous float32.
     """
-    positions = torch.empty(num_reached(values, threshold), dtype=torch.int64)
-    _kernels()["reach"](values.detach().numpy(), threshold, positions.numpy())
-    return positions
+    count = num_reached(values, threshold)
+    positions = allocate(count + CHUNK, torch.int64)
+    if count:
+        bits = values.detach().view(torch.int32).numpy()
+        _kernels()["reach"](bits, _bits(threshold), INFINITE, 0, positions.numpy(), 0)
+    return positions[:count]
+
+
+def _bits(threshold: float) -> int:
+    return int(torch.tensor(threshold, dtype=torch.float32).view(torch.int32))
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
     """Return the positions of the k largest |values|; see `candidates.top_k`. For contiguous float32."""
     if k == 0:
         return torch.empty(0, dtype=torch.int64)
-    positions = torch.empty(k + 1, dtype=torch.int64)
-    _kernels()["top_k"](values.detach().view(torch.int32).numpy(), None, positions.numpy())
+    positions = allocate(k + CHUNK, torch.int64)
+    _kernels()["top_k"](values.detach().view(torch.int32).numpy(), positions.numpy())
     return positions[:k]
 
 
@@ -75,15 +86,19 @@ def narrow(values: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, float]:
 
     For contiguous float32.
     """
-    positions, bits = torch.empty(k + 1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
-    of_values = values.detach().view(torch.int32).numpy()
-    bits[0] = _kernels()["narrow"](of_values, candidates.numpy(), positions.numpy())
-    return positions[:k], float(bits.view(torch.float32))
+    magnitudes, positions = allocate(candidates.numel(), torch.int32), allocate(k + CHUNK, torch.int64)
+    least = torch.empty(1, dtype=torch.int32)
+    # Next to one another: each pass over them would wait for memory.
+    _kernels()["gather"](values.detach().view(torch.int32).numpy(), candidates.numpy(), magnitudes.numpy())
+    least[0] = _kernels()["top_k"](magnitudes.numpy(), positions.numpy())
+    positions = positions[:k]
+    _kernels()["gather positions"](candidates.numpy(), positions.numpy(), positions.numpy())
+    return positions, float(least.view(torch.float32))
 
 
 def take_out_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *, masking: bool) -> Tensor:
     """Take elements out of a residual; return them. See `reference.take_out_`. For contiguous float32."""
-    values = torch.empty(positions.numel(), dtype=torch.float32)
+    values = allocate(positions.numel(), torch.float32)
     masked = momentum_buffer if masking else None
     kernel = _kernels()["take" if masked is None else "take and mask"]
     kernel(residual.numpy(), None if masked is None else masked.numpy(), positions.numpy(), values.numpy())
@@ -92,13 +107,15 @@ def take_out_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tenso
 
 @cache
 def _kernels() -> dict[str, Callable[..., Any]]:
-    register(_rank, _gather, _find_maxima, _bound, _collect)
+    register(write_places, write_places_of_chunk)
+    register(_rank, _write_between, _count_within, _end_of_equal, _find_maxima, _bound, _collect)
     return {
-        "count": compile_kernel(_count, "int64(float32[::1], float32)"),
-        "reach": compile_kernel(_reach, "void(float32[::1], float32, int64[::1])"),
-        "top_k": compile_kernel(_select, "int32(int32[::1], none, int64[::1])"),
+        "count": compile_kernel(_count_between, "int64(int32[::1], int32, int32)"),
+        "reach": compile_kernel(_write_between, "int64(int32[::1], int32, int32, int64, int64[::1], int64)"),
+        "top_k": compile_kernel(_select, "int32(int32[::1], int64[::1])"),
         "top_k_of_chunks": compile_kernel(_select_of_chunks, "void(int32[::1], int64, int64, int64, int64[::1])"),
-        "narrow": compile_kernel(_select, "int32(int32[::1], int64[::1], int64[::1])"),
+        "gather": compile_kernel(_gather, "void(int32[::1], int64[::1], int32[::1])"),
+        "gather positions": compile_kernel(_gather, "void(int64[::1], int64[::1], int64[::1])"),
         "take": compile_kernel(_take, "void(float32[::1], none, int64[::1], float32[::1])"),
         "take and mask": compile_kernel(_take, "void(float32[::1], float32[::1], int64[::1], float32[::1])"),
     }
@@ -107,78 +124,84 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 # What numba compiles.
 
 
-def _count(values, threshold):  # type: ignore[no-untyped-def]
-    count = 0
-    for i in range(values.size):
-        count += abs(values[i]) >= threshold
+def _count_between(bits, least, most):  # type: ignore[no-untyped-def]
+    """Return how many magnitudes lie between two, or are one of them."""
+    count, span = 0, np.uint32(most - least)
+    for i in range(bits.size):
+        count += np.uint32(np.int32(bits[i] & MAGNITUDE) - least) <= span
     return count
 
 
-def _reach(values, threshold, positions):  # type: ignore[no-untyped-def]
-    count = 0
-    for start in range(0, values.size, CHUNK):
-        stop = min(start + CHUNK, values.size)
-        has_any = False
-        for i in range(start, stop):
-            has_any |= abs(values[i]) >= threshold
-        if has_any:
-            for i in range(start, stop):
-                if abs(values[i]) >= threshold:
-                    positions[count] = i
-                    count += 1
+def _write_between(bits, least, most, first, positions, count):  # type: ignore[no-untyped-def]
+    """Write where a magnitude lies between two, or is one of them, counted from `first`; return how many there are.
+
+    There must be room for CHUNK more.
+    """
+    rest, span = bits.size // CHUNK * CHUNK, np.uint32(most - least)
+    flags = np.empty(CHUNK, dtype=np.uint8)
+    flags_together = flags.view(np.uint64)
+    for start in range(0, rest, CHUNK):
+        for i in range(CHUNK):
+            flags[i] = np.uint32(np.int32(bits[start + i] & MAGNITUDE) - least) <= span
+        count = write_places_of_chunk(flags_together, first + start, positions, count)
+    for i in range(rest, bits.size):
+        positions[count] = first + i
+        count += np.uint32(np.int32(bits[i] & MAGNITUDE) - least) <= span
+    return count
 
 
-def _gather(bits, candidates):  # type: ignore[no-untyped-def]
-    """Return the bits of the candidates, next to one another: each pass over them would wait for memory."""
-    gathered = np.empty(candidates.size, dtype=np.int32)
-    for i in range(candidates.size):
-        gathered[i] = bits[candidates[i]]
-    return gathered
+def _gather(source, positions, out):  # type: ignore[no-untyped-def]
+    for i in range(positions.size):
+        out[i] = source[positions[i]]
 
 
 def _rank(counts, k):  # type: ignore[no-untyped-def]
-    """Return the place in which the k-th largest is counted, and how many are counted above it."""
+    """Return the place in which the k-th largest is counted, how many are counted above it, and how many in it."""
     above, place = 0, counts.shape[1] - 1
     while True:
         here = 0
         for lane in range(LANES):
             here += counts[lane, place]
         if above + here >= k or place == 0:
-            return place, above
+            return place, above, here
         above += here
         place -= 1
 
 
-def _select(bits, candidates, positions):  # type: ignore[no-untyped-def]
-    """Write the k largest, of equal ones the first, where `positions` has room for k + 1; return the k-th largest."""
-    if candidates is not None:
-        bits = _gather(bits, candidates)
-    size, k = bits.size, positions.size - 1
-    counts = np.zeros((LANES, 1 << 11), dtype=np.int64)
-    for i in range(size):
+def _count_within(bits, counts, shift, value, low):  # type: ignore[no-untyped-def]
+    """Count the ten bits above `low` where those above `shift` have a value; all others in the upper half."""
+    for i in range(bits.size):
+        magnitude = bits[i] & MAGNITUDE
+        # Neither a branch, nor one place in which each would wait for the one before.
+        elsewhere = np.int64((magnitude >> shift) != value)
+        counts[i % LANES, ((magnitude >> low) & MIDDLE) | (elsewhere << LOWER)] += 1
+
+
+def _end_of_equal(bits, least, num_equal):  # type: ignore[no-untyped-def]
+    """Return the place behind the first so many that are equal to a magnitude."""
+    for i in range(bits.size):
+        num_equal -= np.int32(bits[i] & MAGNITUDE) == least
+        if num_equal == 0:
+            return i + 1
+    return bits.size
+
+
+def _select(bits, positions):  # type: ignore[no-untyped-def]
+    """Write the k largest, of equal ones the first, where `positions` has room for CHUNK more; return the k-th."""
+    k = positions.size - CHUNK
+    counts = np.zeros((LANES, 1 << 11), dtype=np.int32)
+    for i in range(bits.size):
         counts[i % LANES, (bits[i] & MAGNITUDE) >> UPPER] += 1
-    upper, above = _rank(counts, k)
-    counts[:] = 0
-    for i in range(size):
-        magnitude = bits[i] & MAGNITUDE
-        if magnitude >> UPPER == upper:
-            counts[i % LANES, (magnitude >> LOWER) & MIDDLE] += 1
-    middle, more = _rank(counts, k - above)
-    above += more
-    upper = (upper << LOWER) | middle
-    counts[:] = 0
-    for i in range(size):
-        magnitude = bits[i] & MAGNITUDE
-        if magnitude >> LOWER == upper:
-            counts[i % LANES, magnitude & MIDDLE] += 1
-    lower, more = _rank(counts, k - above)
-    least, num_equal, count = (upper << LOWER) | lower, k - above - more, 0
-    for i in range(size):
-        magnitude = bits[i] & MAGNITUDE
-        is_equal = magnitude == least and num_equal > 0
-        positions[count] = i if candidates is None else candidates[i]
-        num_equal -= is_equal
-        count += magnitude > least or is_equal
+    least, above, num_equal = _rank(counts, k)
+    for shift, low in ((UPPER, LOWER), (LOWER, 0)):
+        counts[:] = 0
+        _count_within(bits, counts, shift, least, low)
+        place, more, num_equal = _rank(counts[:, : MIDDLE + 1], k - above)
+        least, above = (least << LOWER) | place, above + more
+    end = bits.size if num_equal == k - above else _end_of_equal(bits, least, k - above)
+    count = _write_between(bits[:end], np.int32(least), MAGNITUDE, 0, positions, 0)
+    if end < bits.size and least < MAGNITUDE:
+        _write_between(bits[end:], np.int32(least + 1), MAGNITUDE, end, positions, count)
     return np.int32(least)
 
 

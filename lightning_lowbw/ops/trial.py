@@ -32,6 +32,7 @@ from lightning_lowbw.ops import (
     reference,
 )
 from lightning_lowbw.ops.averages import Arrival
+from lightning_lowbw.ops.compiled_places import BYTE
 from lightning_lowbw.ops.reference import SecondMoment, Segment
 from lightning_lowbw.ops.table import BLOCK, Field, Kind, upload
 
@@ -103,7 +104,9 @@ def _run_positions(positions: Tensor, numel: int) -> None:
     fields = upload([field], torch.int64, positions.device).view(1, -1)
     words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
     compiled_positions.pack_(positions, fields, words)
-    _compare([compiled_positions.unpack(words, fields, unary, positions.numel())[0]], [positions])
+    found = torch.empty(positions.numel() + BYTE, dtype=torch.int64)
+    compiled_positions.unpack(words, fields, unary, found)
+    _compare([found[:-BYTE]], [positions])
 
 
 def _run_blocks(module: ModuleType, values: Tensor, bits: int) -> list[Tensor]:

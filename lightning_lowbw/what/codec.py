@@ -115,7 +115,7 @@ class SparseCodec:
             if damaged is None and found:
                 raise ValueError("A damaged message: its positions are too many, too few, or outside their tensors.")
             return positions, values if dtype is not None else value_format.decode(data, counts)
-        positions = torch.stack([unpack(each.view(torch.int32), counts, numels) for each in words])
+        positions = unpack(words.view(torch.int32), counts, numels)
         return positions, value_format.decode(data, counts)
 
     def decode_values(self, message: Tensor, counts: Sequence[int], numels: Sequence[int]) -> list[Tensor]:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import compiled_positions
+from lightning_lowbw.ops.compiled_places import BYTE
+from lightning_lowbw.ops.compiler import allocate
 from lightning_lowbw.ops.dispatch import packs_compiled
 from lightning_lowbw.ops.table import Field, upload
 
@@ -71,20 +73,36 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
 
 
 def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
-    """Return what `pack` was given: int64, shape (sum(counts),).
+    """Return what `pack` was given, of several messages.
+
+    Args:
+        words: int32, shape (messages, num_words(counts, numels)).
+        counts: as `pack` had them.
+        numels: as `pack` had them.
+
+    Returns:
+        int64, shape (messages, sum(counts)).
 
     Raises:
         ValueError: these are not so many words, or they hold another number of positions, or one outside its tensor.
     """
-    if words.numel() != (num_expected := num_words(counts, numels)):
-        raise ValueError(f"A message with {words.numel()} words of positions; {num_expected} were expected.")
+    if words.shape[1] != (num_expected := num_words(counts, numels)):
+        raise ValueError(f"A message with {words.shape[1]} words of positions; {num_expected} were expected.")
+    if not all(packs_compiled(each) for each in words):
+        return torch.stack([_unpack_one(each, counts, numels) for each in words])
     num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
-    if packs_compiled(words):
-        fields = fields_of(tuple(counts), tuple(numels), words.device)
-        positions, found, outside = compiled_positions.unpack(words, fields, num_unary, expected)
+    fields = fields_of(tuple(counts), tuple(numels), words.device)
+    positions = allocate(len(words) * expected + BYTE, torch.int64)
+    for number, message in enumerate(words):  # in order, for each writes behind its own
+        mine = positions[number * expected : (number + 1) * expected + BYTE]
+        found, outside = compiled_positions.unpack(message, fields, num_unary, mine)
         _check_count(found, expected)
         _check_range(outside)
-        return positions
+    return positions[:-BYTE].view(len(words), expected)
+
+
+def _unpack_one(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
+    num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
     ones = (words.view(torch.uint8)[: -(-num_unary // 8)].unsqueeze(1) & bits).view(-1)[:num_unary].nonzero().squeeze(1)
     _check_count(ones.numel(), expected)

@@ -79,3 +79,32 @@ def test_what_is_not_finite_arrives() -> None:
     for module, weight in zip((averages, compiled_averages), weights, strict=True):
         module.average_many_([Arrival(torch.zeros(4), 0, 0, 2, weight, 0.5)], positions, values)
     assert all(weight.isnan().tolist() == [True, False, False, True] for weight in weights)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_positions_over_many_blocks(steps: bool) -> None:
+    """More elements than a block of means has, a few of them in each; one block that nobody sends anything of."""
+    numel = 5 * compiled_averages.BLOCK + 3
+    generator = torch.Generator().manual_seed(0)
+    chosen = [torch.randperm(numel, generator=generator)[:300].sort().values for _ in range(2)]
+    chosen = [each.where(each // compiled_averages.BLOCK != 2, 0).sort().values.unique()[:200] for each in chosen]
+    positions, values = torch.stack(chosen).unsqueeze(0), torch.randn((1, 2, 200), generator=generator)
+    results = []
+    for module in (averages, compiled_averages):
+        arrival = Arrival(torch.full((numel,), 7.0), 0, 0, 200, torch.ones(numel) if steps else None, 0.5)
+        module.average_many_([arrival], positions, values)
+        results.append(arrival.weight if steps else arrival.out)
+    assert equal_bits(*results)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_nothing_is_written_beside_a_tensor_where_positions_do_not_ascend(steps: bool) -> None:
+    """Such a message is damaged, but each of its positions is inside its tensor."""
+    block, beside = compiled_averages.BLOCK, 1 << 15
+    room = torch.full((beside + 3 * block + beside,), 5.0)
+    tensor = room[beside:-beside]
+    positions = torch.tensor([[[2 * block + 5, 3, block, 0], [block + 1, 2, 3 * block - 1, 1]]])
+    arrival = Arrival(torch.zeros(3 * block) if steps else tensor, 0, 0, 4, tensor if steps else None, 0.5)
+    compiled_averages.average_many_([arrival], positions, torch.ones(1, 2, 4))
+    assert (room[:beside] == 5).all()
+    assert (room[-beside:] == 5).all()

@@ -62,6 +62,19 @@ def test_candidates_are_found_and_narrowed(kind: str, numel: int) -> None:
         assert least == least_expected
 
 
+@pytest.mark.parametrize("threshold", [float("nan"), float("inf"), 3.4e38, 1e-45, 1e-60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds_at_the_ends(kind: str, threshold: float) -> None:
+    values = make(kind, 1000)
+    assert compiled.reach(values, threshold).equal(reference.reach(values, float(torch.tensor(threshold))))
+
+
+def test_equal_ones_at_the_upper_end() -> None:
+    """All bits of the magnitude are ones: a NaN than which nothing is larger."""
+    values = torch.full((1000,), -1, dtype=torch.int32).view(torch.float32)
+    assert compiled.top_k(values, 300).tolist() == list(range(300))
+
+
 # Chunks: of one element; of one group; all sent; ending within a group; longer than the tensor; SparseLoCo's;
 # with as many sent as a search by groups may have, and one more.
 CHUNKS = [(1, 1, 0), (16, 1, 1), (7, 7, 3), (50, 2, 5), (1 << 20, 4096, 3), (4096, 64, 64), (300, 9, 40), (300, 10, 2)]
@@ -147,11 +160,11 @@ def test_positions_in_the_same_bits(counts: list[int], numels: list[int], monkey
     ]
     positions = torch.cat(chosen)
     words = pack(positions, counts, numels)
-    assert unpack(words, counts, numels).equal(positions)
+    assert unpack(words.unsqueeze(0), counts, numels)[0].equal(positions)
     with monkeypatch.context() as plain:
         plain.setattr(code, "packs_compiled", lambda _: False)
         assert pack(positions, counts, numels).equal(words)
-        assert unpack(words, counts, numels).equal(positions)
+        assert unpack(words.unsqueeze(0), counts, numels)[0].equal(positions)
 
 
 @pytest.mark.parametrize("fill", [0, -1, 0x55555555])
@@ -160,4 +173,4 @@ def test_a_message_with_another_number_of_positions(fill: int) -> None:
     num_unary = 40 + (999 >> 4)
     expected = sum((fill >> bit % 32) & 1 for bit in range(num_unary))
     with pytest.raises(ValueError, match=f"A message with {expected} positions; 40 were expected"):
-        unpack(words, [40], [1000])
+        unpack(words.unsqueeze(0), [40], [1000])

@@ -117,7 +117,7 @@ def test_a_message_of_other_tensors_is_refused_or_stays_inside() -> None:
 def test_another_number_of_words_is_refused(size: int) -> None:
     words = positions_module.num_words(COUNTS, NUMELS)
     with pytest.raises(ValueError, match=f"A message with {words + size} words of positions; {words} were expected"):
-        positions_module.unpack(torch.zeros(words + size, dtype=torch.int32), COUNTS, NUMELS)
+        positions_module.unpack(torch.zeros((1, words + size), dtype=torch.int32), COUNTS, NUMELS)
 
 
 # The sparse reduce-scatter --------------------------------------------------------------------------------------------

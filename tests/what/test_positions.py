@@ -37,7 +37,7 @@ def check(sizes: list[tuple[int, int]], parts: list[Tensor]) -> Tensor:
     words = pack(positions, counts, numels)
     assert words.dtype == torch.int32
     assert words.shape == (num_words(counts, numels),)
-    decoded = unpack(words, counts, numels)
+    (decoded,) = unpack(words.unsqueeze(0), counts, numels)
     assert decoded.dtype == torch.int64
     assert decoded.equal(positions)
     return words
@@ -101,7 +101,7 @@ def test_sizes_that_cannot_be_are_refused(count: int, numel: int) -> None:
 def test_words_with_another_number_of_positions_are_refused() -> None:
     words = pack(torch.tensor([3, 700]), [2], [1000])
     with pytest.raises(ValueError, match="A message with 0 positions; 2 were expected"):
-        unpack(torch.zeros_like(words), [2], [1000])
+        unpack(torch.zeros_like(words).unsqueeze(0), [2], [1000])
 
 
 @pytest.mark.gpu
@@ -110,7 +110,7 @@ def test_a_gpu_makes_the_same_words() -> None:
     positions = torch.cat([draw(*sizes) for sizes in AWKWARD])
     words = pack(positions.cuda(), counts, numels)
     assert words.cpu().equal(pack(positions, counts, numels))
-    assert unpack(words, counts, numels).cpu().equal(positions)
+    assert unpack(words.unsqueeze(0), counts, numels)[0].cpu().equal(positions)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -125,7 +125,7 @@ def test_damaged_words_are_refused_or_stay_inside(is_compiled: bool, monkeypatch
         for bit in (first, second):
             damaged[bit // 32] ^= 1 << bit % 32
         try:
-            decoded = unpack(torch.from_numpy(damaged.view("int32")), counts, numels)
+            (decoded,) = unpack(torch.from_numpy(damaged.view("int32")).unsqueeze(0), counts, numels)
         except ValueError as error:
             refused += "outside their tensors" in str(error)
         else:
