@@ -4,7 +4,8 @@
 
 A step is what lies between the gradient and the message: the look for what is not finite, decay, momentum correction,
 the k largest, masking. All variants start from one state, in which the threshold has settled, take turns, and do the
-same steps. Writes benchmarks/results/ops_cpu.json with the environment, and a table.
+same steps. Then, by density, what a step does apart from the exchange itself: it selects, codes, reads and applies.
+Writes benchmarks/results/ops_cpu.json with the environment, and a table.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,13 +32,16 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.ops import compiled, compiler, cpu
-from lightning_lowbw.ops.averages import scatter_mean_
+from lightning_lowbw.ops.averages import Arrival, scatter_mean_
+from lightning_lowbw.ops.dispatch import averages_for
 from lightning_lowbw.ops.reference import SecondMoment, Segment, correct_, take_
 from lightning_lowbw.what import selection
+from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3
+DENSITIES = (0.001, 0.008, 0.032, 0.064, 0.128, 0.256)  # of which those of a warm-up are larger
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
 # Read and written per parameter: G read, u and v read and written; with decay w read; Adam's m, v and the residual.
 COPY_BYTES = {"SGD": 20, "SGD, decay": 24, "AdamW": 28}
@@ -227,6 +232,46 @@ def rest_on_cpu(repetitions: int) -> list[Row]:
     return measure(variants, "", repetitions, lambda: None)
 
 
+def parts_by_density(density: float, repetitions: int) -> list[Row]:
+    """Measure what a sparse step of SGD with momentum does on one of two ranks, apart from the exchange itself."""
+    gradients, weights = [torch.empty(size) for size in SIZES], [torch.randn(size) for size in SIZES]
+    state, chosen, codec = State("cpu"), selection.Selection(), SparseCodec()
+    counts = [num_selected(size, density) for size in SIZES]
+    places = list(zip(counts, accumulate(counts, initial=0), strict=False))
+    found: dict[str, Any] = {}
+
+    def select() -> None:
+        segments = {
+            str(number): Segment(residual=v, momentum_buffer=u, gradient=gradient, weight=None, k=k, momentum=MOMENTUM)
+            for number, (v, u, gradient, k) in enumerate(
+                zip(state.residuals, state.momentum_buffers, gradients, counts, strict=True)
+            )
+        }
+        found["parts"] = chosen.compress_(segments, masking=True)
+
+    def code() -> None:
+        found["message"] = codec.encode(found["parts"], SIZES, state.residuals)
+
+    def read() -> None:
+        found["positions"], found["values"] = codec.decode(torch.stack([found["message"]] * 2), counts, SIZES)
+
+    def apply() -> None:
+        rooms = state.squares  # of no use to SGD
+        arrivals = [
+            Arrival(room, 0, first, count, weight, 1e-3)
+            for room, weight, (count, first) in zip(rooms, weights, places, strict=True)
+        ]
+        averages_for(torch.device("cpu")).average_many_(arrivals, found["positions"][None], found["values"][None])
+
+    for _ in range(SETTLING_STEPS // 3):
+        draw(gradients)
+        select()
+        code()
+    parts = {"select": select, "code": code, "read 2 messages": read, "apply": apply}
+    variants = {f"{name}, {density:.1%}": part for name, part in parts.items()}
+    return measure(variants, "", repetitions, lambda: draw(gradients))
+
+
 def copy_of(optimizer: str) -> str:
     """Return the name of the row that is the limit."""
     return f"copy, {COPY_BYTES[optimizer]} bytes"
@@ -269,6 +314,8 @@ def main() -> None:
     with torch.no_grad():
         rows = [row for optimizer in COPY_BYTES for row in steps_on_cpu(optimizer, options.repetitions)]
         rows += rest_on_cpu(options.repetitions)
+        for density in DENSITIES:
+            rows += parts_by_density(density, options.repetitions)
     print(write(options.name, rows, threads=options.threads))
 
 

@@ -65,7 +65,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     def run(start: int, stop: int) -> Tensor | None:
         piece = residual[start:stop]
-        most_here = min(most // ROOM * piece.numel() // max(1, numel) + CHUNK, piece.numel())
+        most_here = min(most // ROOM * piece.numel() // max(1, numel) + CHUNK, piece.numel()) if threshold > 0 else 0
         positions = allocate(most_here, torch.int64)
         pieces = (None if each is None else each.detach()[start:stop].numpy() for each in tensors)
         constants = (segment.momentum, 1.0 - segment.dampening, look_ahead, *decay, segment.sign, adam)

@@ -51,7 +51,7 @@ def reach(values: Tensor, threshold: float) -> Tensor:
 
 
 def _bits(threshold: float) -> int:
-    return int(torch.tensor(threshold, dtype=torch.float32).view(torch.int32))
+    return int(np.float32(threshold).view(np.int32))
 
 
 def top_k(values: Tensor, k: int) -> Tensor:

@@ -171,8 +171,9 @@ class TestTheLab:
         with Network([rate, rate]) as network:
             measured, (sent, received) = measure(network, megabytes)
         assert 0.5 * rate < measured < 1.05 * rate  # a busy machine may be slower, never faster
-        # The kernel's counters have the data, and headers of at most 66 in 1514 bytes.
-        assert 1e6 * megabytes <= sent < 1.06e6 * megabytes
+        # The kernel's counters have the data, headers of at most 66 in 1514 bytes, and what TCP sends again: under load
+        # 2 % have been seen.
+        assert 1e6 * megabytes <= sent < 1.15e6 * megabytes
         assert received == pytest.approx(sent, rel=0.01)
 
     @pytest.mark.alone
