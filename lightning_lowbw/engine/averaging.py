@@ -28,6 +28,7 @@ from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.lists import copy_all_, relative_distance
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.ops.reference import as_real, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow
@@ -420,9 +421,7 @@ class _MeanChanges:
 
     def wait(self) -> dict[str, Tensor]:
         device = self.work.wait().device
-        means = {
-            name: torch.empty(numel, dtype=torch.float32, device=device) for name, numel in self.work.numels.items()
-        }
+        means = {name: allocate(numel, torch.float32, device) for name, numel in self.work.numels.items()}
         self.work.average_(means)
         return means
 

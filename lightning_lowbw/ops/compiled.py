@@ -18,13 +18,13 @@ from lightning_lowbw.ops.compiler import (
     CHUNK,
     INFINITE,
     MAGNITUDE,
-    allocate,
     compile_kernel,
     import_numba,
     over_threads,
     register,
 )
 from lightning_lowbw.ops.cpu import sample_accumulated
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.ops.reference import Segment
 
 __all__ = [

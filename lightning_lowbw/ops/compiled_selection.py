@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops.compiled_places import write_places, write_places_of_chunk
-from lightning_lowbw.ops.compiler import CHUNK, INFINITE, MAGNITUDE, allocate, compile_kernel, over_threads, register
+from lightning_lowbw.ops.compiler import CHUNK, INFINITE, MAGNITUDE, compile_kernel, over_threads, register
+from lightning_lowbw.ops.memory import allocate
 
 __all__ = ["narrow", "reach", "take_out_", "top_k", "top_k_of_chunks"]
 

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
 CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
 MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
 INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
-LARGE_BYTES = 1 << 22  # from here on numpy asks for large pages
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 
 _faults: list[str] = []  # why they are not to be used in this process
@@ -76,17 +74,6 @@ def compile_kernel(function: Callable[..., Any], signature: Any) -> Callable[...
         return import_numba().njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError):  # no place to keep it, or no space there
         return import_numba().njit(signature, **options)(function)
-
-
-def allocate(size: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with so many elements, of any content, on the CPU.
-
-    Where it is large, from numpy, which asks the system for large pages. torch.empty asks for small ones, from 32 MiB
-    on for new ones each time: to touch them first then takes longer than what is done with them.
-    """
-    if size * dtype.itemsize < LARGE_BYTES:
-        return torch.empty(size, dtype=dtype)
-    return torch.from_numpy(np.empty(size * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
 def over_threads(run: Callable[[int, int], T], numel: int, unit: int = 1) -> list[T]:

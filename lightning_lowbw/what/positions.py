@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_lowbw.ops import compiled_positions
 from lightning_lowbw.ops.compiled_places import BYTE
-from lightning_lowbw.ops.compiler import allocate
 from lightning_lowbw.ops.dispatch import packs_compiled
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.ops.table import Field, upload
 
 MAX_NUMEL = 2**31 - 1  # the largest tensor: a field of 30 low bits, shifted by 31, still fits an int64

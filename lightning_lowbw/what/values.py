@@ -25,6 +25,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.ops.table import upload
 
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
@@ -73,7 +74,10 @@ class FloatFormat:
         return values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)  # a late burst would become inf
 
     def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
-        return data.view(self.dtype).to(torch.float32)
+        values = data.view(self.dtype)
+        if self.dtype == torch.float32:
+            return values
+        return allocate(values.shape, torch.float32, data.device).copy_(values)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.where.collectives import Collectives, Reduction, TensorWork
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.volume import all_reduce_bytes
@@ -74,7 +75,8 @@ class FlatPeers:
         return Reduction(tensor)
 
     def begin_gather(self, message: Tensor) -> TensorWork:
-        return self.between.begin_all_gather(message, message.new_empty((1, self.num_ranks, message.numel())))
+        out = allocate((1, self.num_ranks, message.numel()), message.dtype, message.device)
+        return self.between.begin_all_gather(message, out)
 
     def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
         return vector

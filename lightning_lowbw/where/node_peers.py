@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.where.collectives import Collectives, Reduction, TensorWork
 from lightning_lowbw.where.groups import group_of, is_gloo
 from lightning_lowbw.where.ledger import TrafficLedger
@@ -154,7 +155,8 @@ class NodePeers:
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         self.check_parts()
-        out = message.new_empty((self.num_local_ranks, self.num_participants, message.numel()))
+        shape = self.num_local_ranks, self.num_participants, message.numel()
+        out = allocate(shape, message.dtype, message.device)
         return self._begin(lambda: self._gather_into(out, message), out, message)
 
     def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
