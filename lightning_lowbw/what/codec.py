@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import gpu
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.what.positions import fields_of, num_words, pack, unpack
 from lightning_lowbw.what.values import FloatFormat, make_value_format
 
@@ -138,12 +139,16 @@ class SparseCodec:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return flat tensors, concatenated; no copy where they are contiguous in memory, as the parts of a split do."""
-    first, *others = tensors
-    storage, end = first.untyped_storage()._cdata, first.storage_offset() + first.numel()
-    for tensor in others:
-        if tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end:
-            return torch.cat(list(tensors))
+    numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
+    if _is_one_piece(tensors):
+        return first.as_strided((numel,), (1,))
+    return torch.cat(list(tensors), out=allocate(numel, first.dtype, first.device))
+
+
+def _is_one_piece(tensors: Sequence[Tensor]) -> bool:
+    storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end or not tensor.is_contiguous():
+            return False
         end += tensor.numel()
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return torch.cat(list(tensors))
-    return first.as_strided((end - first.storage_offset(),), (1,))
+    return True
