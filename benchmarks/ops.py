@@ -237,7 +237,7 @@ def parts_by_density(density: float, repetitions: int) -> list[Row]:
     gradients, weights = [torch.empty(size) for size in SIZES], [torch.randn(size) for size in SIZES]
     state, chosen, codec = State("cpu"), selection.Selection(), SparseCodec()
     counts = [num_selected(size, density) for size in SIZES]
-    places = list(zip(counts, accumulate(counts, initial=0), strict=False))
+    places = list(zip(counts, accumulate(counts[:-1], initial=0), strict=True))
     found: dict[str, Any] = {}
 
     def select() -> None:

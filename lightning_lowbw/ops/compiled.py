@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE
 from lightning_lowbw.ops.compiled_places import BYTE, write_places, write_places_of_chunk
 from lightning_lowbw.ops.compiled_selection import narrow, num_reached, reach, take_out_, top_k, top_k_of_chunks
 from lightning_lowbw.ops.compiler import (
@@ -28,7 +27,6 @@ from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.ops.reference import Segment
 
 __all__ = [
-    "MIN_PER_CANDIDATE",
     "accumulate_",
     "narrow",
     "reach",

@@ -1,8 +1,8 @@
 """Where the ones are, eight at a time and without a branch: what the compiled passes that collect have in common.
 
-A branch at each element would be foreseen wrongly at each one. So eight of them make a byte, and a table has the places
-of the ones in each byte: all eight are written, of which those that count are kept. The technique: Lemire, Boytsov and
-Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399, section 4.
+A branch at each element would be mispredicted as often as there is a one. So eight elements make a byte, and a table
+has the places of the ones in each byte: all eight are written, of which those that count are kept. The technique:
+Lemire, Boytsov and Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399, section 4.
 """
 
 from __future__ import annotations

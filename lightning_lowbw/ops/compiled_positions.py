@@ -24,7 +24,7 @@ def pack_(positions: Tensor, fields: Tensor, words: Tensor) -> None:
     Args:
         positions: int64, of all tensors, concatenated; contiguous.
         fields: where they lie, of `what.positions.fields_of`.
-        words: int32, with one past the end.
+        words: int32.
     """
     _kernels()[0](positions.numpy(), fields.numpy(), words.numpy().view(np.uint32))
 

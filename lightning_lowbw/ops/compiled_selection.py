@@ -52,7 +52,7 @@ def reach(values: Tensor, threshold: float) -> Tensor:
 
 
 def _bits(threshold: float) -> int:
-    return int(np.float32(threshold).view(np.int32))
+    return int(torch.tensor(threshold, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def top_k(values: Tensor, k: int) -> Tensor:

@@ -59,7 +59,11 @@ def import_numba() -> Any:
 
 
 def register(*functions: Callable[..., Any], **options: Any) -> None:
-    """Let functions be called by those that are compiled; with options of numba's."""
+    """Let functions be called by those that are compiled; with options of numba's.
+
+    numba keeps a compiled function until its own file changes. Where only the file of a registered one has changed,
+    touch the files that call it, or the old code runs.
+    """
     from numba.extending import register_jitable
 
     for function in set(functions) - _registered:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import reference
-from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE, narrow, top_k, top_k_of_chunks
+from lightning_lowbw.ops.candidates import narrow, top_k, top_k_of_chunks
 from lightning_lowbw.ops.reference import Segment, sample_accumulated, take_out_
 
 __all__ = [
-    "MIN_PER_CANDIDATE",
     "accumulate_",
     "narrow",
     "reach",

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LARGE_BYTES = 1 << 22  # from here on numpy asks for large pages
+LARGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 CPU = torch.device("cpu")
 
 
 def allocate(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return a tensor of any content, contiguous.
 
-    Where it is large and on a CPU, from numpy, which asks the system for large pages. torch.empty asks for small ones,
-    from 32 MiB on for new ones each time: to touch them first then takes longer than what is done with them.
+    Where it is large and on a CPU, from numpy, which asks Linux for huge pages. torch.empty does not, and from 32 MiB
+    on the C library maps new pages at each call: the page faults then take longer than what is done with the memory.
     """
     shape = (shape,) if isinstance(shape, int) else shape
     nbytes = prod(shape) * dtype.itemsize

@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE as MIN_PER_CANDIDATE
 from lightning_lowbw.ops.candidates import narrow as narrow
 from lightning_lowbw.ops.candidates import reach as reach
 from lightning_lowbw.ops.candidates import top_k as top_k

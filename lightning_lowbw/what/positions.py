@@ -54,12 +54,12 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
     Returns:
         int32, shape (num_words(counts, numels),).
     """
+    if packs_compiled(positions):
+        packed = torch.zeros(num_words(counts, numels), dtype=torch.int32)
+        compiled_positions.pack_(positions, fields_of(tuple(counts), tuple(numels), positions.device), packed)
+        return packed
     # Fields of several elements share a word. No bit is set twice, so adding is or-ing. The two words past the end
     # take the empty fields and upper halves that begin there.
-    if packs_compiled(positions):
-        packed = torch.zeros(num_words(counts, numels) + 1, dtype=torch.int32)
-        compiled_positions.pack_(positions, fields_of(tuple(counts), tuple(numels), positions.device), packed)
-        return packed[:-1]
     words = torch.zeros(num_words(counts, numels) + 2, dtype=torch.int64, device=positions.device)
     for part, width, unary, low in _fields(counts, numels, positions.device):
         chunk = positions[part]

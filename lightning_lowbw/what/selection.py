@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import gpu
+from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE
 from lightning_lowbw.ops.dispatch import kernels_for
 from lightning_lowbw.ops.reference import Segment
 
@@ -161,7 +161,7 @@ class SampledSelector:
     def __call__(self, values: Tensor, k: int) -> Tensor:
         """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
         kernels = kernels_for(values)
-        if self._sorts(values.numel(), k, kernels):
+        if self._sorts(values.numel(), k):
             return exact_top_k(values, k)
         for estimate in (False, True):
             if estimate:
@@ -185,7 +185,7 @@ class SampledSelector:
         """
         residual, k, numel = segment.residual, segment.k, segment.residual.numel()
         kernels = kernels_for(*segment.tensors)
-        if self._sorts(numel, k, kernels):
+        if self._sorts(numel, k):
             kernels.accumulate_(segment, 0.0)
             return exact_top_k(residual, k)
         if self.threshold <= 0.0:
@@ -197,8 +197,8 @@ class SampledSelector:
             positions = self(residual, k)
         return positions
 
-    def _sorts(self, numel: int, k: int, kernels: ModuleType) -> bool:
-        return numel <= self.SMALL or self.SURPLUS * k >= numel / kernels.MIN_PER_CANDIDATE
+    def _sorts(self, numel: int, k: int) -> bool:
+        return numel <= self.SMALL or self.SURPLUS * k >= numel / MIN_PER_CANDIDATE
 
     def _stride(self, numel: int) -> int:
         """Return the distance of the elements in a sample; odd, so that it does not fall into step with rows whose

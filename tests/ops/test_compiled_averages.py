@@ -108,3 +108,7 @@ def test_nothing_is_written_beside_a_tensor_where_positions_do_not_ascend(steps:
     compiled_averages.average_many_([arrival], positions, torch.ones(1, 2, 4))
     assert (room[:beside] == 5).all()
     assert (room[-beside:] == 5).all()
+    expected = torch.full((3 * block,), 5.0) if steps else torch.zeros(3 * block)
+    for place, mean in {block: 0.5, block + 1: 0.5, 2 * block: 2.0, 2 * block + 5: 0.5, 3 * block - 1: 0.5}.items():
+        expected[place] += -0.5 * mean if steps else mean
+    assert tensor.equal(expected)

@@ -62,7 +62,7 @@ def test_candidates_are_found_and_narrowed(kind: str, numel: int) -> None:
         assert least == least_expected
 
 
-@pytest.mark.parametrize("threshold", [float("nan"), float("inf"), 3.4e38, 1e-45, 1e-60])
+@pytest.mark.parametrize("threshold", [float("nan"), float("inf"), 1e39, 3.4e38, 1e-45, 1e-60])
 @pytest.mark.parametrize("kind", KINDS)
 def test_thresholds_at_the_ends(kind: str, threshold: float) -> None:
     values = make(kind, 1000)
