@@ -6,10 +6,15 @@ the result: beside the file or, where that is read-only, in the user's cache.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
+import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,11 +64,7 @@ def import_numba() -> Any:
 
 
 def register(*functions: Callable[..., Any], **options: Any) -> None:
-    """Let functions be called by those that are compiled; with options of numba's.
-
-    numba keeps a compiled function until its own file changes. Where only the file of a registered one has changed,
-    touch the files that call it, or the old code runs.
-    """
+    """Let functions be called by those that are compiled; with options of numba's."""
     from numba.extending import register_jitable
 
     for function in set(functions) - _registered:
@@ -73,11 +74,37 @@ def register(*functions: Callable[..., Any], **options: Any) -> None:
 
 def compile_kernel(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """Compile a function for one signature, and keep the result for the next process where there is a place."""
+    numba, folder = import_numba(), _cache_folder()
     options = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
+    before = numba.config.CACHE_DIR
+    if folder is not None:
+        numba.config.CACHE_DIR = str(folder)  # read when a function is decorated
     try:
-        return import_numba().njit(signature, cache=True, **options)(function)
-    except (RuntimeError, OSError):  # no place to keep it, or no space there
-        return import_numba().njit(signature, **options)(function)
+        return numba.njit(signature, cache=folder is not None, **options)(function)
+    except (RuntimeError, OSError):  # no source that numba could look at, or no space there
+        return numba.njit(signature, **options)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@cache
+def _cache_folder() -> Path | None:
+    """Return where what is compiled is kept, or None if there is no place.
+
+    numba keeps a compiled function until the function's own file changes. It does not notice that a function it calls,
+    or a constant, has changed in another file. So each version of the files of `ops` has a folder of its own.
+    """
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    version = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    of_user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lightning_lowbw"
+    chosen = import_numba().config.CACHE_DIR  # NUMBA_CACHE_DIR
+    for parent in (chosen,) if chosen else (Path(__file__).parent / "__pycache__", of_user):
+        folder = Path(parent) / f"numba-{version}"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+    return None
 
 
 def over_threads(run: Callable[[int, int], T], numel: int, unit: int = 1) -> list[T]:
