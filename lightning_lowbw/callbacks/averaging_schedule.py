@@ -39,6 +39,8 @@ class AveragingSchedule(Callback):
         150
     """
 
+    sets_method = True  # so all ranks must have it
+
     def __init__(
         self,
         *,

@@ -6,12 +6,15 @@ import lightning.pytorch as pl
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import ShardedStrategy, Strategy, accumulates_by_schedule, steps_per_epoch_of
+from lightning_lowbw.where.agreement import failing_together, gather
 
 OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
 
 
 def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
-    """Return the optimizer steps of an epoch.
+    """Return the optimizer steps of an epoch; where ranks have different numbers, the largest.
+
+    Collective: all ranks, blocking.
 
     Args:
         trainer: in a fit.
@@ -19,8 +22,14 @@ def steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternat
         alternative: how to give the same in steps, for the message.
 
     Raises:
-        ConfigurationError: the number cannot be known.
+        ConfigurationError: on all ranks; the number cannot be known.
     """
+    with failing_together():
+        number = _steps_per_epoch_here(trainer, pl_module, alternative)
+    return max(gather(number, "number of steps per epoch"))
+
+
+def _steps_per_epoch_here(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
     in_steps = f"Give it in steps: {alternative}."
     if not pl_module.automatic_optimization:
         raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")

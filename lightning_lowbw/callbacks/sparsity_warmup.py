@@ -43,6 +43,8 @@ class SparsityWarmup(Callback):
         EveryStep(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999), ...)
     """
 
+    sets_method = True  # so all ranks must have it
+
     def __init__(
         self,
         *,

@@ -49,7 +49,7 @@ def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup |
     if is_first:
         saying.start()
     try:
-        reasons = gather(dispatch.prepare(device, uses), group)
+        reasons = gather(dispatch.prepare(device, uses), "kernels", group)
     finally:
         saying.cancel()
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]

@@ -361,7 +361,10 @@ class Method:
                 "overlap=True in a plain loop: gradients are sent during backward by DDP's communication hook, which a "
                 "Lightning strategy registers, and here nothing would be. Leave it out, or train with strategy='dgc'."
             )
-        check_current_device(optimizer.param_groups[0]["params"][0].device, process_group)
+        first = next(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )  # a group may be empty
+        check_current_device(first.device, process_group)
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):

@@ -411,7 +411,7 @@ class ReplicaWorker(Worker):
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, or `state.merge`.
+        """Take over what `state_dict` returned, or `merge_states`.
 
         In place:
             The model's parameters and buffers, the optimizer's state.

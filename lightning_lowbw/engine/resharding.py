@@ -66,7 +66,7 @@ def reshard(
     """Return the state with which a rank starts if the shards of the checkpoint have another size.
 
     Args:
-        states: what `state.merge` returns for each shard of a node, in their order; one is read at a time.
+        states: what `merge_states` returns for each shard of a node, in their order; one is read at a time.
         worker: that of this rank, whose state it is to be.
         shapes: of the whole tensors, by name.
         num_shards: how many states there are.

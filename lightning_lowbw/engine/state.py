@@ -1,5 +1,4 @@
-"""Saves and loads the state of a worker, and merges states for another number of ranks: tensors on the CPU and
-primitives.
+"""Saves and loads the state of a worker: tensors on the CPU and primitives.
 
 A rank's own state is keyed by the names of parameters. What it keeps back is that of its part of each tensor: ranks of
 the same world take theirs as it is, others cut theirs out of the mean over the participants of the whole.
@@ -7,16 +6,12 @@ the same world take theirs as it is, others cut theirs out of the mean over the 
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
-from lightning_lowbw.engine.averaging import change_of
 from lightning_lowbw.engine.kept import forget
 from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
@@ -49,26 +44,7 @@ def _local_rank(worker: Worker) -> tuple[int, int]:
     return worker.peers.local_rank, worker.peers.num_local_ranks
 
 
-class _Mean:
-    """The mean over participants of tensors of which each rank has a part, added up state by state."""
-
-    def __init__(self) -> None:
-        self._totals: Named = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-
-    def add(self, name: str, kept: Tensor, numel: int, of: tuple[int, int]) -> None:
-        """Add what a rank has kept, flat, of its part of a tensor with so many elements; see `_part`."""
-        self._dtypes[name] = kept.dtype
-        wide = torch.promote_types(kept.dtype, torch.float32)
-        total = self._totals.setdefault(name, torch.zeros(numel, dtype=wide))
-        total[part_of(numel, *of)] += _part(kept, numel, of).to(wide)
-
-    def divide(self, num_participants: float) -> Named:
-        """Return the whole means: flat, in the dtype of the parts."""
-        return {name: (total / num_participants).to(self._dtypes[name]) for name, total in self._totals.items()}
-
-
-def _part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
+def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
     """Return a rank's part of what a state has of a tensor with so many elements, flat; a merged state has it whole."""
     part = part_of(numel, *of)
     return kept if kept.numel() == part.stop - part.start else kept[part]
@@ -103,13 +79,13 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"The state is that of rank {rank[0]} of {rank[1]}, and this is rank {own[0]} of {own[1]}: what a rank has "
             "kept back is its own. Let each rank save worker.state_dict() in a file of its own and load that; for "
-            "another number of ranks load what lightning_lowbw.engine.state.merge makes of the states of all."
+            "another number of ranks load what lightning_lowbw.merge_states makes of the states of all."
         )
     if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
         raise ConfigurationError(
             f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(nodes)}, where each keeps "
             "other parts of the tensors. Resume with the topology of that run, or load what "
-            "lightning_lowbw.engine.state.merge makes of the states of all its ranks."
+            "lightning_lowbw.merge_states makes of the states of all its ranks."
         )
 
 
@@ -118,9 +94,6 @@ def _on(nodes: list[list[int]] | None) -> str:
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
-
-
-EQUAL = ("step", "small_numel", "correction", "shapes", "orders", "num_participants")
 
 
 def of_gradients(worker: GradientWorker) -> dict[str, Any]:
@@ -151,33 +124,8 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     }
 
 
-def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
-
-    The update is 1/N sum v_k: the mean over the old participants, given to each of the new ones, leaves it as it was.
-    Reads one state at a time.
-    """
-    merged: dict[str, Any] = {}
-    means = {key: _Mean() for key in ("residuals", "velocities", "rounded")}
-    local: dict[str, Named] = {}
-    num_states, num_parts = 0, 1
-    for state in states:
-        num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        merged = merged or {key: state[key] for key in EQUAL}
-        for key, mean in means.items():
-            for name, kept in state[key].items():
-                mean.add(name, kept, math.prod(state["shapes"][name]), state["local_rank"])
-        for name, tensors in state["local"].items():
-            for key, value in tensors.items():
-                of_tensor = local.setdefault(name, {})
-                of_tensor[key] = of_tensor.get(key, torch.zeros(())) + value
-    of_ranks = {name: {key: total / num_states for key, total in tensors.items()} for name, tensors in local.items()}
-    wholes = {key: mean.divide(num_states / num_parts) for key, mean in means.items()}
-    return {**merged, "local_rank": None, "nodes": None, "local": of_ranks, "exchange": None, **wholes}
-
-
 def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
-    """Take over `of_gradients` of the same ranks, or `merge_gradients`; see `GradientWorker.load_state_dict`."""
+    """Take over `of_gradients` of the same ranks, or `merge_states`; see `GradientWorker.load_state_dict`."""
     _check_origin(worker, state)
     worker.is_compared = False
     parameters, kind = worker.by_name(), worker.correction.kind
@@ -204,7 +152,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
     to_order = Reordering(worker, parameters, state)
 
     def own(name: str, kept: Tensor) -> Tensor:
-        return _part(to_order(name, kept), as_real(parameters[name]).numel(), _local_rank(worker))
+        return own_part(to_order(name, kept), as_real(parameters[name]).numel(), _local_rank(worker))
 
     worker.step, worker.small_numel = state["step"], state["small_numel"]
     worker.velocities.clear()
@@ -229,7 +177,6 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
 
 # Replicas -------------------------------------------------------------------------------------------------------------
 
-NO_DELAY: dict[str, Any] = {"chosen": None, "average_s": {}}  # a world of another size measures again
 COUNTERS = ("step", "steps_since_average", "num_averages", "num_samples")
 
 
@@ -273,58 +220,18 @@ def _of_work(worker: ReplicaWorker, work: Average) -> dict[str, Any]:
         return work.state_dict(worker.name_of)
 
 
-def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
-
-    Residuals are averaged, too, so that 1/N of the sum over the participants stays the same. An average that has been
-    begun and not applied is dropped; elements that it has taken from the residuals are put back.
-    """
-    merged: dict[str, Any] = {}
-    residuals, rounded = _Mean(), _Mean()
-    totals: dict[tuple[Any, str], Tensor] = {}
-    counts: dict[tuple[Any, str], int] = {}
-    num_states, num_parts = 0, 1
-    for state in states:
-        num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
-        for key, mean in (("residuals", residuals), ("rounded", rounded)):
-            for name, kept in state[key].items():
-                mean.add(name, kept, state["start"][name].numel(), state["local_rank"])
-        for fragment in state["fragments"]:
-            work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
-            for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
-                if name in work["changes"]:  # in the mean over the ranks of a node, which may have stepped alone
-                    moved = change_of(snapshot, state["start"][name], as_real(state["own"][name]).dtype)
-                    back = work["changes"][name] - moved.reshape(-1)
-                    residuals.add(name, back / num_parts, back.numel(), (0, 1))
-        for index, entry in state["optimizer"]["state"].items():
-            for name, value in entry.items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    wide = value.to(torch.promote_types(value.dtype, torch.float32))
-                    totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
-                    counts[index, name] = counts.get((index, name), 0) + 1
-    num_participants = num_states / num_parts
-    merged |= {
-        "local_rank": None,
-        "nodes": None,
-        "exchange": None,
-        "residuals": residuals.divide(num_participants),
-        "rounded": rounded.divide(num_participants),
-        "fragments": [{**fragment, "work": None, "moved": [], "steps": None} for fragment in merged["fragments"]],
-    }
-    optimizer_state = merged["optimizer"]["state"]
-    for (index, name), total in totals.items():
-        entry = optimizer_state.setdefault(index, {})
-        dtype = entry[name].dtype if isinstance(entry.get(name), Tensor) else total.dtype
-        entry[name] = (total / counts[index, name]).to(dtype)
-    return merged
-
-
 def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
-    """Take over `of_replica` of the same ranks, or `merge_replicas`; see `ReplicaWorker.load_state_dict`."""
+    """Take over `of_replica` of the same ranks, or `merge_states`; see `ReplicaWorker.load_state_dict`."""
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
-    worker.small_numel = state["small_numel"]
-    _check_replica(worker, state)
+    before, worker.small_numel = (
+        worker.small_numel,
+        state["small_numel"],
+    )  # which tells what is sent
+    try:
+        _check_replica(worker, state)
+    except ConfigurationError:
+        worker.small_numel = before
+        raise
     forget(worker)
     targets = worker.consensus_view.tensors()
     for name, own in state["own"].items():
@@ -339,7 +246,7 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
         if exchange is not None:
             numels = {name: as_real(parameters[name]).numel() for name in unsent}
-            parts = {name: _part(kept, numels[name], _local_rank(worker)) for name, kept in unsent.items()}
+            parts = {name: own_part(kept, numels[name], _local_rank(worker)) for name, kept in unsent.items()}
             exchange.residuals.load(parts, device)
     if averaging.sparse is not None and state["exchange"] is not None:
         averaging.sparse.load_state_dict(state["exchange"])
@@ -371,7 +278,7 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             "The state was written between two averages, where each rank has weights of its own, and here no average "
             f"would ever make them equal: {worker.method}. Resume with the schedule and the topology of that run, or "
-            "load what lightning_lowbw.engine.state.merge makes of the states of all its ranks."
+            "load what lightning_lowbw.merge_states makes of the states of all its ranks."
         )
     targets, parameters, averaging = worker.consensus_view.tensors(), worker.by_name(), worker.averaging
     shapes = {name: (own.shape, targets.get(name)) for name, own in state["own"].items()}
@@ -417,14 +324,6 @@ def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
     worker.step, worker.small_numel = state["step"], state["small_numel"]
     if worker.method.averages_weights:
         worker.phase.load_state_dict(state)
-
-
-def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state every rank of another world starts with, of either driver; reads one state at a time."""
-    iterator = iter(states)
-    first = next(iterator)
-    everything = itertools.chain([first], iterator)
-    return merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
 
 
 def _cpu(value: Any) -> Any:

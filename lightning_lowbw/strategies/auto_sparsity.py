@@ -107,7 +107,9 @@ class AutoSparsity:
         assert self._chosen is not None
         self._is_resumed, name = False, type(self._strategy).__name__
         before = self._chosen.get("num_steps", math.nan)
-        now = min(math.inf if math.isnan(steps) else steps for steps in gather(num_steps_of(trainer)))
+        now = min(
+            math.inf if math.isnan(steps) else steps for steps in gather(num_steps_of(trainer), "number of steps")
+        )
         if self.has_chosen_dense and now > before:
             rank_zero_info(
                 f"{name}: whole gradients were chosen for a run of {before:.0f} steps, and this one has "

@@ -15,7 +15,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.engine.state import equal_state, load_equal_state, merge
+from lightning_lowbw.engine.merging import merge_states
+from lightning_lowbw.engine.state import equal_state, load_equal_state
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import overwriting, shards
 from lightning_lowbw.where.agreement import agree, failing_together, gather
@@ -317,7 +318,7 @@ class Checkpoints:
                 if not metadata["is_interrupted"]:
                     raise
                 missing = str(error).split(". ")[0]
-        missing = by_rank(gather(missing))
+        missing = by_rank(gather(missing, "missing shards"))
         return (None if missing else found), missing
 
     def _take_over(
@@ -346,7 +347,7 @@ class Checkpoints:
                 "ranks' own states."
             )
         else:
-            torn = by_rank(gather(torn))
+            torn = by_rank(gather(torn, "interrupted steps"))
             folder = shards.folder_of(path)
             if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
                 self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
@@ -371,7 +372,7 @@ class Checkpoints:
             return shard["workers"], {**shard, "path": own_path}, _torn(shard)
         numbers, ranks = range(len(strategy.workers)), range(metadata["num_ranks"])
         torn: dict[int, str] = {}
-        merged: list[Mapping[str, Any]] = [merge(states_of(number, ranks, load, torn)) for number in numbers]
+        merged: list[Mapping[str, Any]] = [merge_states(states_of(number, ranks, load, torn)) for number in numbers]
         return merged, None, by_rank([torn[rank] for rank in ranks])
 
     def _restore(self, shard: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ def left_out(strategy: Strategy, trainer: pl.Trainer, *, allow_local: bool) -> l
         reasons.append("local_sgd: sync_batchnorm=True communicates in every forward pass")
     elif asked_of_buffers(strategy._ddp_kwargs):
         reasons.append("local_sgd: broadcast_buffers=True communicates in every forward pass")
-    elif len({*(lengths := gather(trainer.num_training_batches))}) > 1 or math.inf in lengths:
+    elif len({*(lengths := gather(trainer.num_training_batches, "number of batches"))}) > 1 or math.inf in lengths:
         reasons.append("local_sgd: the ranks have different or unknown numbers of batches")
     return reasons
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +17,11 @@ from lightning_lowbw.engine.same_training import agree_on_model, agree_on_optimi
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies.advice import accumulation_schedulers
+from lightning_lowbw.strategies.callback_agreement import AVERAGING
 from lightning_lowbw.where.agreement import agree, failing_together, gather
+
+# Callbacks that communicate, or decide what does.
+COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
 LENGTH = "limit_train_batches"
 # Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
@@ -47,7 +51,8 @@ def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str,
         takes_uneven: whether ranks may have different numbers of batches.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    shared = [each for each in callbacks if isinstance(each, twins(Checkpoint) + twins(EarlyStopping))]
+    classes = tuple(twin for cls in COLLECTIVE for twin in twins(cls))
+    shared = [each for each in callbacks if isinstance(each, classes) or getattr(each, "sets_method", False)]
     timers = [each for each in callbacks if isinstance(each, twins(Timer))]
     names = [name for name in SETTINGS if not (takes_uneven and name == LENGTH)]
     return {
@@ -99,7 +104,7 @@ def agree_on_length(trainer: pl.Trainer) -> None:
     Raises:
         DisagreementError: on all ranks.
     """
-    lengths = gather(float(trainer.num_training_batches))  # infinity where it is not known
+    lengths = gather(float(trainer.num_training_batches), "number of batches")  # infinity where it is not known
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest or longest == math.inf:
         return

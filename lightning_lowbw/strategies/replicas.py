@@ -241,7 +241,7 @@ def resolve_begin(strategy: Strategy, trainer: pl.Trainer) -> None:
     begin = fraction if step is not None and step == when.begin_step else when.begin_step
     if not isinstance(begin, float):
         return
-    lengths = gather(num_steps_of_fit(trainer, strategy.workers))
+    lengths = gather(num_steps_of_fit(trainer, strategy.workers), "number of steps")
     num_steps = max(lengths)
     if not all(map(math.isfinite, lengths)):
         raise ConfigurationError(

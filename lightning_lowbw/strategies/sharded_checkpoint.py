@@ -10,8 +10,8 @@ from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from lightning_lowbw.engine.local_view import DTensor, Shard
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.resharding import Coordinate, reshard
-from lightning_lowbw.engine.state import merge
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
 from lightning_lowbw.strategies.checkpoint import Checkpoints, by_rank, states_of
@@ -53,7 +53,7 @@ class ShardedCheckpoints(Checkpoints):
 
         def merged(number: int, coordinate: int) -> Mapping[str, Any]:
             """Return the mean, over nodes, of what a worker had of the shard with this coordinate."""
-            return merge(states_of(number, [node[coordinate] for node in nodes], load, torn))
+            return merge_states(states_of(number, [node[coordinate] for node in nodes], load, torn))
 
         found: list[Mapping[str, Any]]
         if sizes == strategy.groups.sizes:

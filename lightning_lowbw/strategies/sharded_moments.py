@@ -242,6 +242,6 @@ def _first_in_world(fault: Tensor, numbers: Mapping[Kind, range]) -> tuple[int, 
 
     Collective: all ranks, blocking; one of them has a fault.
     """
-    first = first_reported(gather(int(fault)), numbers)
+    first = first_reported(gather(int(fault), "faults"), numbers)
     assert first is not None
     return first

@@ -127,7 +127,7 @@ class Uneven:
         loader = trainer.fit_loop._combined_loader
         if loader is not self._loader:  # else `_make_equal` has replaced it: a tuner starts the training twice
             self._loader, self._num_batches = loader, trainer.num_training_batches
-        lengths = gather(self._num_batches)  # infinity where it is not known
+        lengths = gather(self._num_batches, "number of batches")  # infinity where it is not known
         longest = max(lengths)
         self.meets = min(lengths) < longest or longest == math.inf
         for worker in self._strategy.replicas:

@@ -38,10 +38,10 @@ def agree(topic: str, facts: Mapping[str, object], group: dist.ProcessGroup | No
         return
     stated = {name: repr(value) for name, value in facts.items()}
     digest = hashlib.sha256(repr(sorted(stated.items())).encode()).hexdigest()
-    digests = gather(digest, group)
+    digests = gather(digest, "settings", group)
     if len(set(digests)) == 1:
         return
-    by_rank = gather(stated, group)
+    by_rank = gather(stated, "settings that differ", group)
     differences = []
     for name in dict.fromkeys(name for facts_of_rank in by_rank for name in facts_of_rank):
         values = [facts_of_rank.get(name, "nothing") for facts_of_rank in by_rank]
@@ -69,7 +69,7 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as raised:  # noqa: BLE001 - it is raised again below, after it has been sent to the others
         error = raised
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
+        messages = gather(None if error is None else f"{type(error).__name__}: {error}", "errors", group)
         failed = [f"  rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
         if failed and error is None:
             raise ConfigurationError("Other ranks cannot go on:\n" + "\n".join(failed))
@@ -141,17 +141,27 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return a plain value of each rank, in their order.
 
     Collective: all ranks of the group, blocking; none where torch.distributed is not initialised, which is one rank.
 
     Args:
         value: of this rank.
+        topic: what the value is; the same on all ranks.
         group: the process group; None is the world.
+
+    Raises:
+        DisagreementError: on all ranks; some are at another call of this function, and have sent something else.
     """
     if not dist.is_initialized():
         return [value]
-    gathered = [value] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    gathered = [(topic, value)] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (topic, value), group=group)
+    if any(other != topic for other, _ in gathered):
+        topics = ", ".join(f"rank {rank} its {other}" for rank, (other, _) in enumerate(gathered))
+        raise DisagreementError(
+            f"The ranks do different things at the same time. They have sent: {topics}. Give all ranks the same "
+            "callbacks, the same settings, and the same code."
+        )
+    return [each for _, each in gathered]

@@ -79,4 +79,4 @@ def discover() -> Topology:
     """
     number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
     host = f"{socket.gethostname()}/{number}"
-    return Topology.of_hosts(gather(host))
+    return Topology.of_hosts(gather(host, "host"))

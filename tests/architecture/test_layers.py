@@ -267,6 +267,7 @@ def test_what_is_exported() -> None:
         "UnexpectedCollectiveError",
         "Where",
         "Whole",
+        "merge_states",
     ]
     for name in lightning_lowbw.__all__:
         assert getattr(lightning_lowbw, name).__name__ == name

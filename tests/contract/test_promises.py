@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw import ConfigurationError, EveryK, EveryStep, Method, Narrow, TopK, Whole
-from lightning_lowbw.engine.state import merge
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.volume import all_reduce_bytes
@@ -92,7 +92,7 @@ def step_plainly(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
 def test_what_is_applied_and_what_is_kept_is_all_there_was(name: str) -> None:
     """Sent + residual == signal, in the mean of the participants: nothing is lost, and nothing is applied twice."""
     results = run_ranks(step_plainly, ROWS[name].num_ranks, name)
-    merged = merge(state for _, _, state in results)
+    merged = merge_states(state for _, _, state in results)
     of_kept = 1.0 if ROWS[name].method.averages_weights else -PLAIN_LR  # changes of weights are kept, or gradients
     for key, weight in results[0][0].items():
         there = weight.double()

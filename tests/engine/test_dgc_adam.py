@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw import DGC, ConfigurationError, Method
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.state import merge
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.adam import AdamCorrection
 from lightning_lowbw.where.agreement import digest
@@ -229,7 +229,7 @@ def test_a_lowered_beta1_is_told() -> None:
 def test_other_ranks_hold_the_mean_of_the_moments() -> None:
     """As means of squares divided by their own number of participants."""
     states = [state for state, _, _ in run_ranks(resume, 3, [], 0, BEGIN + 2, ((0,), (1,), (2,)))]
-    merged = merge(states)
+    merged = merge_states(states)
     for name in ("large", "cube"):
         own = [state["local"][name]["exp_avg_sq"] for state in states]
         assert not torch.equal(own[0], own[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError, Method, Narrow, TopK
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.slots import numels_by_kind
-from lightning_lowbw.engine.state import merge
 from tests.engine.problem import (
     FLAT,
     NODES,
@@ -45,7 +46,7 @@ def make_worker(method: Method, **options: Any) -> tuple[GradientWorker, Paramet
     return worker, parameters
 
 
-def state_of(step: int = 3, **parts: dict[str, Any]) -> dict[str, Any]:
+def state_of(step: int = 3, **parts: Any) -> dict[str, Any]:
     """Return the state of a worker that has kept only so much; residuals have the shape of the parameter."""
     residuals = parts.pop("residuals", {})
     state: dict[str, Any] = {
@@ -61,6 +62,11 @@ def state_of(step: int = 3, **parts: dict[str, Any]) -> dict[str, Any]:
         "exchange": None,
     }
     return {**state, "velocities": {}, "rounded": {}, "local": {}, **parts}
+
+
+def twice(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the states of two ranks that have kept the same."""
+    return [{**state, "rank": (rank, 2)} for rank in range(2)]
 
 
 def save(worker: GradientWorker, parameters: Parameters, buffers_of_rank_zero: bool) -> bytes:
@@ -121,7 +127,7 @@ def send_everything(state: dict[str, Any], weights: dict[str, Tensor], momentum:
 def test_other_ranks_hold_the_same_unsent_gradient(num_ranks: int, momentum: float) -> None:
     """Two ranks stop, three or one go on: (1/N) sum_k v_k is what it was, and so is the mean velocity."""
     old = run_ranks(train_to_a_state, 2, momentum)
-    merged = merge(facts["worker"] for facts in old)
+    merged = merge_states(facts["worker"] for facts in old)
     assert merged["step"] == 6
     assert set(merged["residuals"]) == {"large", "conv"}
     for facts in run_ranks(send_everything, num_ranks, merged, old[0]["weights"], momentum):
@@ -147,8 +153,8 @@ def pass_on(state: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_world_that_shrinks_to_one_rank_and_grows_holds_the_same_unsent_gradient() -> None:
     old = run_ranks(train_to_a_state, 2, 0.0)
-    (alone,) = run_ranks(pass_on, 1, merge(facts["worker"] for facts in old))
-    for facts in run_ranks(send_everything, 2, merge([alone]), old[0]["weights"], 0.0):
+    (alone,) = run_ranks(pass_on, 1, merge_states(facts["worker"] for facts in old))
+    for facts in run_ranks(send_everything, 2, merge_states([alone]), old[0]["weights"], 0.0):
         assert facts["left"] == 0.0
         for name in ("large", "conv"):
             mean = sum(each["worker"]["residuals"][name].double() for each in old) / 2
@@ -160,10 +166,10 @@ def test_a_world_that_shrinks_to_one_rank_and_grows_holds_the_same_unsent_gradie
 def test_merging_keeps_dtypes_and_copies() -> None:
     velocities = [torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0, 4.0]).bfloat16()]
     states = [
-        state_of(4, residuals={"w": torch.tensor([1.0, -2.0 * number])}, velocities={"w": velocity})
+        state_of(4, rank=(number, 2), residuals={"w": torch.tensor([1.0, -2.0 * number])}, velocities={"w": velocity})
         for number, velocity in enumerate(velocities)
     ]
-    merged = merge(states)
+    merged = merge_states(states)
     assert merged["step"] == 4
     assert merged["residuals"]["w"].tolist() == [1.0, -1.0]
     assert merged["velocities"]["w"].dtype == torch.bfloat16
@@ -172,13 +178,32 @@ def test_merging_keeps_dtypes_and_copies() -> None:
     assert states[0]["residuals"]["w"].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "steps", "message"),
+    [
+        ([], [], "not given the state of rank 0 of 1"),
+        ([(0, 2)], [4], "not given the state of rank 1 of 2"),
+        ([(2, 4), (0, 4)], [4, 4], "not given the state of rank 1, 3 of 4"),
+        ([(0, 2), (0, 2)], [4, 4], "given the state of rank 0 twice"),
+        ([(0, 2), (1, 2)], [3, 9], "rank 0 after step 3 of 2 ranks, and that of rank 1 after step 9 of 2 ranks"),
+        ([(0, 2), (1, 3)], [3, 3], "rank 0 after step 3 of 2 ranks, and that of rank 1 after step 3 of 3 ranks"),
+    ],
+)
+def test_states_that_are_not_those_of_all_ranks_at_one_step_are_not_merged(
+    ranks: list[tuple[int, int]], steps: list[int], message: str
+) -> None:
+    states = [state_of(step, rank=rank) for rank, step in zip(ranks, steps, strict=True)]
+    with pytest.raises(ConfigurationError, match=rf"{message}.*\. Give it worker.state_dict\(\) of each rank"):
+        merge_states(states)
+
+
 def go_on_alone(sign: float, bad_step: bool, **options: Any) -> list[Tensor]:
     """Three steps of one rank that got a residual, a velocity and a dense tensor's velocity from others."""
     worker, parameters = make_worker(METHOD, momentum=0.9, nesterov=False, maximize=sign < 0, **options)
     for name in ("large", "bias"):
         worker.optimizer.state[parameters[name]]["momentum_buffer"] = make_weight("velocity", SHAPES[name])
     residual = make_weight("residual", SHAPES["large"])
-    worker.load_state_dict(merge([state_of(6, residuals={"large": residual})] * 2))
+    worker.load_state_dict(merge_states(twice(state_of(6, residuals={"large": residual}))))
     if bad_step:
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, float("nan"))
@@ -252,7 +277,7 @@ def resume_with(saved: tuple[str, str], kinds: list[tuple[str, str]], nodes: Nod
         if step == 2:
             in_the_dense_phase = worker.state_dict()
         take_step(worker, parameters, step)
-    state = merge([worker.state_dict()] * 2) if merges else worker.state_dict()
+    state = merge_states(twice(worker.state_dict())) if merges else worker.state_dict()
     messages = []
     for kind in kinds:
         worker, _ = attach(*kind)
@@ -359,7 +384,7 @@ def keep_what_is_small(options: dict[str, Any]) -> dict[str, Any]:
         with worker.stepping():
             worker.exchange()
             worker.optimizer.step()
-    merged = merge([worker.state_dict()] * 2)
+    merged = merge_states(twice(worker.state_dict()))
     return {"kept": worker.residuals["weight"], "merged": merged["residuals"]["weight"], "weight": weight.detach()}
 
 
@@ -416,7 +441,7 @@ def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
     large["layer"].requires_grad_(True)
     resumed = attach()
     assert resumed.small_numel == 16384
-    for saved in (state, merge([state] * 2)):
+    for saved in (state, merge_states(twice(state))):
         resumed.load_state_dict(saved)
         assert resumed.small_numel == 2000
     for each_worker in (worker, resumed):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_lowbw import DGC, ConfigurationError, DisagreementError, EveryStep, Method, Narrow, TopK, Where
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.state import merge
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.where.agreement import digest
@@ -84,14 +84,14 @@ def resume(nodes: Nodes, states: list[Any], first: int, last: int) -> Any:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
-        worker.load_state_dict(state if same else merge(state for state, _, _ in states))
+        worker.load_state_dict(state if same else merge_states(state for state, _, _ in states))
     for step in range(first, last):
         take_step(worker, parameters, step)
     return worker.state_dict(), weights_of(parameters), nodes
 
 
 def mean_unsent(states: list[Any]) -> dict[str, Tensor]:
-    residuals: dict[str, Tensor] = merge(state for state, _, _ in states)["residuals"]
+    residuals: dict[str, Tensor] = merge_states(state for state, _, _ in states)["residuals"]
     return residuals
 
 
@@ -120,7 +120,7 @@ def one_node_goes_on(states: list[Any]) -> tuple[str, int]:
     method = DGC(sparsity=[0.95], min_numel=1, selection="exact", topology=((0, 1),))
     worker = method.attach(sgd, parameters.items())
     assert isinstance(worker, GradientWorker)
-    worker.load_state_dict(merge(state for state, _, _ in states))
+    worker.load_state_dict(merge_states(state for state, _, _ in states))
     assert worker.residuals
     for step in range(4, 7):
         optimizer_steps(worker, parameters, step)

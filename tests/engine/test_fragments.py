@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from lightning_lowbw import Compression, ConfigurationError, LocalSGD
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.state import merge
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.engine.problem import AWKWARD, NODES, Parameters, make_parameters, weights_of
@@ -224,7 +224,7 @@ def measure(states: Sequence[Any], steps: range) -> tuple[list[bool], Any]:
     """Return after which steps a delay has been chosen, and the state."""
     worker, parameters = start(LocalSGD(k_steps=4, begin_step=0, num_fragments=2, delay_steps="auto"))
     if states:
-        worker.load_state_dict(merge(copy.deepcopy(states)))
+        worker.load_state_dict(merge_states(copy.deepcopy(states)))
     are_chosen = []
     for step in steps:
         train_on(worker, parameters, [step])
@@ -313,7 +313,7 @@ def test_resume_with_several_averages_that_have_been_begun() -> None:
 
 def test_another_number_of_ranks_begins_a_period() -> None:
     states = stopped_at()["8"]
-    merged = merge(copy.deepcopy([state for state, _, _ in states]))
+    merged = merge_states(copy.deepcopy([state for state, _, _ in states]))
     assert set(merged["residuals"]) == set(FEW)
     num_dropped = 0
     for name, residual in merged["residuals"].items():

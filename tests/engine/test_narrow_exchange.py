@@ -14,8 +14,8 @@ from torch.optim import AdamW
 
 from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, Narrow, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
-from lightning_lowbw.engine.state import merge
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.what.selection import num_selected
@@ -344,7 +344,7 @@ def test_other_ranks_hold_what_was_rounded_away() -> None:
     flat = [result["state"] for result in run_ranks(train, 3, "narrow", "int8", [], 0, 3, THREE)]
     levels = [result["state"] for result in run_ranks(train, 4, "narrow", "int8", [], 0, 3, NODES["blocks"])]
     for states, nodes in ((flat, THREE), (levels, NODES["blocks"])):
-        merged = merge(states)
+        merged = merge_states(states)
         assert merged["step"] == 3
         assert set(merged["rounded"]) == {name for name, shape in SHAPES.items() if torch.Size(shape).numel()}
         for name, mean in merged["rounded"].items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, LocalSGD, NonFiniteGradientError
-from lightning_lowbw.engine.state import merge
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import NODES, Nodes, make_weight, mean_of_nodes, weights_of
@@ -88,7 +88,7 @@ def test_weights_and_residuals_are_together_what_the_steps_have_done(value_dtype
         results = run_ranks(accumulate, num_ranks, value_dtype, nodes, node_k_steps)
         for stop in STOPS:
             by_rank = [result[stop] for result in results]
-            merged = merge([state for _, _, state in by_rank])
+            merged = merge_states([state for _, _, state in by_rank])
             for name in NUMELS:
                 done = num_moved(name, stop) * mean_of([pull(name, rank) for rank in range(num_ranks)])
                 kept = [residuals[name] for _, residuals, _ in by_rank if name in residuals]
@@ -182,7 +182,7 @@ def state_after(steps: int, nodes: Nodes) -> tuple[dict[str, Any], dict[str, Ten
 
 def test_another_world_keeps_the_mean_and_another_topology_is_refused() -> None:
     states = run_ranks(state_after, 4, 6, NODES["blocks"])
-    merged = merge([copy.deepcopy(state) for state, _ in states])
+    merged = merge_states([copy.deepcopy(state) for state, _ in states])
     given = [(merged, states[0][1])]
     calls = {
         "blocks": partial(go_on, given, True, NODES["blocks"]),
@@ -195,7 +195,7 @@ def test_another_world_keeps_the_mean_and_another_topology_is_refused() -> None:
     results = run_each(4, calls)
     for name in ("blocks", "flat"):
         assert len({result["after"] for result in results[name]}) == 1
-        again = merge([result["state"] for result in results[name]])
+        again = merge_states([result["state"] for result in results[name]])
         for tensor, rounded in merged["rounded"].items():
             assert rounded.any()
             torch.testing.assert_close(again["rounded"][tensor], rounded)

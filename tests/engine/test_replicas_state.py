@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError, LocalSGD
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.state import merge
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import AWKWARD, Parameters, weights_of
 from tests.engine.replica_problem import attach, run_each, set_weights, take_step
@@ -83,7 +83,7 @@ def start_from(state: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, A
 def test_another_number_of_ranks_starts_from_the_consensus() -> None:
     results = run_ranks(state_in_mid_interval, 2)
     states, weights = [state for state, _ in results], results[0][1]
-    merged = merge(copy.deepcopy(states))
+    merged = merge_states(copy.deepcopy(states))
     for index, entry in merged["optimizer"]["state"].items():
         for name in ("exp_avg", "exp_avg_sq"):
             mean = sum(state["optimizer"]["state"][index][name] for state in states) / 2
@@ -158,3 +158,12 @@ def save_few_bits() -> tuple[bool, bool]:
 
 def test_an_optimizer_state_that_cannot_be_cloned_is_saved() -> None:
     assert run_ranks(save_few_bits, 2) == [(True, False)] * 2
+
+
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    worker, _ = start(LocalSGD(k_steps=4, begin_step=0, num_fragments=2), "sgd")
+    other, _ = start(LocalSGD(k_steps=4, begin_step=0), "sgd")
+    before = worker.small_numel
+    with pytest.raises(ConfigurationError, match="num_fragments=1, and this is 2"):
+        worker.load_state_dict({**other.state_dict(), "small_numel": before + 1})
+    assert worker.small_numel == before

@@ -157,7 +157,7 @@ def test_the_state_of_another_rank_is_refused(name: str) -> None:
     first, second = run_ranks(load_that_of_rank_zero, 2, name)
     assert first is None
     assert "The state is that of rank 0 of 2, and this is rank 1 of 2" in second
-    assert "engine.state.merge" in second
+    assert "merge_states" in second
 
 
 def begin_differently(name: str) -> str | None:

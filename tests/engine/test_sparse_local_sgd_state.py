@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
-from lightning_lowbw.engine.state import merge
+from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.what.values import VALUE_NAMES
 from lightning_lowbw.where.agreement import digest
@@ -70,7 +70,7 @@ def test_another_world_keeps_the_mean_of_what_was_unsent(first: str, second: str
     before, after = NODES.get(first, ()), NODES.get(second, ())
     results = run_ranks(state_after, sum(map(len, before)) or 2, 6, before)
     states = [state for state, _ in results]
-    merged = merge(copy.deepcopy(states))
+    merged = merge_states(copy.deepcopy(states))
     for name in SPARSE:
         nodes = before or flat_groups(2)
         kept = [torch.cat([states[rank]["residuals"][name] for rank in node]) for node in nodes]
@@ -79,7 +79,7 @@ def test_another_world_keeps_the_mean_of_what_was_unsent(first: str, second: str
     continued = run_ranks(go_on, sum(map(len, after)) or 3, merged, results[0][1], after)
     assert all(result["after"] == continued[0]["after"] for result in continued)
     assert all(result["averages"] == 2 for result in continued)
-    again = merge([result["state"] for result in continued])
+    again = merge_states([result["state"] for result in continued])
     for name in SPARSE:
         whole = torch.cat([continued[rank]["kept"][name] for rank in (after or flat_groups(1))[0]])
         assert torch.equal(whole, merged["residuals"][name])
@@ -178,7 +178,7 @@ def test_an_average_that_is_dropped_is_not_counted_twice() -> None:
             weights = mean_of([weight for weight, _, _ in ranks])
             residual = mean_of([torch.cat([ranks[rank][1] for rank in node]) for node in groups])
             torch.testing.assert_close(weights + residual, done)
-            merged = merge([state for _, _, state in ranks])
+            merged = merge_states([state for _, _, state in ranks])
             own = mean_of([state["own"]["w"] if state["own"] else weights for _, _, state in ranks])
             torch.testing.assert_close(own + merged["residuals"]["w"], done)
 
@@ -207,7 +207,7 @@ def test_rounded_weights_do_not_change_what_an_average_puts_back() -> None:
     for end, ranks in run_each(2, {end: partial(end_half_an_average, end) for end in ends}).items():
         before, after = (mean_of([rank[number] for rank in ranks]) for number in (0, 1))
         if end == "merge":
-            after = merge([state for _, _, state in ranks])["residuals"]["w"]
+            after = merge_states([state for _, _, state in ranks])["residuals"]["w"]
         assert before.any()
         assert (after - before).abs().max() < 1e-6, end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
@@ -20,6 +28,7 @@ from lightning_lowbw import (
     DisagreementError,
     LocalSGD,
     LocalSGDStrategy,
+    SparsityWarmup,
     Strategy,
 )
 from lightning_lowbw.engine.presets import preset
@@ -132,6 +141,33 @@ def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
             assert ("callbacks: rank 0 has [], rank 1 has [" if is_callback else f"Trainer({name}): rank 0") in message
             if name in ("max_steps", "gradient_clip_val", "accumulate_grad_batches"):
                 assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+
+
+COLLECTIVE: dict[str, Callable[[], Any]] = {
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1),
+    "LearningRateFinder": LearningRateFinder,
+    "BatchSizeFinder": BatchSizeFinder,
+    "SparsityWarmup": lambda: SparsityWarmup(begin_step=2),
+    "AveragingSchedule": lambda: AveragingSchedule(k_steps=2),
+}
+
+
+def have_a_callback_alone(strategy: str) -> list[str]:
+    found = []
+    for make in COLLECTIVE.values():
+        callbacks = [make()] if dist.get_rank() == 1 else []
+        trainer = make_trainer(make_strategy(strategy), 2, callbacks=callbacks)
+        with pytest.raises(DisagreementError) as caught:
+            trainer.fit(Tiny(), make_data(2, 4))
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["dgc", "local_sgd"])
+def test_a_callback_that_communicates_and_only_one_rank_has_is_named_on_all(strategy: str) -> None:
+    for messages in run_ranks(have_a_callback_alone, 2, strategy, timeout_s=60.0):
+        for name, message in zip(COLLECTIVE, messages, strict=True):
+            assert f"callbacks: rank 0 has [], rank 1 has ['{name}" in message
 
 
 def resume_on_one_rank(strategy: str, folder: str) -> list[str]:

@@ -15,7 +15,14 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGDStrategy, Strategy, TrafficMonitor
+from lightning_lowbw import (
+    AveragingSchedule,
+    ConfigurationError,
+    DisagreementError,
+    LocalSGDStrategy,
+    Strategy,
+    TrafficMonitor,
+)
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.strategies import uneven
 from tests.ranks import run_ranks
@@ -534,3 +541,26 @@ def fetch() -> str:
 
 def test_a_step_that_fetches_its_own_data_is_refused() -> None:
     assert all("training_step(dataloader_iter)" in message for message in run_ranks(fetch, 2))
+
+
+def begin_in_epochs(num_batches: list[int]) -> tuple[int, str]:
+    """Begin local steps after half an epoch, of a rank's data; -1 batches are a stream."""
+    number = num_batches[dist.get_rank()]
+    data = stream(3) if number < 0 else uneven_loader(number)
+    schedule = AveragingSchedule(k_steps=2, begin_epoch=0.5)
+    trainer = make_trainer(LocalSGDStrategy(), 2, max_epochs=1, callbacks=[schedule], enable_progress_bar=False)
+    try:
+        trainer.fit(Tiny(), data)
+    except ConfigurationError as error:
+        return -1, str(error)
+    return trainer.strategy.method.when.begin_step, ""  # type: ignore[attr-defined]
+
+
+def test_epochs_of_different_lengths_are_counted_by_the_longest() -> None:
+    assert run_ranks(begin_in_epochs, 2, [6, 8], timeout_s=60.0) == [(4, ""), (4, "")]
+
+
+def test_epochs_of_data_without_a_length_are_an_error_on_all_ranks() -> None:
+    for begin, message in run_ranks(begin_in_epochs, 2, [-1, -1], timeout_s=60.0):
+        assert begin == -1
+        assert "The training data has no length. Give it in steps: AveragingSchedule(begin_step=...)" in message

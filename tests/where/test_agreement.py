@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_lowbw.engine.control import MODULUS
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.where import agreement
-from lightning_lowbw.where.agreement import MAX_DIFFERENCES, agree, checksum, digest, failing_together
+from lightning_lowbw.where.agreement import MAX_DIFFERENCES, agree, checksum, digest, failing_together, gather
 from tests.ranks import run_ranks
 
 # agree ----------------------------------------------------------------------------------------------------------------
@@ -60,6 +60,30 @@ def test_a_long_list_of_differences_is_cut() -> None:
 
 def test_one_process_agrees_with_itself() -> None:
     agree("recipe", {"sparsity": 0.9})
+
+
+# gather ---------------------------------------------------------------------------------------------------------------
+
+
+def meet_at_another_call() -> str | None:
+    rank = dist.get_rank()
+    assert gather(rank, "rank") == [0, 1, 2]
+    try:
+        with failing_together():
+            pass
+        if rank == 1:
+            gather({"a": 1}, "dictionary")
+        else:
+            agree("settings", {"lr": 0.1})
+    except DisagreementError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_at_another_call_are_told() -> None:
+    for message in run_ranks(meet_at_another_call, 3):
+        assert message is not None
+        assert "They have sent: rank 0 its settings, rank 1 its dictionary, rank 2 its settings." in message
 
 
 # failing_together -----------------------------------------------------------------------------------------------------
