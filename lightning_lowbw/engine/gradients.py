@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_two_levels
 from lightning_lowbw.engine.faults import gradient_fault
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.same_training import agree_on_end
 from lightning_lowbw.engine.slots import (
@@ -315,11 +315,11 @@ class GradientWorker(Worker):
         Collective: all ranks, blocking.
 
         Raises:
-            NonFiniteGradientError, ValueError: on all ranks; as `engine.kept.check_kept`.
+            NonFiniteGradientError, ValueError: on all ranks; as `engine.late_faults.check_late_faults`.
             DisagreementError: on all ranks; a rank has other weights, or has counted other steps. (A step that one rank
                 takes meanwhile would meet these messages with its own: torch then ends the process.)
         """
-        check_kept(self)
+        check_late_faults(self)
         agree_on_end(self)
 
     def after_step(self) -> None:

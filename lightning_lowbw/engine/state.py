@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
 from lightning_lowbw.engine.averaging import change_of
-from lightning_lowbw.engine.kept import forget
+from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import order_of
@@ -208,7 +208,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
 
     worker.step, worker.small_numel = state["step"], state["small_numel"]
     worker.velocities.clear()
-    forget(worker)
+    forget_late_faults(worker)
     if worker.narrow is not None:
         rounded = {name: own(name, kept) for name, kept in state["rounded"].items()}
         worker.narrow.residuals.load(rounded, worker.device)
@@ -325,7 +325,7 @@ def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
     worker.small_numel = state["small_numel"]
     _check_replica(worker, state)
-    forget(worker)
+    forget_late_faults(worker)
     targets = worker.consensus_view.tensors()
     for name, own in state["own"].items():
         targets[name].copy_(own)
