@@ -10,7 +10,7 @@ from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.engine.method import Method, Where, sorted_into
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
-from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK, as_compression
+from lightning_lowbw.what.top_k import Compression, TopK, as_compression
 from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, Rule
 from lightning_lowbw.when.every_k import AUTO, EveryK
 from lightning_lowbw.when.every_step import EveryStep
@@ -181,7 +181,7 @@ PRESETS = {
     "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),
     "diloco": Preset("local_sgd", DILOCO),
     "streaming_diloco": Preset("local_sgd", {**DILOCO, **STREAMING}),
-    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": TopK(**SPARSE_LOCO)}),
+    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": Compression()}),
     "hierarchical": Preset("hierarchical", {}),
 }
 
