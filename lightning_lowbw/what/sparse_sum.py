@@ -42,9 +42,9 @@ def scatter_capacity(num_selected: int, num_ranks: int) -> int:
     return min(num_selected, mean + mean // 4 + 2 * isqrt(mean) + 1)
 
 
-def gather_capacity(num_selected: int, num_ranks: int, gathered: int = GATHERED) -> int:
-    """Return how many sums each owner can hand out in the sparse reduce-scatter: `gathered` k / W, rounded up."""
-    return -(-gathered * num_selected // num_ranks)
+def gather_capacity(num_selected: int, num_ranks: int) -> int:
+    """Return how many sums each owner can hand out in the sparse reduce-scatter: GATHERED k / W, rounded up."""
+    return -(-GATHERED * num_selected // num_ranks)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ class SparseSum:
         num_selected: elements that each rank has selected, of all tensors together; at most.
         boundaries: where each rank's part begins, and the end of the last; see `even_boundaries`.
         codec: of the elements on the wire.
-        gathered: what is handed out to all ranks, in units of `num_selected`.
 
     Raises:
         ConfigurationError: there are more elements than positions.
@@ -109,7 +108,6 @@ class SparseSum:
     num_selected: int
     boundaries: tuple[int, ...]
     codec: SparseCodec
-    gathered: int = GATHERED
 
     def __post_init__(self) -> None:
         if sum(self.numels) > MAX_NUMEL:
@@ -135,13 +133,7 @@ class SparseSum:
     @property
     def gather_capacity(self) -> int:
         """The elements that fit into `Owned.message`."""
-        return gather_capacity(self.num_selected, self.num_ranks, self.gathered)
-
-    @property
-    def received_bytes(self) -> int:
-        """What a rank receives in both phases, which is also what it sends."""
-        row = COUNT_BYTES + self._nbytes(self.scatter_capacity)
-        return (self.num_ranks - 1) * (row + 2 * COUNT_BYTES + self._nbytes(self.gather_capacity))
+        return gather_capacity(self.num_selected, self.num_ranks)
 
     def prepare(self, rank: int, selected: Sparse) -> Outgoing:
         """Sort a rank's selection by owner.
