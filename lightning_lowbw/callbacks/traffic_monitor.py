@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.arguments import check_flag, names_arguments
 from lightning_lowbw.callbacks.epochs import OF_PACKAGE
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
@@ -63,8 +63,7 @@ class TrafficMonitor(Callback):
     """
 
     def __init__(self, *, prog_bar: bool = True) -> None:
-        if not isinstance(prog_bar, bool):
-            raise ConfigurationError(f"prog_bar={prog_bar!r}: give True or False.")
+        check_flag("prog_bar", prog_bar)
         self.prog_bar = prog_bar
         self._last = TrafficLedger()
         self._at_last_send = self._last

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import from_mapping, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_flag, check_one_of, from_mapping, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.averages import scatter_mean_
 from lightning_lowbw.ops.table import upload
@@ -147,15 +147,11 @@ class TopK:
             ("dense_dtype", DENSE_NAMES),
             ("correction", get_args(Correction)),
         ):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        flags: dict[str, tuple[bool | None, ...]] = {"clip_to_median": (True, False)}
-        flags |= dict.fromkeys(("momentum_masking", "keep_momentum"), (True, False, None))
-        for name, choices in flags.items():
-            if not any(getattr(self, name) is each for each in choices):
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}."
-                )
+            check_one_of(name, getattr(self, name), allowed)
+        check_flag("clip_to_median", self.clip_to_median)
+        for name in ("momentum_masking", "keep_momentum"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True, False or None.")
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
             if not is_count(value) and value is not None:
