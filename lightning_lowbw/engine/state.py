@@ -387,8 +387,8 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     for name in (name for fragment in state["fragments"] for name in fragment["names"]):
         if name not in parameters:
             raise ConfigurationError(
-                f"The checkpoint has {name!r}, and this optimizer no such parameter. Resume with the model it was "
-                f"written with, or {WITHOUT_RESIDUALS}."
+                f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
+                f"was written with, or {WITHOUT_RESIDUALS}."
             )
     for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
         for name, residual in unsent.items():

@@ -71,6 +71,6 @@ def check_offload(offload_state: object, method: Method) -> None:
     check_flag("offload_state", offload_state)
     if offload_state and not method.averages_weights:
         raise ConfigurationError(
-            "offload_state=True: this method uses its state in every step, and moving that over the bus would take longer "
-            "than the exchange. Leave it out, or average weights: LocalSGD(k_steps=...)."
+            "offload_state=True: this method uses its state in every step, and moving that over the bus would take "
+            "longer than the exchange. Leave it out, or average weights: LocalSGD(k_steps=...)."
         )

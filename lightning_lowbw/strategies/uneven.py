@@ -217,8 +217,8 @@ class Uneven:
         if EMPTY in whats and len(whats) > 1:
             empty = [rank for rank, place in enumerate(places) if place.what == EMPTY]
             raise ConfigurationError(
-                f"No batch in this epoch on ranks {empty}, and others have some. Each rank must have at least one: "
-                "divide the data otherwise."
+                f"Ranks {empty} have no batch in this epoch, and others have some. Each rank must have at least one. "
+                "Divide the data differently."
             )
         going = [place for place in places if place.what not in (ENDED, EMPTY)]
         if BATCH in whats:  # the last step of an epoch may come early while others accumulate: it waits for theirs
