@@ -33,7 +33,7 @@ class TrafficMonitor(Callback):
       only after an exchange. On two levels both are bytes between nodes, compared with a dense exchange on two
       levels ("hierarchical")
     - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and not in dense steps,
-      but for those that `sparsity="auto"` times
+      except those that `sparsity="auto"` times
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
     and what the method reports, with a number behind it where there are several optimizers. Of methods that compress

@@ -114,7 +114,7 @@ class Consensus:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Put this rank's own parameters and buffers back, but for buffers that have been changed meanwhile."""
+        """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile."""
         if self.own is not None:
             changed = put_back_(self.tensors(), self.own, self._shown)
             self._worker.averaging.buffers.restart(changed)

@@ -73,8 +73,9 @@ class GradientWorker(Worker):
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
         sparse_gradients: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         orders: the order of a parameter's elements in its residual, by name.
-        fault: after `check_gradients`, 1 + the number of the first fault, else 0, as returned by `gradient_fault`; a
-            scalar. May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
+        fault: after `check_gradients`, the number of this rank's first fault, 0 if there is none, as returned by
+            `gradient_fault`; a scalar. May be overwritten before `exchange` with the fault of another shard. None if
+            nothing was checked.
     """
 
     is_local = False
@@ -139,7 +140,7 @@ class GradientWorker(Worker):
 
     @property
     def reduces_in_node(self) -> bool:
-        """Whether the coming step's gradients are all-reduced inside each node: on two levels, but for dense steps."""
+        """Whether the coming step's gradients are all-reduced inside each node: on two levels, in sparse steps."""
         return self.peers.is_two_level and not self.reduces_in_backward
 
     @property

@@ -35,8 +35,8 @@ GATHERED = 4  # what all ranks together are handed by the owners of a sparse red
 def scatter_capacity(num_selected: int, num_ranks: int) -> int:
     """Return how many elements a rank can send to each owner in the sparse reduce-scatter: at least k / W.
 
-    A quarter above the mean, for the owners' parts are balanced by the steps before, and twice the standard deviation
-    of a count. What does not fit stays with its sender, so an overflow costs time and no gradient.
+    A quarter above the mean, because the owners' parts are balanced by the steps before, and twice the standard
+    deviation of a count. What does not fit stays with its sender, so an overflow costs time and no gradient.
     """
     mean = num_selected // num_ranks
     return min(num_selected, mean + mean // 4 + 2 * isqrt(mean) + 1)
@@ -266,7 +266,7 @@ class SparseSum:
     def _rebalance(self, masses: list[int], counts: list[int], positions: Tensor) -> tuple[int, ...]:
         """Return the boundaries of parts with equal numbers of selected elements.
 
-        Each element handed out stands for `masses / counts` of its part. In integers, for ranks on unlike machines
+        Each element handed out stands for `masses / counts` of its part. In integers, because ranks on unlike machines
         have to find the same.
         """
         total, ends, starts = sum(masses), [*accumulate(masses)], [*accumulate(counts, initial=0)]

@@ -87,7 +87,7 @@ class EveryK:
         self._check_fragments()
 
     def num_fragments_of(self, num_tensors: int) -> int:
-        """Return in how many parts so many tensors are averaged: for "auto" no more than there are tensors or steps."""
+        """Return in how many parts the tensors are averaged: for "auto" no more than there are tensors or steps."""
         if isinstance(self.num_fragments, int):
             return self.num_fragments
         return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))
