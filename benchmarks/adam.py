@@ -13,7 +13,7 @@ A candidate "corrected" does, on each rank, with G its own mean gradient, t the 
 
     momentum   m = beta1 m + (1 - beta1) G              beta1 below that of the dense phase
     variance   v = beta2 v + (1 - beta2) G^2 / N        "own"; "frozen" and "refreshed" leave v as the dense phase left
-                                                        it, the latter but for single dense steps, ever more seldom
+                                                        it, the latter except in single dense steps, ever more seldom
     correct    r = r + (m / (weight of all G in m)) / (sqrt(v / (1 - beta2^t)) + eps)
     select     the k largest |r| of each tensor
     mask       r = 0 there (a knob: m = 0 too)
@@ -130,8 +130,8 @@ class Variant:
         kind: "dense", "feedback" or "corrected", as in the module's docstring.
         variance: "own", "frozen" or "refreshed".
         noise_share: what G^2 is multiplied with for "own".
-        refreshes_per_gap: for "refreshed": after so many the gap doubles. 0/1 Adam (arXiv 2202.06009, section 4) takes
-            16, in long runs.
+        refreshes_per_gap: for "refreshed": after this many the gap doubles. 0/1 Adam (arXiv 2202.06009, section 4)
+            takes 16, in long runs.
         floor: the denominator is at least this fraction of its mean over the tensor.
         beta1: of the dense phase and of small tensors.
         sparse_beta1: of the corrected tensors.

@@ -7,7 +7,7 @@
     .venv/bin/python benchmarks/auto.py report                       # table and plot of what there is
 
 accuracy: two ranks on loopback, a thread each. The link acts on accuracy through the schedule alone, so nothing is
-throttled: the schedule is chosen by the package from nominal values, the same on every machine but for the seconds of
+throttled: the schedule is chosen by the package from nominal values, the same on every machine except the seconds of
 computation, which are measured once and kept. Nominal is the link, 0.1 ms of latency, and that a dense step takes
 computation and all-reduce one after the other. Links for which the same schedule is chosen share their runs.
 

@@ -38,7 +38,7 @@ from lightning_lowbw.zoo import StdlibText
 NUM_RANKS = 4
 RATE = "100mbit"
 SMOOTHING = 96  # steps of the running mean in the plot: one start's crops are the same for all methods, and noisy
-PEAK_STEPS = 4  # the peak is over so many consecutive steps
+PEAK_STEPS = 4  # the peak is over this many consecutive steps
 MODEL: dict[str, Any] = {"optimizer": "adamw", "schedule": "one_cycle"}
 BATCH = 8
 

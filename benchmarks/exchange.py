@@ -25,7 +25,7 @@ from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import DGC
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
-from lightning_lowbw.what.sparse_sum import SparseSum, even_boundaries
+from lightning_lowbw.what.sparse_sum import COUNT_BYTES, SparseSum, even_boundaries
 from lightning_lowbw.what.values import FLOAT_NAMES
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger
@@ -63,11 +63,13 @@ def formulas(codec: SparseCodec, num_ranks: int, boundaries: tuple[int, ...] = (
         num_ranks: the number of ranks.
         boundaries: of the reduce-scatter's parts; as in a first step where there are none.
     """
-    boundaries = boundaries or even_boundaries(NUMELS, COUNTS, num_ranks)
+    plan = SparseSum(NUMELS, sum(COUNTS), boundaries or even_boundaries(NUMELS, COUNTS, num_ranks), codec)
+    capacities = plan.scatter_capacity, plan.gather_capacity  # of the two messages, with one and two numbers in front
+    messages = sum(codec.nbytes([capacity], [max(capacity, *plan.widths)]) for capacity in capacities)
     return {
         "dense": all_reduce_bytes(4 * sum(NUMELS), num_ranks),
         "all_gather": all_gather_bytes(codec.nbytes(COUNTS, NUMELS), num_ranks),
-        "reduce_scatter": SparseSum(NUMELS, sum(COUNTS), boundaries, codec).received_bytes,
+        "reduce_scatter": (num_ranks - 1) * (3 * COUNT_BYTES + messages),
     }
 
 

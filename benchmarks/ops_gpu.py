@@ -139,7 +139,7 @@ class Contest:
         return [Parameter(self.draw(*shape)) for shape in self.shapes]
 
     def sparse_step(self, kind: str, num_ranks: int) -> Step:
-        """Return a step of `dgc` among so many ranks."""
+        """Return a step of `dgc` among n ranks."""
         parameters = self.parameters()
         gradients_of = [self.draw(*shape) for shape in self.shapes]
         optimizer = make_optimizer(kind, parameters)

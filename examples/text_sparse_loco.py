@@ -64,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("--lr", type=float, default=2e-3)
     options = parser.parse_args()
-    # As "sparse_loco", but for its k.
+    # As "sparse_loco", except its k.
     sparse = lowbw.LocalSGDStrategy(options.k_steps, begin_step=0, compression=lowbw.Compression())
     for strategy in ("ddp", sparse):
         train(strategy, options, has_gpus)

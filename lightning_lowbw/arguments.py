@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -94,3 +94,15 @@ def is_number(value: object) -> bool:
 def is_count(value: object, least: int = 1) -> bool:
     """Return whether a value is an integer of at least so much; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigurationError if a value is none of the choices."""
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(choices)}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigurationError if a value is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give True or False.")

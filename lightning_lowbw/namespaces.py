@@ -193,8 +193,7 @@ def _is_installed(package: str) -> bool:
 
 
 _finder = _Finder()
-LOGGER = (
-    f"{PYTORCH_LIGHTNING if _finder.is_alone else 'lightning.pytorch'}.lightning_lowbw"  # shown where Lightning's are
-)
+# Its lines are shown where Lightning's are.
+LOGGER = f"{PYTORCH_LIGHTNING if _finder.is_alone else 'lightning.pytorch'}.lightning_lowbw"
 if _is_installed(PYTORCH_LIGHTNING):
     sys.meta_path.insert(0, _finder)

@@ -43,7 +43,7 @@ COLUMNS: dict[str, Callable[..., DDPStrategy]] = {
     "ddp": DDPStrategy,
     "dgc": lambda **more: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=100, **more),
     "int8": lambda **more: Strategy(NarrowGradients("int8"), **more),
-    "hierarchical": lambda **more: HierarchicalStrategy(ranks_per_node=1, **more),
+    "hierarchical": lambda **more: HierarchicalStrategy(topology=1, **more),
     "local_sgd": lambda **more: LocalSGDStrategy(k_steps=3, **more),
     "diloco": lambda **more: LocalSGDStrategy(k_steps=3, outer="nesterov", **more),
     "streaming_diloco": lambda **more: LocalSGDStrategy(

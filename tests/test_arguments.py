@@ -68,7 +68,7 @@ kinds = st.fixed_dictionaries(
 
 
 def quickly(max_examples: int) -> Any:
-    """Return the settings: the same examples in every run, and few, for all of them take seconds together."""
+    """Return the settings: the same examples in every run, and few, because all of them take seconds together."""
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, suppress_health_check=slow

@@ -54,7 +54,7 @@ from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
-CONTROL = "ddp, perturbed"  # the first parameter by a millionth: how much runs differ that are equal but for rounding
+CONTROL = "ddp, perturbed"  # the first parameter by a millionth: how much runs differ by rounding alone
 PERTURBATION = 1e-6
 VARIANTS: dict[str, dict[str, Any]] = {  # arguments of DGCStrategy
     "dgc 99.9 %": {"sparsity": FIXED["sparsity"]},
@@ -150,7 +150,7 @@ def small_numel_of(task: str) -> int:
 
 @cache
 def payload_of(method: str, task: str) -> Row:
-    """Return what a method sends, but for defaults: a row with another payload is no row of this method."""
+    """Return what a method sends, except defaults: a row with another payload is no row of this method."""
     if method not in VARIANTS:
         return {}
     least = small_numel_of(task)
@@ -169,7 +169,7 @@ def train(job: Row, nominal: dict[str, Any], stop_after: int | None = None) -> R
     Args:
         job: task, steps, seed, method and link.
         nominal: of `measure_nominal`.
-        stop_after: end after so many steps, without an evaluation.
+        stop_after: end after this many steps, without an evaluation.
     """
     pl.seed_everything(job["seed"], workers=True, verbose=False)
     curve, data = Curve(stop_after), data_of(job["task"])

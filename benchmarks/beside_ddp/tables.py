@@ -13,7 +13,7 @@ from benchmarks.beside_ddp.tasks import STEPS, Row, is_same
 from benchmarks.beside_ddp.wall_clock import DDP_KEY, DENSE_KEY, planned, ratios_of, seconds_of_run, step_s_of
 from benchmarks.harness import as_plain, in_words
 
-LEAST_GROUPS = 4  # of so many seeds, to be judged one by one
+LEAST_GROUPS = 4  # of this many seeds, to be judged one by one
 CLEARLY = 2.0  # standard errors by which a run takes longer than another
 
 

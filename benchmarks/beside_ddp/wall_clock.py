@@ -149,7 +149,7 @@ def as_numbers(measured: Measured) -> Row:
 
 
 def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str, bool]:
-    """Return what auto chooses for a run of so many steps from what it has measured; why; and whether it measures."""
+    """Return what auto chooses for a run of this many steps from what it has measured; why; and whether it measures."""
     kept = record["measured"]
     sparse_s = dict(zip(DENSITIES, kept["sparse_s"], strict=True))
     measured = Measured(kept["step_s"], kept["dense_s"], sparse_s, Link(**kept["link"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,28 +10,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.arguments import check_flag, names_arguments
 from lightning_lowbw.callbacks.epochs import OF_PACKAGE
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy
+from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.volume import all_reduce_bytes
-
-
-@dataclass
-class _Totals:
-    steps: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    intra_bytes: int = 0
-    inter_bytes: int = 0
-    dense_bytes: int = 0
-    dense_inter_bytes: int = 0
-    exposed_s: float = 0.0
-
-    def of_slow_network(self, has_levels: bool) -> tuple[int, int]:
-        """Return the bytes sent there, and those of a dense exchange."""
-        return (self.inter_bytes, self.dense_inter_bytes) if has_levels else (self.sent_bytes, self.dense_bytes)
 
 
 @names_arguments
@@ -48,7 +33,7 @@ class TrafficMonitor(Callback):
       only after an exchange. On two levels both are bytes between nodes, compared with a dense exchange on two
       levels ("hierarchical")
     - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and not in dense steps,
-      but for those that `sparsity="auto"` times
+      except those that `sparsity="auto"` times
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
     and what the method reports, with a number behind it where there are several optimizers. Of methods that compress
@@ -78,10 +63,9 @@ class TrafficMonitor(Callback):
     """
 
     def __init__(self, *, prog_bar: bool = True) -> None:
-        if not isinstance(prog_bar, bool):
-            raise ConfigurationError(f"prog_bar={prog_bar!r}: give True or False.")
+        check_flag("prog_bar", prog_bar)
         self.prog_bar = prog_bar
-        self._last = _Totals()
+        self._last = TrafficLedger()
         self._at_last_send = self._last
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -131,11 +115,11 @@ def _have_met(strategy: object) -> bool:
     return not replicas or any(worker.has_met for worker in replicas)
 
 
-def _read(trainer: pl.Trainer) -> _Totals:
+def _read(trainer: pl.Trainer) -> TrafficLedger:
     strategy = trainer.strategy
     if isinstance(strategy, OF_PACKAGE):
         strategy.ledger.settle()
-        return _Totals(**{name: getattr(strategy.ledger, name) for name in _Totals.__dataclass_fields__})
+        return copy(strategy.ledger)
     nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
     total = trainer.global_step * all_reduce_bytes(nbytes, trainer.world_size)
-    return _Totals(trainer.global_step, total, total, dense_bytes=total)
+    return TrafficLedger(trainer.global_step, total, total, dense_bytes=total)

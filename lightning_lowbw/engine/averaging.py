@@ -347,8 +347,8 @@ class Averaging:
         """Average the trained parameters over the ranks of the node, which have stepped alone.
 
         In place:
-            The parameters; the snapshots of an average in progress, for the change that it brings is measured from
-            there.
+            The parameters; the snapshots of an average in progress, because the change that it brings is measured
+            from there.
 
         Collective: the ranks of a node, blocking.
         """

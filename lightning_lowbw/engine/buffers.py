@@ -122,7 +122,7 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_back_(buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> list[str]:
-    """Put back what buffers had before others were shown, but for buffers that the user's code has changed meanwhile.
+    """Put back what buffers had before others were shown, except buffers that the user's code has changed meanwhile.
 
     Args:
         buffers: by name.

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from lightning_lowbw.engine.buffers import copies, put_back_
 from lightning_lowbw.engine.control import Control, control_message
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.where.mean import MeanWork
 
@@ -62,7 +62,7 @@ class Consensus:
     def show(self) -> None:
         """Put the mean of the replicas into the model, until `hide`.
 
-        Collective: all ranks; blocking. If they are equal already, as `check_kept`.
+        Collective: all ranks; blocking. If they are equal already, as `check_late_faults`.
 
         Raises:
             NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing is shown.
@@ -72,7 +72,7 @@ class Consensus:
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
             if self.is_there:
-                check_kept(self._worker)
+                check_late_faults(self._worker)
             else:
                 self._show()
 
@@ -114,7 +114,7 @@ class Consensus:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Put this rank's own parameters and buffers back, but for buffers that have been changed meanwhile."""
+        """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile."""
         if self.own is not None:
             changed = put_back_(self.tensors(), self.own, self._shown)
             self._worker.averaging.buffers.restart(changed)

@@ -71,7 +71,7 @@ OF_LAST = (Kind.LATE, Kind.DAMAGED, Kind.ROUNDED)
 
 
 def numbers_of(kinds: Iterable[Kind], num_tensors: int) -> dict[Kind, range]:
-    """Return the numbers of each kind, of a message about so many tensors."""
+    """Return the numbers of each kind, of a message about `num_tensors` tensors."""
     numbers: dict[Kind, range] = {}
     first = 1
     for kind in kinds:
@@ -90,7 +90,7 @@ def first_fault(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
     """Return 1 + the index of the first flag that is set, else 0: int64, a scalar on the device.
 
     Args:
-        flags: bool, scalars; on the device, but for those of a state that is offloaded. None: not set.
+        flags: bool, scalars; on the device, except those of a state that is offloaded. None: not set.
         device: of the number.
     """
     nothing = constant((False,), torch.bool, device).squeeze()

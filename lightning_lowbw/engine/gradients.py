@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine import state
 from lightning_lowbw.engine.checks import check_replaced, check_two_levels
 from lightning_lowbw.engine.faults import gradient_fault
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.same_training import agree_on_end
 from lightning_lowbw.engine.slots import (
@@ -73,8 +73,9 @@ class GradientWorker(Worker):
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
         sparse_gradients: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         orders: the order of a parameter's elements in its residual, by name.
-        fault: after `check_gradients`, 1 + the number of the first fault, else 0, as returned by `gradient_fault`; a
-            scalar. May be overwritten before `exchange` with the fault of another shard. None if nothing was checked.
+        fault: after `check_gradients`, the number of this rank's first fault, 0 if there is none, as returned by
+            `gradient_fault`; a scalar. May be overwritten before `exchange` with the fault of another shard. None if
+            nothing was checked.
     """
 
     is_local = False
@@ -139,7 +140,7 @@ class GradientWorker(Worker):
 
     @property
     def reduces_in_node(self) -> bool:
-        """Whether the coming step's gradients are all-reduced inside each node: on two levels, but for dense steps."""
+        """Whether the coming step's gradients are all-reduced inside each node: on two levels, in sparse steps."""
         return self.peers.is_two_level and not self.reduces_in_backward
 
     @property
@@ -315,11 +316,11 @@ class GradientWorker(Worker):
         Collective: all ranks, blocking.
 
         Raises:
-            NonFiniteGradientError, ValueError: on all ranks; as `engine.kept.check_kept`.
+            NonFiniteGradientError, ValueError: on all ranks; as `engine.late_faults.check_late_faults`.
             DisagreementError: on all ranks; a rank has other weights, or has counted other steps. (A step that one rank
                 takes meanwhile would meet these messages with its own: torch then ends the process.)
         """
-        check_kept(self)
+        check_late_faults(self)
         agree_on_end(self)
 
     def after_step(self) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_lowbw.arguments import is_count, names_arguments
+from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.engine.method import Method, Where, sorted_into
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
-from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK, as_compression
+from lightning_lowbw.what.top_k import Compression, TopK, as_compression
 from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, Rule
 from lightning_lowbw.when.every_k import AUTO, EveryK
 from lightning_lowbw.when.every_step import EveryStep
@@ -115,31 +115,21 @@ def AdaptiveLocalSGD(
 
 @names_arguments
 def Hierarchical(
-    ranks_per_node: int | None = None,
+    topology: TopologyChoice = "auto",
     algorithm: Algorithm | None = None,
     *,
     inter_dtype: str = "float32",
-    topology: TopologyChoice = "auto",
 ) -> Method:
     """Return DDP on two levels: every step, whole gradients, each node sends its own once.
 
     Args:
-        ranks_per_node: the number of neighbouring ranks in a node, instead of `topology`.
+        topology: as of `Where`.
         algorithm: as of `Where`.
         inter_dtype: as of `Where`.
-        topology: as of `Where`.
 
     Raises:
         ConfigurationError: a value is out of range.
     """
-    if ranks_per_node is not None:
-        if topology != "auto":
-            raise ConfigurationError(
-                f"ranks_per_node={ranks_per_node!r} and topology={topology!r}: give one of the two."
-            )
-        if not is_count(ranks_per_node):
-            raise ConfigurationError(f"ranks_per_node={ranks_per_node!r}: give an integer >= 1.")
-        topology = ranks_per_node
     return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
 
 
@@ -191,7 +181,7 @@ PRESETS = {
     "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),
     "diloco": Preset("local_sgd", DILOCO),
     "streaming_diloco": Preset("local_sgd", {**DILOCO, **STREAMING}),
-    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": TopK(**SPARSE_LOCO)}),
+    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": Compression()}),
     "hierarchical": Preset("hierarchical", {}),
 }
 

@@ -30,7 +30,7 @@ class Coordinate:
     size: int
 
     def rows(self, num_rows: int) -> range:
-        """Return the rows of a tensor with so many."""
+        """Return the rows of a tensor with `num_rows`."""
         chunk = -(-num_rows // self.size)
         return range(min(self.number * chunk, num_rows), min((self.number + 1) * chunk, num_rows))
 

@@ -101,8 +101,8 @@ def agree_on_optimizers(
 def agree_on_beginning(worker: Worker) -> None:
     """Check, at the first step after `attach` or after a state was loaded, that the ranks are at the same one.
 
-    Their weights are equal, but for replicas between two averages. At step 0 the optimizers' states are, too: a method
-    makes them different later, and then each rank needs its own `worker.state_dict()` to go on.
+    Their weights are equal, except between two averages. At step 0 the optimizers' states are, too: a method makes them
+    different later, and then each rank needs its own `worker.state_dict()` to go on.
 
     Collective: all ranks of the worker, blocking.
 

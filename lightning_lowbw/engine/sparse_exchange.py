@@ -255,7 +255,7 @@ class SparseExchange:
         return [part.stop - part.start for part in parts]
 
     def to(self, device: torch.device) -> None:
-        """Move the residuals; the kernels' workspaces are made anew, but for the thresholds."""
+        """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
         self.residuals.to(device)
         for selection in self._selections.values():
             selection.thresholds = selection.thresholds

@@ -43,7 +43,7 @@ class SparseGradients:
         self._found = found
         self.begun: list[tuple[list[Slot], SparseWork]] = []
         self._compressed: set[str] = set()
-        self._selected: dict[str, Sparse] = {}  # of these, but for parts of no elements; until it is sent
+        self._selected: dict[str, Sparse] = {}  # of these, except parts of no elements; until it is sent
 
     @property
     def sent(self) -> set[Parameter]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_lowbw.engine.average import Average
-from lightning_lowbw.engine.kept import forget
+from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.orders import Reordering
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.layout import order_of
@@ -156,7 +156,7 @@ def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
 
     worker.step, worker.small_numel = state["step"], state["small_numel"]
     worker.velocities.clear()
-    forget(worker)
+    forget_late_faults(worker)
     if worker.narrow is not None:
         rounded = {name: own(name, kept) for name, kept in state["rounded"].items()}
         worker.narrow.residuals.load(rounded, worker.device)
@@ -223,16 +223,14 @@ def _of_work(worker: ReplicaWorker, work: Average) -> dict[str, Any]:
 def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     """Take over `of_replica` of the same ranks, or `merge_states`; see `ReplicaWorker.load_state_dict`."""
     averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
-    before, worker.small_numel = (
-        worker.small_numel,
-        state["small_numel"],
-    )  # which tells what is sent
+    before = worker.small_numel
+    worker.small_numel = state["small_numel"]  # which tells what is sent
     try:
         _check_replica(worker, state)
     except ConfigurationError:
         worker.small_numel = before
         raise
-    forget(worker)
+    forget_late_faults(worker)
     targets = worker.consensus_view.tensors()
     for name, own in state["own"].items():
         targets[name].copy_(own)
@@ -294,8 +292,8 @@ def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
     for name in (name for fragment in state["fragments"] for name in fragment["names"]):
         if name not in parameters:
             raise ConfigurationError(
-                f"The checkpoint has {name!r}, and this optimizer no such parameter. Resume with the model it was "
-                f"written with, or {WITHOUT_RESIDUALS}."
+                f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
+                f"was written with, or {WITHOUT_RESIDUALS}."
             )
     for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
         for name, residual in unsent.items():

@@ -17,7 +17,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def largest_integer(bits: int) -> int:
-    """Return the largest integer of so many bits; the smallest is its negative."""
+    """Return the largest integer of `bits` bits; the smallest is its negative."""
     return (1 << (bits - 1)) - 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIN_PER_CANDIDATE = 4  # elements: where more than one in so many is a candidate, `top_k` of all takes no longer
+MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, `top_k` of all takes no longer
 AT_ONCE_ON_CPU = 1 << 16  # elements, with keys of 8 bytes, which stay in the cache
 AT_ONCE = 1 << 24  # elsewhere: few launches, and the keys take 128 MiB
 
@@ -42,7 +42,7 @@ def top_k_of_chunks(values: Tensor, chunk: int, k: int, k_last: int) -> Tensor:
 
     Args:
         values: flat; float32 or float64.
-        chunk: so many consecutive elements.
+        chunk: this many consecutive elements.
         k: of each whole chunk, in [0, chunk].
         k_last: of the rest behind the last whole one, in [0, rest].
     """

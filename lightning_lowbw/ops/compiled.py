@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
-# Of the candidates that are of use there is room for one in so many, twice what is aimed at: each has 8 bytes, and at
+# Of the candidates that are of use there is room for one in this many, twice what is aimed at: each has 8 bytes, and at
 # one in a thousand all that are of use would take 3 % of the residual. Where there are more, mostly in the second step,
 # another pass looks.
 ROOM = 4

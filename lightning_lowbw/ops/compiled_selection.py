@@ -179,7 +179,7 @@ def _count_within(bits, counts, shift, value, low):  # type: ignore[no-untyped-d
 
 
 def _end_of_equal(bits, least, num_equal):  # type: ignore[no-untyped-def]
-    """Return the place behind the first so many that are equal to a magnitude."""
+    """Return the place behind the first `num_equal` that are equal to a magnitude."""
     for i in range(bits.size):
         num_equal -= np.int32(bits[i] & MAGNITUDE) == least
         if num_equal == 0:

@@ -294,8 +294,8 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
 
 @lru_cache(maxsize=64)
 def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the tiles of tensors of so many elements, with about so many sent: of each tensor the size of a tile (as a
-    shift) and its first one; and how many it has."""
+    """Return the tiles of tensors, given the elements of each and about how many are sent: of each tensor the size of a
+    tile (as a shift) and its first one; and how many it has."""
     tiles: list[tuple[int, int]] = []
     numbers: list[int] = []
     for numel, count in shapes:

@@ -71,6 +71,6 @@ def relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
 
 
 def _sample(tensor: Tensor, stride: int) -> Tensor:
-    """Return every so many-th element, flat; without keeping the copy of a tensor that is not contiguous."""
+    """Return every `stride`-th element, flat; without keeping the copy of a tensor that is not contiguous."""
     sample = tensor.reshape(-1)[::stride]
     return sample if tensor.is_contiguous() else sample.clone()

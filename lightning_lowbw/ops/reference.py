@@ -129,7 +129,7 @@ class Segment:
         gradient: G, this rank's mean gradient, clipped; it is read only.
         weight: w, the parameter; None without weight decay.
         k: elements to send: of the tensor, in [0, numel], or of each whole chunk, in [0, chunk].
-        chunk: the largest are sought among so many consecutive elements; None: in the whole tensor.
+        chunk: the largest are sought among this many consecutive elements; None: in the whole tensor.
         k_last: with a chunk, the elements to send of the rest behind the last whole one.
         momentum: m, in [0, 1).
         nesterov: whether the optimizer uses Nesterov's form; no effect without a buffer.

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowbw.ops.reference import Elsewhere, Segment
 
 BLOCK = 2048  # elements per program
-SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more lest a small k be missed by chance
+SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more, or a small k might be missed by chance
 ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
 # In units of the tensor's elements. A candidate takes 16 bytes of room: so the room is a byte per parameter at most.
 # Without a bound it is 8 bytes at a sparsity of 0.9375, as much as a model and its gradient, in the middle of the run.
@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Where a tensor's positions lie in a message, see `what.positions`; in bits but for the first two and the last."""
+    """Where a tensor's positions lie in a message, see `what.positions`; in bits except the first two and the last."""
 
     num_sent: int  # elements
     first: int  # of all elements of the message

@@ -263,7 +263,7 @@ def digits_kernel(
 ):  # fmt: skip
     """Count the digits of magnitudes, BITS bits from bit SHIFT on, of those whose higher bits are those of `kth`.
 
-    Grid: (any number,); each program takes every so many-th block. `bins`: shape (tensors, WIDTH), zeros before.
+    Grid: (any number,); the programs take the blocks in turn. `bins`: shape (tensors, WIDTH), zeros before.
     """
     digits = tl.arange(0, 1 << BITS)
     total = tl.load(ends + num_tensors - 1)
@@ -288,8 +288,8 @@ def choose_kernel(
 ):  # fmt: skip
     """Find a digit of the k-th magnitude of a tensor, and how many of those that have it are to be taken.
 
-    The first turn gives a tensor that had no fitting threshold a new one, for its digits tell how many elements reach
-    what. The last one, SHIFT 0, steers the others, as `what.selection.SampledSelector` does: along the power law
+    The first turn gives a tensor that had no fitting threshold a new one, because its digits tell how many elements
+    reach what. The last one, SHIFT 0, steers the others, as `what.selection.SampledSelector` does: along the power law
     through the threshold and the k-th magnitude.
 
     Grid: (tensors,). Leaves zeros in `bins`.

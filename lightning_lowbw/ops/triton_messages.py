@@ -80,7 +80,7 @@ def unpack_kernel(
 
     Grid: (tensors, messages). A message has `message_words` words, and `num_elements` elements, of which the values
     begin at the `first_value`-th V of it. A position outside of its tensor becomes the nearest one inside, one that is
-    missing 0, for what comes next writes there; `damaged`, one byte, becomes 1 then.
+    missing 0, because what comes next writes there; `damaged`, one byte, becomes 1 then.
     """
     row = fields + tl.program_id(0) * FIELD_COLUMNS
     number = tl.program_id(1).to(tl.int64)

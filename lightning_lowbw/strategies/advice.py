@@ -26,7 +26,7 @@ MUCH = 0.5  # of the trained elements; below it a line is logged
 def num_steps_of(trainer: pl.Trainer) -> float:
     """Return the number of optimizer steps of the run; NaN where it cannot be known."""
     num_steps = float(trainer.estimated_stepping_batches)
-    if accumulates_by_schedule(trainer) and trainer.max_epochs != -1:  # Lightning reckons without it
+    if accumulates_by_schedule(trainer) and trainer.max_epochs != -1:  # which Lightning's number leaves out
         return math.nan
     return math.nan if num_steps < 0 else num_steps  # -1: Lightning has no limit
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import Unpack, override
 
+from lightning_lowbw.arguments import check_flag
 from lightning_lowbw.engine.presets import DGC
-from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.step_times import NUM_STEPS
@@ -52,8 +52,7 @@ class AutoStrategy(Strategy):
         topology: TopologyChoice = "flat",
         **kwargs: Unpack[StrategyKeywords],
     ) -> None:
-        if not isinstance(allow_local, bool):
-            raise ConfigurationError(f"allow_local={allow_local!r}: give True or False.")
+        check_flag("allow_local", allow_local)
         self._allow_local = allow_local
         super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
         self._options["allow_local"] = allow_local

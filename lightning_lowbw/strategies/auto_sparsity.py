@@ -84,7 +84,7 @@ class AutoSparsity:
         return self._chosen is not None and self._chosen.get("when", self._chosen.get("method")) is None
 
     def load_state_dict(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        """Load the choice from a checkpoint: a resumed run does not choose again, but for `_keep_or_choose_anew`.
+        """Load the choice from a checkpoint: a resumed run does not choose again, except in `_keep_or_choose_anew`.
 
         Collective: all ranks.
 
@@ -207,7 +207,7 @@ class AutoSparsity:
 
         Changes at most once per epoch, and not while there are stairs.
 
-        Collective: all ranks, after every so many steps.
+        Collective: all ranks, after every `WATCHED_STEPS` steps.
         """
         assert self._chosen is not None
         assert self._link_watch is not None

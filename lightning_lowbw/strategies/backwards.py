@@ -26,8 +26,8 @@ class Backwards:
         """Return the number, and another one for an exchange before clipping: all ranks clip, or none does."""
         return self.num + BY_CLIPPING * is_clipping
 
-    def has_new(self, worker: Worker) -> bool:
-        """Return whether there has been a backward pass since the last call for this optimizer.
+    def take_new(self, worker: Worker) -> bool:
+        """Return whether there has been a backward pass since the last call for this optimizer; until the next, False.
 
         There has been none in the batch norm epoch of StochasticWeightAveraging: the gradients are those of the last
         exchange then, and sent again they would count twice.

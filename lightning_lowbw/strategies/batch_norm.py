@@ -61,7 +61,7 @@ class BatchNorm:
             self._shown = copies(self._statistics())
 
     def hide(self) -> None:
-        """Put this rank's own statistics back, but for those that have been changed meanwhile."""
+        """Put this rank's own statistics back, except those that have been changed meanwhile."""
         put_back_(self._buffers(), self.own, self._shown)
         self.keep()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_lowbw.arguments import check_flag
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.facts import agree_on_configuration
@@ -24,8 +25,7 @@ def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
     Raises:
         ConfigurationError: `uneven` or `audit` are out of range, or have no meaning for the method.
     """
-    if not isinstance(audit, bool):
-        raise ConfigurationError(f"audit={audit!r}: give True or False.")
+    check_flag("audit", audit)
     if strategy.method.averages_weights:
         return Replicas(strategy, uneven, audit)
     given = [*([] if uneven == "finish" else [f"uneven={uneven!r}"]), *(["audit=True"] if audit else [])]

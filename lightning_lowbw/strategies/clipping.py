@@ -70,7 +70,7 @@ class Clipping:
         """Note that gradients change: those that have been exchanged are exchanged again."""
         self._exchanged.clear()
 
-    def has_exchanged(self, worker: Worker) -> bool:
+    def take_exchanged(self, worker: Worker) -> bool:
         """Return whether the gradients of the coming step have been exchanged; of the step after it they have not."""
         has_exchanged = worker in self._exchanged
         self._exchanged.discard(worker)

@@ -39,8 +39,8 @@ class ConsensusView:
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
         """Put the consensus into the model, until `hide`.
 
-        Collective: all ranks; if the replicas are equal, as `engine.kept.check_kept`. Not during the handling of an
-        exception, when some ranks may be elsewhere: then each keeps its own weights.
+        Collective: all ranks; if the replicas are equal, as `engine.late_faults.check_late_faults`. Not during the
+        handling of an exception, when some ranks may be elsewhere: then each keeps its own weights.
         """
         if self.is_shown:
             return

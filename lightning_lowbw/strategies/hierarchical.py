@@ -18,13 +18,12 @@ class HierarchicalStrategy(Strategy):
     same in their dense steps if they are given a `topology`.
 
     Args:
-        ranks_per_node: nodes of so many neighbouring ranks, instead of `topology`.
+        topology: "auto" (by the launcher and the host names), a number of ranks per node, the ranks of each node, or
+            a `Topology`.
         algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather) or "leader" (reduce, all-reduce
             among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
             "leader" on nodes of different sizes.
         inter_dtype: "float32", or "bfloat16" or "float16" for what is sent between nodes.
-        topology: "auto" (by the launcher and the host names), a number of ranks per node, the ranks of each node, or
-            a `Topology`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:
@@ -33,7 +32,7 @@ class HierarchicalStrategy(Strategy):
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> strategy = HierarchicalStrategy(ranks_per_node=2)
+        >>> strategy = HierarchicalStrategy(topology=2)
         >>> strategy
         HierarchicalStrategy(every step, whole gradients; topology=2)
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
@@ -42,12 +41,11 @@ class HierarchicalStrategy(Strategy):
     @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
-        ranks_per_node: int | None = None,
+        topology: TopologyChoice = "auto",
         algorithm: Algorithm | None = None,
         *,
         inter_dtype: str = "float32",
-        topology: TopologyChoice = "auto",
         **kwargs: Unpack[StrategyKeywords],
     ) -> None:
-        method = Hierarchical(ranks_per_node, algorithm, inter_dtype=inter_dtype, topology=topology)
+        method = Hierarchical(topology, algorithm, inter_dtype=inter_dtype)
         super().__init__(method, **kwargs)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import TypedDict
 
-from lightning_lowbw.arguments import is_number
+from lightning_lowbw.arguments import check_one_of, is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checkpoint import Needs
 
@@ -167,8 +167,8 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
             raise ConfigurationError(f"{name}={value!r}: give True or False, or leave it out.")
         if name == "bucket_cap_mb" and not (is_number(value) and value > 0):
             raise ConfigurationError(f"{name}={value!r}: give a number of MiB, above 0, or leave it out.")
-        if name == "start_method" and value not in get_args(TYPES[name]):
-            raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(get_args(TYPES[name]))}.")
+        if name == "start_method":
+            check_one_of(name, value, get_args(TYPES[name]))
     if given.get("timeout") is not None:
         given["timeout"] = as_timeout(given["timeout"])
     return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release

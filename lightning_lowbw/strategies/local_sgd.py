@@ -121,7 +121,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         begin_step: as in `LocalSGDStrategy`.
         rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.when.adaptive.PeriodSchedule`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
-        **kwargs: all other arguments of `LocalSGDStrategy`, but for `k_steps` and `num_fragments`.
+        **kwargs: all other arguments of `LocalSGDStrategy`, except `k_steps` and `num_fragments`.
 
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.

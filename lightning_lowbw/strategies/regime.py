@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Regime:
-    """The hooks of a fit, in their order; here they do nothing. See `Synchronous` and `Replicas`.
+    """The hooks of a fit, in their order; most do nothing here. See `Synchronous` and `Replicas`.
 
     Attributes:
         is_fit_over: whether the last fit has ended. The model and the optimizers have then what is equal on all ranks,

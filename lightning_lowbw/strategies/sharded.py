@@ -40,7 +40,7 @@ from lightning_lowbw.strategies.overwriting import put_back
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
-from lightning_lowbw.strategies.sharded_moments import ShardedMoments
+from lightning_lowbw.strategies.sharded_regime import ShardedRegime
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, check_callbacks, make_workers, tell_nodes
 from lightning_lowbw.strategies.sharding import (
     DefaultSharding,
@@ -152,7 +152,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
 
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
-        self.regime: ShardedMoments = ShardedMoments(self)
+        self.regime: ShardedRegime = ShardedRegime(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
         self.clipping = Clipping(self, self._exchange_unscaled, has_means=False)  # type: ignore[arg-type]
         self.auto = NothingChosen()
@@ -327,9 +327,9 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         if worker.is_local:  # Lightning alone clips and scales, by the norm of all shards together
             worker.exchange()
             return
-        if self.clipping.has_exchanged(worker):
+        if self.clipping.take_exchanged(worker):
             return
-        if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
+        if self.trainer.lightning_module.automatic_optimization and not self._backwards.take_new(worker):
             self._views[id(worker)].optimizer.zero_grad(set_to_none=True)  # sent already
             return
         self._exchange_unscaled(worker)

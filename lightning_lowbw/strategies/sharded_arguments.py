@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_lowbw.arguments import check_flag
 from lightning_lowbw.engine.method import Method, Where
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.when.every_k import AUTO
@@ -67,10 +68,9 @@ def between_nodes(method: Method) -> Method:
 
 def check_offload(offload_state: object, method: Method) -> None:
     """Raise ConfigurationError where what a method keeps cannot be in the host's memory, with the reason."""
-    if not isinstance(offload_state, bool):
-        raise ConfigurationError(f"offload_state={offload_state!r}: give True or False.")
+    check_flag("offload_state", offload_state)
     if offload_state and not method.averages_weights:
         raise ConfigurationError(
-            "offload_state=True: this method reads and writes what it keeps in every step, over the bus it would wait "
-            "for that longer than for the network. Leave it out, or average weights: LocalSGD(k_steps=...)."
+            "offload_state=True: this method uses its state in every step, and moving that over the bus would take "
+            "longer than the exchange. Leave it out, or average weights: LocalSGD(k_steps=...)."
         )

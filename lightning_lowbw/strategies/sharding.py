@@ -184,7 +184,7 @@ def _users(parts: Mapping[nn.Module, set[nn.Module]]) -> list[set[nn.Module]]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a module that have parameters, but for lists of parameters."""
+    """Return the layers of a module that have parameters, except lists of parameters."""
     return [child for child in module.children() if _has_any(child) and not isinstance(child, PARAMETERS)]
 
 

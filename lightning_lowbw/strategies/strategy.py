@@ -274,9 +274,9 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
             return
-        if self.clipping.has_exchanged(worker):
+        if self.clipping.take_exchanged(worker):
             return
-        if self.trainer.lightning_module.automatic_optimization and not self._backwards.has_new(worker):
+        if self.trainer.lightning_module.automatic_optimization and not self._backwards.take_new(worker):
             if not worker.reduces_in_backward:
                 worker.optimizer.zero_grad(set_to_none=True)
             return

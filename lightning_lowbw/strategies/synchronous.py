@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
@@ -133,19 +133,19 @@ class Synchronous(Regime):
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self._check_kept()  # an infinite message may be in the weights
+        self._check_late_faults()  # an infinite message may be in the weights
         return take()
 
-    def _check_kept(self) -> None:
+    def _check_late_faults(self) -> None:
         for worker in self.strategy.workers:
             if isinstance(worker, GradientWorker) and not (self.is_fit_over or self.strategy.is_interrupted):
-                check_kept(worker)
+                check_late_faults(worker)
 
     @override
     def end_training(self) -> None:
         self.strategy.signals.settle()
         self.strategy.lost_peers.come_to_end()
-        self._check_kept()
+        self._check_late_faults()
         for worker in self.strategy.workers:
             leave_whole_velocities_(worker)
         self._batch_norm.keep()  # without a batch since a resume

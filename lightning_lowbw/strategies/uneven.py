@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.progress import batches_of, counters_of, ends_epoch, is_over, set_counters
@@ -94,8 +95,7 @@ class Uneven:
     """
 
     def __init__(self, strategy: Strategy, policy: Policy, pause_audit: Callable[[], None]) -> None:
-        if policy not in get_args(Policy):
-            raise ConfigurationError(f"uneven={policy!r}: choose one of {', '.join(get_args(Policy))}.")
+        check_one_of("uneven", policy, get_args(Policy))
         self._strategy, self._policy, self._pause_audit = strategy, policy, pause_audit
         self._loader: Any = None  # whose length on this rank is `_num_batches`
         self._num_batches = 0.0
@@ -217,8 +217,8 @@ class Uneven:
         if EMPTY in whats and len(whats) > 1:
             empty = [rank for rank, place in enumerate(places) if place.what == EMPTY]
             raise ConfigurationError(
-                f"No batch in this epoch on ranks {empty}, and others have some. Each rank must have at least one: "
-                "divide the data otherwise."
+                f"Ranks {empty} have no batch in this epoch, and others have some. Each rank must have at least one. "
+                "Divide the data differently."
             )
         going = [place for place in places if place.what not in (ENDED, EMPTY)]
         if BATCH in whats:  # the last step of an epoch may come early while others accumulate: it waits for theirs

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_lowbw.arguments import names_arguments
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 
 
@@ -33,5 +32,4 @@ class Narrow:
     value_dtype: str = "int8"
 
     def __post_init__(self) -> None:
-        if self.value_dtype not in NARROW_NAMES:
-            raise ConfigurationError(f"value_dtype={self.value_dtype!r}: choose one of {', '.join(NARROW_NAMES)}.")
+        check_one_of("value_dtype", self.value_dtype, NARROW_NAMES)

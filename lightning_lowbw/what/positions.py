@@ -84,7 +84,7 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
         int64, shape (messages, sum(counts)).
 
     Raises:
-        ValueError: these are not so many words, or they hold another number of positions, or one outside its tensor.
+        ValueError: there are more or fewer words, or they hold another number of positions, or one outside its tensor.
     """
     if words.shape[1] != (num_expected := num_words(counts, numels)):
         raise ValueError(f"A message with {words.shape[1]} words of positions; {num_expected} were expected.")
@@ -93,7 +93,7 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
     fields = fields_of(tuple(counts), tuple(numels), words.device)
     positions = allocate(len(words) * expected + BYTE, torch.int64)
-    for number, message in enumerate(words):  # in order, for each writes behind its own
+    for number, message in enumerate(words):  # in order, because each writes behind its own
         mine = positions[number * expected : (number + 1) * expected + BYTE]
         found, outside = compiled_positions.unpack(message, fields, num_unary, mine)
         _check_count(found, expected)
@@ -160,7 +160,7 @@ def fields_of(counts: tuple[int, ...], numels: tuple[int, ...], device: torch.de
 def _fields(
     counts: Sequence[int], numels: Sequence[int], device: torch.device
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield for CHUNK elements at a time: which, their l, their unary bits but for the risers, their first low bits."""
+    """Yield for CHUNK elements at a time: which, their l, their unary bits without the risers, their first low bits."""
     table = fields_of(tuple(counts), tuple(numels), device)
     column = {name: table[:, number] for number, name in enumerate(Field._fields)}
     firsts, widths = column["first"], column["width"]

@@ -35,16 +35,16 @@ GATHERED = 4  # what all ranks together are handed by the owners of a sparse red
 def scatter_capacity(num_selected: int, num_ranks: int) -> int:
     """Return how many elements a rank can send to each owner in the sparse reduce-scatter: at least k / W.
 
-    A quarter above the mean, for the owners' parts are balanced by the steps before, and twice the standard deviation
-    of a count. What does not fit stays with its sender, so an overflow costs time and no gradient.
+    A quarter above the mean, because the owners' parts are balanced by the steps before, and twice the standard
+    deviation of a count. What does not fit stays with its sender, so an overflow costs time and no gradient.
     """
     mean = num_selected // num_ranks
     return min(num_selected, mean + mean // 4 + 2 * isqrt(mean) + 1)
 
 
-def gather_capacity(num_selected: int, num_ranks: int, gathered: int = GATHERED) -> int:
-    """Return how many sums each owner can hand out in the sparse reduce-scatter: `gathered` k / W, rounded up."""
-    return -(-gathered * num_selected // num_ranks)
+def gather_capacity(num_selected: int, num_ranks: int) -> int:
+    """Return how many sums each owner can hand out in the sparse reduce-scatter: GATHERED k / W, rounded up."""
+    return -(-GATHERED * num_selected // num_ranks)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ class SparseSum:
         num_selected: elements that each rank has selected, of all tensors together; at most.
         boundaries: where each rank's part begins, and the end of the last; see `even_boundaries`.
         codec: of the elements on the wire.
-        gathered: what is handed out to all ranks, in units of `num_selected`.
 
     Raises:
         ConfigurationError: there are more elements than positions.
@@ -109,7 +108,6 @@ class SparseSum:
     num_selected: int
     boundaries: tuple[int, ...]
     codec: SparseCodec
-    gathered: int = GATHERED
 
     def __post_init__(self) -> None:
         if sum(self.numels) > MAX_NUMEL:
@@ -135,13 +133,7 @@ class SparseSum:
     @property
     def gather_capacity(self) -> int:
         """The elements that fit into `Owned.message`."""
-        return gather_capacity(self.num_selected, self.num_ranks, self.gathered)
-
-    @property
-    def received_bytes(self) -> int:
-        """What a rank receives in both phases, which is also what it sends."""
-        row = COUNT_BYTES + self._nbytes(self.scatter_capacity)
-        return (self.num_ranks - 1) * (row + 2 * COUNT_BYTES + self._nbytes(self.gather_capacity))
+        return gather_capacity(self.num_selected, self.num_ranks)
 
     def prepare(self, rank: int, selected: Sparse) -> Outgoing:
         """Sort a rank's selection by owner.
@@ -274,7 +266,7 @@ class SparseSum:
     def _rebalance(self, masses: list[int], counts: list[int], positions: Tensor) -> tuple[int, ...]:
         """Return the boundaries of parts with equal numbers of selected elements.
 
-        Each element handed out stands for `masses / counts` of its part. In integers, for ranks on unlike machines
+        Each element handed out stands for `masses / counts` of its part. In integers, because ranks on unlike machines
         have to find the same.
         """
         total, ends, starts = sum(masses), [*accumulate(masses)], [*accumulate(counts, initial=0)]

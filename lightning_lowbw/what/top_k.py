@@ -9,7 +9,7 @@ Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with Spars
     keep         e = e - what was sent
     average      the sum of what all N sent, each element divided by N, or by the number that sent it
 
-Deviation: a chunk is so many consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
+Deviation: a chunk is a number of consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
 matrices into square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a
 whole one. Their paper divides by N, their published code by the number of participants that sent the element, which is
 better by far for local SGD (docs/methods/sparse_local_sgd.md).
@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import from_mapping, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_flag, check_one_of, from_mapping, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.averages import scatter_mean_
 from lightning_lowbw.ops.table import upload
@@ -39,11 +39,9 @@ MeanOver = Literal["ranks", "senders"]
 Correction = Literal["auto", "error_feedback"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter", "dense")
 DENSE_NAMES = ("float32", *NARROW_NAMES)
-SUMMED_DENSE = (
-    "float32",
-    "bfloat16",
-)  # what may be given where whole tensors are summed: what is sent, and the default
-LEAST_OF = 4096  # elements: of fewer as many are sent as of so many, or a norm or a bias would wait for ever
+# What may be given where whole tensors are summed: what is sent, and the default.
+SUMMED_DENSE = ("float32", "bfloat16")
+LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
 
@@ -74,9 +72,9 @@ class TopK:
 
     Args:
         density: the fraction of elements sent, in (0, 1); where the schedule has stairs of sparsity these say it.
-        chunk: the largest are sought among so many neighbouring elements of a tensor; None: in the whole tensor. Of the
-            rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger one:
-            all where there are not so many.
+        chunk: the largest are sought among this many neighbouring elements of a tensor; None: in the whole tensor. Of
+            the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger
+            one: all where there are fewer.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
             errors are sent later.
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
@@ -147,15 +145,11 @@ class TopK:
             ("dense_dtype", DENSE_NAMES),
             ("correction", get_args(Correction)),
         ):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        flags: dict[str, tuple[bool | None, ...]] = {"clip_to_median": (True, False)}
-        flags |= dict.fromkeys(("momentum_masking", "keep_momentum"), (True, False, None))
-        for name, choices in flags.items():
-            if not any(getattr(self, name) is each for each in choices):
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}."
-                )
+            check_one_of(name, getattr(self, name), allowed)
+        check_flag("clip_to_median", self.clip_to_median)
+        for name in ("momentum_masking", "keep_momentum"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True, False or None.")
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
             if not is_count(value) and value is not None:
@@ -201,7 +195,7 @@ class TopK:
 
     @property
     def sent_dtype(self) -> str:
-        """What values are on the wire: `value_dtype`, but for whole tensors, which are summed on the way."""
+        """What values are on the wire: `value_dtype`, except of whole tensors, which are summed on the way."""
         return "float32" if self.exchange == "dense" else self.value_dtype
 
     @property
@@ -244,7 +238,7 @@ class TopK:
         return self.layout(numel, density).num_sent
 
     def nbytes(self, numels: Sequence[int], density: float | None = None) -> int:
-        """Return the size of a participant's message about tensors with so many elements, in bytes."""
+        """Return the size of a participant's message about tensors with these numbers of elements, in bytes."""
         numels = [numel for numel in numels if numel]
         return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
 
@@ -304,7 +298,7 @@ class TopK:
     def _clip(values: Tensor, layout: ChunkLayout) -> Tensor:
         """Scale values of a chunk, shape (participants, elements), down to the median of all participants' norms."""
         num_full, k, k_last = layout.num_full, layout.k, layout.k_last
-        squares = values.double().square_()  # of few bits each, so that their sums are exact but for "float32"
+        squares = values.double().square_()  # of few bits each, so that their sums are exact except with "float32"
         norms = squares[:, : num_full * k].reshape(len(values), num_full, k).sum(2)
         if k_last:
             norms = torch.cat([norms, squares[:, num_full * k :].sum(1, keepdim=True)], 1)

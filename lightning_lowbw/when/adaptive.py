@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from lightning_lowbw.arguments import is_count, is_number
+from lightning_lowbw.arguments import check_one_of, is_count, is_number
 from lightning_lowbw.errors import ConfigurationError
 
 Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
@@ -68,8 +68,7 @@ class PeriodSchedule:
     qsr_alpha: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
-            raise ConfigurationError(f"rule={self.rule!r}: choose one of {', '.join(get_args(Rule))}.")
+        check_one_of("rule", self.rule, get_args(Rule))
         for name in ("k_steps", "max_k_steps"):
             value = getattr(self, name)
             if not is_count(value):

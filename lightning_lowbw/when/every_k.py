@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from lightning_lowbw.arguments import is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.when.adaptive import PeriodSchedule, Rule
 from lightning_lowbw.when.outer import OuterName, OuterOptimizer
@@ -74,10 +74,7 @@ class EveryK:
         object.__setattr__(self, "schedule", schedule)
         outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
         object.__setattr__(self, "outer_optimizer", outer_optimizer)
-        if self.inner_momentum not in get_args(InnerMomentum):
-            raise ConfigurationError(
-                f"inner_momentum={self.inner_momentum!r}: choose one of {', '.join(get_args(InnerMomentum))}."
-            )
+        check_one_of("inner_momentum", self.inner_momentum, get_args(InnerMomentum))
         for name, default in (("outer", "none"), ("inner_momentum", "local")):
             if schedule.is_always_synchronous and getattr(self, name) != default:
                 raise ConfigurationError(
@@ -90,7 +87,7 @@ class EveryK:
         self._check_fragments()
 
     def num_fragments_of(self, num_tensors: int) -> int:
-        """Return in how many parts so many tensors are averaged: for "auto" no more than there are tensors or steps."""
+        """Return in how many parts the tensors are averaged: for "auto" no more than there are tensors or steps."""
         if isinstance(self.num_fragments, int):
             return self.num_fragments
         return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_lowbw.arguments import is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_flag, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 
 AUTO = "auto"
@@ -72,8 +72,7 @@ class EveryStep:
                 "Give them, or leave rampup_step out."
             )
         for name in ("overlap", "pretrained"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True or False.")
+            check_flag(name, getattr(self, name))
         if not is_number(self.budget) or not 0 < self.budget <= 1:
             raise ConfigurationError(
                 f"budget={self.budget!r}: give the share of a step that its exchange may take, above 0 and up to 1."

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import is_number
+from lightning_lowbw.arguments import check_one_of, is_number
 from lightning_lowbw.errors import ConfigurationError
 
 OuterName = Literal["none", "slowmo", "nesterov"]
@@ -40,8 +40,7 @@ class OuterOptimizer:
     momentum: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(OuterName):
-            raise ConfigurationError(f"outer={self.name!r}: choose one of {', '.join(get_args(OuterName))}.")
+        check_one_of("outer", self.name, get_args(OuterName))
         for key, value in (("outer_lr", self.lr), ("outer_momentum", self.momentum)):
             if value is not None and self.name == "none":
                 raise ConfigurationError(f"{key}={value!r} without an outer optimizer: set outer='slowmo'.")

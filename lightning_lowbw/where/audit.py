@@ -53,7 +53,7 @@ class CollectiveAudit:
         self._sequence_number: int | None = None
 
     def install(self, ignoring: Collection[dist.ProcessGroup | None] = ()) -> None:
-        """Wrap the collectives, but for those on some groups: the levels of a topology, which are not the world."""
+        """Wrap the collectives, except those on some groups: the levels of a topology, which are not the world."""
         self._ignored = ignoring
         for module in (dist, distributed_c10d):
             for name in COLLECTIVES:

@@ -54,6 +54,10 @@ class TrafficLedger:
         elif level == "inter":
             self.inter_bytes += nbytes
 
+    def of_slow_network(self, has_levels: bool) -> tuple[int, int]:
+        """Return the bytes sent there, and those of a dense exchange."""
+        return (self.inter_bytes, self.dense_inter_bytes) if has_levels else (self.sent_bytes, self.dense_bytes)
+
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Add the time of a blocking collective on tensors of `device`. Does not synchronise the host with a GPU."""

@@ -91,7 +91,7 @@ class MeanWork:
 
 
 def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
-    """Concatenate tensors, times the weight; in the wide type, for they may be narrow."""
+    """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
     views = room.split([part.numel() for part in parts])
     if room.is_cuda and parts:  # few launches, whatever their number; `torch.cat` has one each where a dtype differs
         copy_all_(views, parts)
@@ -153,8 +153,8 @@ def average_gradients_(
     sparse = [tuple(p.shape) for p, num_used in zip(parameters, sums[len(flags) : -1], strict=True) if num_used < 0]
     if dense_only and sparse:
         raise ConfigurationError(
-            f"A rank has a sparse gradient, of a parameter of shape {sparse[0]}, and only dense ones are averaged: "
-            "nn.Embedding(sparse=False)."
+            f"A rank has a sparse gradient, of a parameter of shape {sparse[0]}, and only dense ones are averaged. "
+            "Build the layer with nn.Embedding(sparse=False)."
         )
     for parameter, mean, num_used in zip(parameters, means, sums[len(flags) : -1], strict=True):
         if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):

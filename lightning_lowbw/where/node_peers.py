@@ -56,11 +56,11 @@ class NodePeers:
         self,
         topology: Topology,
         *,
-        algorithm: Algorithm = "sharded",
-        inter_dtype: torch.dtype | None = None,
+        algorithm: Algorithm,
+        inter_dtype: torch.dtype | None,
         ledger: TrafficLedger,
-        timeout: timedelta | None = None,
-        purpose: str = "gradients",
+        timeout: timedelta | None,
+        purpose: str,
     ) -> None:
         if algorithm == "sharded":
             _ = topology.ranks_per_node  # raises where they differ

@@ -50,7 +50,8 @@ class Peers(Protocol):
 
     @property
     def topology(self) -> Topology | None:
-        """Which ranks share a node; None when flat. For messages only, not for methods."""
+        """Which ranks share a node; None when flat. For messages, checks and saved states; the arithmetic of a
+        method does not depend on it."""
         ...
 
     @property
@@ -114,7 +115,7 @@ class Peers(Protocol):
     def part(self, numel: int, local_rank: int | None = None) -> slice:
         """Return the part of a flat tensor that this, or that, rank of a node keeps: all of it when flat.
 
-        Every part has ceil(numel / ranks of the node) elements, but for the last ones, which may be shorter or empty.
+        Every part has ceil(numel / ranks of the node) elements, except the last ones, which may be shorter or empty.
         """
         ...
 

@@ -26,7 +26,7 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
 
     The latency is that of the fastest tiny all-reduce, divided by the rounds of a ring; the bandwidth that of the
     fastest of many short all-gathers, which do no arithmetic: other work on the machine only ever adds time. Of these
-    the first half is left out, for a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s:
+    the first half is left out, because a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s:
     rank 0 times each transfer, and broadcasts the size of the next one.
 
     The time of the processor is included: on a fast link and a busy machine the bandwidth is below that of the wire.

@@ -55,7 +55,7 @@ class SparseReduceScatter:
             parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating
                 dtype.
             numels: elements of each tensor.
-            counts: k of each tensor; the same on all ranks, each has selected so many at most.
+            counts: k of each tensor; the same on all ranks, each has selected this many at most.
 
         Raises:
             ConfigurationError: on all ranks; there are more elements than positions.

@@ -36,8 +36,8 @@ class SideQueue:
     """Runs collectives in the order of calls, in the background.
 
     Args:
-        purpose: queues of one purpose share a thread, and a stream of a device, for they share process groups, whose
-            collectives must come in one order; those of two do not wait for one another.
+        purpose: queues of one purpose share a thread, and a stream of a device, because they share process groups,
+            whose collectives must come in one order; those of two do not wait for one another.
     """
 
     def __init__(self, purpose: str) -> None:

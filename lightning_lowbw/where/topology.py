@@ -103,9 +103,9 @@ class Topology:
         if not self.has_equal_nodes:
             shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
             raise ConfigurationError(
-                f"The nodes have different numbers of ranks ({shown}), which only local SGD of whole weights "
-                "(no value_dtype, no compression) and HierarchicalStrategy(algorithm='leader') can do with: start as "
-                "many on each."
+                f"The nodes have different numbers of ranks ({shown}). Only local SGD of whole weights (no "
+                "value_dtype, no compression) and HierarchicalStrategy(algorithm='leader') support that. Start the "
+                "same number of ranks on each node."
             )
         return len(self.nodes[0])
 

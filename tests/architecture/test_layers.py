@@ -274,7 +274,7 @@ def test_what_is_exported() -> None:
 
 
 def knobs_of(function: Any) -> dict[str, Any]:
-    """Return the arguments of a constructor that have a default, but for those that all strategies have."""
+    """Return the arguments of a constructor that have a default, except those that all strategies have."""
     parameters = inspect.signature(function).parameters.values()
     has_default = [p for p in parameters if p.default is not inspect.Parameter.empty]
     return {p.name: p.default for p in has_default if p.name not in STRATEGY_KEYWORDS}

@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {"min_numel": 1}
 
 @dataclass(frozen=True)
 class Row:
-    """A method, with an optimizer, on so many ranks."""
+    """A method, with an optimizer, on a number of ranks."""
 
     method: Method
     optimizer: Callable[..., torch.optim.Optimizer] = SGD

@@ -36,7 +36,7 @@ class Volumes:
         self.num_participants = row.num_ranks // self.num_local
 
     def whole(self, numel: int) -> int:
-        """Return the bytes of an all-reduce of so many float32 elements."""
+        """Return the bytes of an all-reduce of float32 elements."""
         return all_reduce_bytes(FLOAT_BYTES * -(-numel // self.num_local), self.num_participants)
 
     def parts(self, numels: Sequence[int]) -> list[int]:
@@ -72,7 +72,7 @@ class Volumes:
         return of_others + self.sparse(what, sparse, density)
 
     def of_average(self, when: EveryK, names: Sequence[str], with_buffers: bool) -> int:
-        """Return the bytes of the average of some parameters, but for integer buffers."""
+        """Return the bytes of the average of some parameters, except integer buffers."""
         numels = {name: NUMELS[name] for name in names if NUMELS[name]}
         taken = [] if isinstance(self.what, Whole) else list(numels.values())
         if isinstance(self.what, TopK):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_lowbw import LocalSGD
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.sparse_work import GatheredWork
@@ -79,7 +79,7 @@ def note_damage(name: str, ends: bool) -> list[str]:
     for step in range(STEPS):
         try:
             if ends and step == 2:
-                check_kept(worker)
+                check_late_faults(worker)
             take_steps(worker, model, optimizer)
             said.append("")
         except ValueError as error:

@@ -100,5 +100,5 @@ def test_half_values_keep_what_they_round_away_on_two_levels() -> None:
     half = run_ranks(train, 4, NODES["blocks"], CASES[1:2], "float16")
     assert len({result["digest"] for (result,) in half}) == 1
     for weight, reference in zip(half[0][0]["weights"], wide[0][0]["weights"], strict=True):
-        assert float((weight - reference).abs().mean()) < 1e-4  # but for elements of which another was chosen
+        assert float((weight - reference).abs().mean()) < 1e-4  # except elements of which another was chosen
         assert not torch.equal(weight, reference) or not is_large(weight)

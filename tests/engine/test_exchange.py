@@ -95,7 +95,7 @@ def test_a_reduce_scatter_of_two_ranks_hands_out_all_sums() -> None:
     for name in ("large", "matrix"):
         weight = gathered["weights"][name]
         same = torch.isclose(scattered["weights"][name], weight, rtol=1e-5, atol=1e-6)
-        assert float((~same).float().mean()) < 0.02  # but for what did not fit an owner's row
+        assert float((~same).float().mean()) < 0.02  # except what did not fit an owner's row
 
 
 def test_auto_takes_the_all_gather_without_measuring_where_it_moves_the_least() -> None:

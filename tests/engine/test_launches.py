@@ -322,7 +322,14 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
         return FlatPeers()
     size = num_ranks // num_nodes
     nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
-    return NodePeers(Topology(nodes), ledger=TrafficLedger())
+    return NodePeers(
+        Topology(nodes),
+        algorithm="sharded",
+        inter_dtype=None,
+        ledger=TrafficLedger(),
+        timeout=None,
+        purpose="gradients",
+    )
 
 
 MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from lightning_lowbw import DGC
 from tests.ranks import run_ranks
 
-STEPS = 3  # in the second most elements are candidates, for what is kept has doubled
+STEPS = 3  # in the second most elements are candidates, because what is kept has doubled
 SHAPES = {"four tensors": [(4096, 1024)] * 4, "one tensor": [(16384, 1024)]}
 SMALL = [(1024, 1024)]
 M_MMAP_THRESHOLD = -3  # of malloc.h

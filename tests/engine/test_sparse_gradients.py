@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
     AWKWARD,
@@ -249,7 +249,7 @@ def add_up_too_much(kind: str, checks_now: bool, nodes: Nodes, ends: bool) -> tu
                 worker.exchange()
                 optimizer.step()
             if ends and step == 2:
-                check_kept(worker)
+                check_late_faults(worker)
             said.append("")
         except NonFiniteGradientError as error:
             said.append(str(error))

@@ -353,13 +353,13 @@ named("sparse_loco/by-name-wide", "sparse_loco", 3, optimizer="adamw", model=Wid
 for _name, _options, _fields in (
     ("sharded", {}, {"optimizer": "nesterov"}),
     ("leader-adamw", {"algorithm": "leader"}, {"optimizer": "adamw"}),
-    ("leader-nodes-of-two-sizes", {"algorithm": "leader", "ranks_per_node": None, "topology": [[0, 1, 2], [3]]},
+    ("leader-nodes-of-two-sizes", {"algorithm": "leader", "topology": [[0, 1, 2], [3]]},
      {"model": Conv}),
-    ("interleaved-bfloat16", {"inter_dtype": "bfloat16", "ranks_per_node": None, "topology": INTERLEAVED},
+    ("interleaved-bfloat16", {"inter_dtype": "bfloat16", "topology": INTERLEAVED},
      {"optimizer": "adam"}),
     ("accumulate-bf16", {}, {"trainer": ACCUMULATE, "precision": "bf16-mixed", "optimizer": "rmsprop"}),
     ("clip-value-scaler", {"algorithm": "leader"}, {"trainer": CLIP_VALUE, "precision": "scaler"}),
     ("tied-unused", SHARED, {"model": Tied, "optimizer": "adamw"}),
     ("resume", {"inter_dtype": "bfloat16"}, {"resume_at": 4, "optimizer": "nesterov", "model": Dropout}),
 ):  # fmt: skip
-    add(f"hierarchical/{_name}", lowbw.HierarchicalStrategy, {"ranks_per_node": 2, **_options}, ranks=4, **_fields)
+    add(f"hierarchical/{_name}", lowbw.HierarchicalStrategy, {"topology": 2, **_options}, ranks=4, **_fields)

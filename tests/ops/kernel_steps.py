@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_lowbw.engine.kept import check_kept
+from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.ops import gpu
@@ -100,7 +100,7 @@ def receive_damage(ends: bool) -> tuple[list[str], bool]:
         GatheredWork.wait = receive_flipped if step == 1 else receive  # type: ignore[method-assign]
         try:
             if step == 2 and ends:
-                check_kept(worker)  # type: ignore[arg-type]
+                check_late_faults(worker)  # type: ignore[arg-type]
             with worker.stepping():
                 worker.exchange(applies=True)
                 optimizer.step()

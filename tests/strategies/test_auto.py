@@ -39,7 +39,7 @@ from tests.measured import give_measured
 from tests.ranks import run_ranks
 from tests.tiny import Stop, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
 
-STEPS, END = 130, 40  # a run is planned for so many steps, and stopped after so many: all is chosen by then
+STEPS, END = 130, 40  # a run is planned for STEPS, and stopped after END: all is chosen by then
 LATER = NUM_STEPS + 20
 WIDE = 160  # 160 * 160 elements are more than `min_numel` whatever else is trained
 SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.05), Link(1e-4, 1e7), {"float16": 0.6, "int8": 0.4}, 0.35)

@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Stop, Tiny, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
 
 CHOSEN_AFTER = NUM_STEPS
-STEPS, END = 130, 20  # a run is planned for so many steps, and stopped after so many: all is chosen by then
+STEPS, END = 130, 20  # a run is planned for STEPS, and stopped after END: all is chosen by then
 BEFORE, AFTER = CHOSEN_AFTER - 2, CHOSEN_AFTER + 5
 LINK = Link(1e-4, 1e7)
 SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.2), LINK)  # no density fits, the least that is enough is taken
@@ -48,7 +48,7 @@ def fit(
     num_steps: int = STEPS,
     **knobs: Any,
 ) -> dict[str, Any]:
-    """Train; what is measured is given, but for None."""
+    """Train; what is measured is given, unless it is None."""
     torch.manual_seed(7)
     num_ranks, said = dist.get_world_size(), list[str]()
     runs = list[Run]()

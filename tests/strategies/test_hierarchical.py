@@ -42,11 +42,11 @@ def fit(kwargs: dict[str, Any] | None, trainer_options: dict[str, Any]) -> dict[
 @pytest.mark.parametrize(
     ("kwargs", "options"),
     [
-        ({"ranks_per_node": 2}, {}),
-        ({"ranks_per_node": 2, "algorithm": "leader"}, {}),
+        ({"topology": 2}, {}),
+        ({"topology": 2, "algorithm": "leader"}, {}),
         ({"topology": Topology(((0, 2), (1, 3))), "gradient_as_bucket_view": True}, {}),
         ({"topology": Topology(((0, 1, 2), (3,)))}, {}),  # nobody has asked for parts
-        ({"ranks_per_node": 2, "bucket_cap_mb": 0.001}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ({"topology": 2, "bucket_cap_mb": 0.001}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     ],
 )
 def test_equal_to_ddp_within_rounding(kwargs: dict[str, Any], options: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def test_many_buckets_in_any_order_of_events(algorithm: str) -> None:
 
 
 def fit_trouble(kwargs: dict[str, Any], by_rank: list[Any]) -> str:
-    arguments = {**kwargs, **({"ranks_per_node": by_rank[dist.get_rank()]} if by_rank else {})}
+    arguments = {**kwargs, **({"topology": by_rank[dist.get_rank()]} if by_rank else {})}
     try:
         make_trainer(HierarchicalStrategy(**arguments), dist.get_world_size()).fit(Tiny(), make_data(4, 2))
     except (ConfigurationError, DisagreementError) as error:
@@ -109,7 +109,7 @@ def fit_trouble(kwargs: dict[str, Any], by_rank: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("kwargs", "by_rank", "word"),
     [
-        ({"ranks_per_node": 3}, [], "cannot be divided"),
+        ({"topology": 3}, [], "cannot be divided"),
         ({"topology": Topology(((0, 1), (2,)))}, [], "has 3 ranks, the world 4"),
         ({"topology": Topology(((0, 1, 2), (3,))), "algorithm": "sharded"}, [], "algorithm='leader'"),
         ({}, [2, 2, 4, 2], "rank 2 has 4"),
@@ -132,7 +132,7 @@ def fit_flat(kwargs: dict[str, Any]) -> tuple[str, int, list[str]]:
     return digest(model.parameters()), strategy.ledger.inter_bytes, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"ranks_per_node": 1}, {"ranks_per_node": 2}])
+@pytest.mark.parametrize("kwargs", [{}, {"topology": 1}, {"topology": 2}])
 def test_one_level_is_said_and_is_ddp(kwargs: dict[str, Any]) -> None:
     dense = run_ranks(fit, 2, None, {})
     results = run_ranks(fit_flat, 2, kwargs)
@@ -144,9 +144,8 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong in (
         {"algorithm": "ring"},
         {"inter_dtype": "int8"},
-        {"ranks_per_node": 0},
-        {"ranks_per_node": 2, "topology": Topology(((0,), (1,)))},
-        {"ranks_per_nodes": 2},
+        {"topology": 0},
+        {"topologies": 2},
     ):
         with pytest.raises(ConfigurationError):
             HierarchicalStrategy(**wrong)

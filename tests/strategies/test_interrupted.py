@@ -73,7 +73,7 @@ def fit(
 
 
 def break_the_disk(patch: pytest.MonkeyPatch, victim: int, file: int, fail: Callable[[], None]) -> None:
-    """Let a rank write half of its so many-th file; temporary files are on another disk than checkpoints."""
+    """Let a rank write half of its n-th file; temporary files are on another disk than checkpoints."""
     num_files = 0
 
     def copy(source: str, target: str) -> None:

@@ -39,7 +39,7 @@ class Table:
         self.name, self.is_rewritten = name, is_rewritten
 
     def check(self, rows: list[str], num_rows: int) -> None:
-        """Look for these rows on the page, which has so many; or write them, and then they have to be all."""
+        """Look for these rows on the page, which has `num_rows`; or write them, and then they have to be all."""
         begin, end = f"<!-- {self.name}: written by {Path(__file__).name} -->\n", "<!-- end -->\n"
         head, _, rest = PAGE.read_text().partition(begin)
         written, _, tail = rest.partition(end)

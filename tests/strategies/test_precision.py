@@ -28,7 +28,7 @@ STRATEGIES: dict[str, Any] = {
     "dense": lambda: DGCStrategy(rampup_begin_step=100),
     "dgc": lambda: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=MIN_NUMEL),
     "int8": lambda: Strategy(NarrowGradients("int8")),
-    "hierarchical": lambda: HierarchicalStrategy(ranks_per_node=1),
+    "hierarchical": lambda: HierarchicalStrategy(topology=1),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=3),
     "local_sgd in int8": lambda: LocalSGDStrategy(k_steps=3, value_dtype="int8"),
     "streaming_diloco": lambda: LocalSGDStrategy(k_steps=4, outer="nesterov", num_fragments=2, delay_steps=1),

@@ -36,7 +36,7 @@ def make(name: str, **kwargs: Any) -> Strategy:
     if name == "int8":
         return Strategy(NarrowGradients("int8"), **kwargs)
     if name == "hierarchical":
-        return HierarchicalStrategy(ranks_per_node=1, **kwargs)
+        return HierarchicalStrategy(topology=1, **kwargs)
     if name == "lowbw":
         return AutoStrategy(**kwargs)
     options: dict[str, dict[str, Any]] = {

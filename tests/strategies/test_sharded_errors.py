@@ -38,7 +38,7 @@ KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "search": (lambda: ShardedStrategy(DENSE, find_unused_parameters=True), "need not: they have no gradient. Leave"),
     "static graph": (lambda: ShardedStrategy(DENSE, static_graph=True), "has no DDP. Leave it out"),
     "unknown": (lambda: ShardedStrategy(DENSE, shards=2), "unknown keyword. Allowed: method, topology"),
-    "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "keeps in every step"),
+    "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "state in every step"),
     "offload": (lambda: ShardedStrategy(LocalSGD(k_steps=2), offload_state=1), "give True or False"),
     "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers, as in DGC(sparsity=[0.99]"),
     "overlap": (

@@ -515,7 +515,7 @@ def fit_in_vain(trouble: str) -> str:
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        ("empty", "No batch in this epoch on ranks [0]"),
+        ("empty", "Ranks [0] have no batch in this epoch"),
         ("stops alone", "The epoch of ranks [0] has ended, and a synchronous step"),
         ("stops and validates", "rank 0 before validation or a checkpoint after 2 steps, rank 1 before a synchronous"),
         ("other steps", "The ranks are at different places"),

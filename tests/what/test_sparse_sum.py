@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.what import sparse_sum
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.positions import MAX_NUMEL
 from lightning_lowbw.what.selection import exact_top_k, num_selected
@@ -68,12 +69,12 @@ def without_zeros(total: dict[int, float]) -> dict[int, float]:
 class Oracle:
     """The same algorithm, element by element, in dictionaries."""
 
-    def __init__(self, numels: tuple[int, ...], boundaries: tuple[int, ...], k: int, gathered: int) -> None:
+    def __init__(self, numels: tuple[int, ...], boundaries: tuple[int, ...], k: int) -> None:
         num_ranks = len(boundaries) - 1
         self.tensor_of = [tensor for tensor, numel in enumerate(numels) for _ in range(numel)]
         self.parts = list(pairwise(boundaries))
         self.room = scatter_capacity(k, num_ranks)
-        self.offer = gather_capacity(k, num_ranks, gathered)
+        self.offer = gather_capacity(k, num_ranks)
 
     def choose(self, elements: dict[int, float], capacity: int) -> dict[int, float]:
         """Of every tensor the same fraction, and the largest of it."""
@@ -116,12 +117,13 @@ def distinct_magnitudes(selected: Sparse, rank: int) -> Sparse:
 @pytest.mark.parametrize("gathered", [1, 2, 4])
 @pytest.mark.parametrize("begin", [0, 4900], ids=["spread", "skewed"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_like_the_oracle(num_ranks: int, begin: int, gathered: int) -> None:
+def test_like_the_oracle(num_ranks: int, begin: int, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_sum, "GATHERED", gathered)
     numel, k = sum(NUMELS), 400
     boundaries = even_boundaries(NUMELS, [num_selected(n, 0.07) if n else 0 for n in NUMELS], num_ranks)
-    plan = SparseSum(NUMELS, k, boundaries, SparseCodec("float32"), gathered)
+    plan = SparseSum(NUMELS, k, boundaries, SparseCodec("float32"))
     selections = [distinct_magnitudes(draw(numel, k, seed, begin), seed) for seed in range(num_ranks)]
-    mean, unsent = Oracle(NUMELS, boundaries, k, gathered).run(selections)
+    mean, unsent = Oracle(NUMELS, boundaries, k).run(selections)
     played = play(plan, selections)
     assert as_dict(played.reduced.mean) == pytest.approx(mean)
     for outgoing, owned, expected in zip(played.outgoing, played.owned, unsent, strict=True):
@@ -163,13 +165,14 @@ def test_float32_gives_back_the_bits() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_bits_of_the_all_gather(num_ranks: int) -> None:
+def test_the_bits_of_the_all_gather(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is kept back, and the division by N is exact."""
+    monkeypatch.setattr(sparse_sum, "GATHERED", num_ranks * 2)
     numel, k = sum(NUMELS), 500
     selections = [draw(numel, k, rank) for rank in range(num_ranks)]
     selections = [(positions, torch.randn(k)) for positions, _ in selections]
     boundaries = even_boundaries((numel,), (k,), num_ranks)
-    played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32"), gathered=num_ranks * 2), selections)
+    played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32")), selections)
     out = torch.zeros(numel)
     for positions, values in selections:
         out.index_add_(0, positions, values * (1.0 / num_ranks))
@@ -184,18 +187,19 @@ def test_equal_positions_add_up_in_rank_order() -> None:
     assert (positions.tolist(), sums.tolist()) == ([7], [0.0])
 
 
-def test_no_tensor_is_left_waiting() -> None:
+def test_no_tensor_is_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small gradients are not crowded out by the large ones of another tensor: of each the same fraction is sent."""
+    monkeypatch.setattr(sparse_sum, "GATHERED", 1)
     numels, k, num_ranks = (1000, 1000), 100, 8
-    plan = SparseSum(numels, k, even_boundaries(numels, (50, 50), num_ranks), SparseCodec("float32"), gathered=1)
-    plan = SparseSum(numels, k, (0, 2000, *[2000] * (num_ranks - 1)), plan.codec, gathered=1)  # one owner of all
+    one_owner = (0, 2000, *[2000] * (num_ranks - 1))
+    plan = SparseSum(numels, k, one_owner, SparseCodec("float32"))
     selections = []
     for rank in range(num_ranks):
         positions = torch.cat([draw(1000, 50, rank)[0], 1000 + draw(1000, 50, rank)[0]])
         selections.append((positions, torch.cat([torch.full((50,), 1e-6), torch.full((50,), 1e6)])))
     first, second = plan.split(play(plan, selections).reduced.mean)
     assert abs(first[0].numel() - second[0].numel()) <= 1
-    assert first[0].numel() + second[0].numel() == gather_capacity(k, num_ranks, 1)
+    assert first[0].numel() + second[0].numel() == gather_capacity(k, num_ranks)
 
 
 def largest_by_sorting(plan: SparseSum, positions: Tensor, values: Tensor, capacity: int) -> Tensor:
@@ -221,9 +225,10 @@ def test_selecting_is_what_sorting_would_be(levels: int) -> None:
         assert chosen.equal(largest_by_sorting(plan, positions, values, capacity))
 
 
-def test_the_largest_are_sent() -> None:
+def test_the_largest_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_sum, "GATHERED", 1)
     numel, k, num_ranks = 4000, 200, 4
-    plan = SparseSum((numel,), k, (0, 0, 0, 0, numel), SparseCodec("float32"), gathered=1)  # the last owns all
+    plan = SparseSum((numel,), k, (0, 0, 0, 0, numel), SparseCodec("float32"))  # the last owns all
     selections = [(draw(numel, k, rank)[0], torch.randn(k)) for rank in range(num_ranks)]
     for rank, outgoing in enumerate(play(plan, selections).outgoing[:-1]):
         threshold = outgoing.unsent[1].abs().max()
@@ -304,17 +309,18 @@ def test_messages_are_as_long_as_the_formula_says(num_ranks: int) -> None:
         SparseCodec("float32").nbytes([c], [max(c, *plan.widths)])
         for c in (plan.scatter_capacity, plan.gather_capacity)
     ]
-    assert received == (num_ranks - 1) * sum(exact) + headers == plan.received_bytes
+    assert received == (num_ranks - 1) * sum(exact) + headers
     assert plan.scatter_capacity + plan.gather_capacity == sparse_reduce_scatter_elements(k, num_ranks) // (
         num_ranks - 1
     )
 
 
-def test_inputs_are_left_alone_and_outputs_repeat() -> None:
+def test_inputs_are_left_alone_and_outputs_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_sum, "GATHERED", 1)
     numel, k, num_ranks = 5000, 300, 3
     selections = [(draw(numel, k, rank)[0], torch.randn(k)) for rank in range(num_ranks)]
     before = [(positions.clone(), values.clone()) for positions, values in selections]
-    plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), SparseCodec("bfloat16"), gathered=1)
+    plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), SparseCodec("bfloat16"))
     first, second = play(plan, selections), play(plan, selections)
     for selected, copied in zip(selections, before, strict=True):
         assert selected[0].equal(copied[0])
@@ -328,8 +334,9 @@ def test_too_many_elements() -> None:
         SparseSum((MAX_NUMEL, 1), 10, (0, MAX_NUMEL, MAX_NUMEL + 1), SparseCodec("float32"))
 
 
-def test_error_feedback_drains() -> None:
+def test_error_feedback_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept back is sent later: residuals stay bounded, and the updates near the gradients."""
+    monkeypatch.setattr(sparse_sum, "GATHERED", 2)
     numel, k, num_ranks, steps = 500, 20, 4, 80
     generator = torch.Generator().manual_seed(1)
     direction = torch.randn(numel, generator=generator)
@@ -342,7 +349,7 @@ def test_error_feedback_drains() -> None:
             positions = exact_top_k(residual, k)
             selections.append((positions, residual[positions]))
             residual[positions] = 0
-        played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32"), gathered=2), selections)
+        played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32")), selections)
         for residual, outgoing, owned in zip(residuals, played.outgoing, played.owned, strict=True):
             for positions, values in (outgoing.unsent, owned.unsent):
                 residual[positions] += values

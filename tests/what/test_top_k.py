@@ -69,7 +69,7 @@ def receive(payload: TopK, messages: list[Tensor], numels: list[int]) -> list[Te
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value_dtype", VALUE_NAMES)
 def test_what_is_sent_and_what_is_kept_are_what_was_there(layout: str, value_dtype: str) -> None:
-    """To the bit, but for two levels, which may be far from a value: then to a rounding of the difference."""
+    """To the bit, except with two levels, which may be far from a value: then to a rounding of the difference."""
     compression = Compression(**{**LAYOUTS[layout], "value_dtype": value_dtype})
     residuals = zeros()
     for step in range(3):

@@ -193,7 +193,7 @@ def test_digests_of_processes_compare() -> None:
 
 
 def with_steps(tensor: Tensor, steps: dict[int, int]) -> Tensor:
-    """Return a copy, in which elements are so many steps of their format away from what they were."""
+    """Return a copy, in which elements are this many steps of their format away from what they were."""
     changed = tensor.clone()
     bits = changed.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     for place, number in steps.items():

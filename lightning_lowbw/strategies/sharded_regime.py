@@ -23,7 +23,7 @@ from lightning_lowbw.engine.faults import (
     weight_fault,
 )
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kept import forget
+from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.batch_norm import BatchNorm
@@ -94,7 +94,7 @@ class ShardedView(ConsensusView):
         super().keep()
 
 
-class ShardedMoments(Viewing):
+class ShardedRegime(Viewing):
     """The consensus view, and the messages between the shards of a node before they communicate with their peers.
 
     A rank's peers have the same shard in other nodes. They do not receive what another shard of the node has found (a
@@ -149,8 +149,8 @@ class ShardedMoments(Viewing):
             raise error_of(worker, number, rank, OF_WEIGHTS, parameters, worker.step, node)
         worker.requests = requests
 
-    def check_kept(self) -> None:
-        """Report the faults that the last step has found after its control message; see `engine.kept`.
+    def check_late_faults(self) -> None:
+        """Report the faults that the last step has found after its control message; see `engine.late_faults`.
 
         Collective: all ranks, blocking; three numbers for each optimizer whose gradients are exchanged. `show` does it
         for the others.
@@ -160,7 +160,7 @@ class ShardedMoments(Viewing):
         """
         for worker in () if self.is_fit_over or self.strategy.is_interrupted else self.strategy.workers:
             if isinstance(worker, GradientWorker) and worker.peers.num_ranks > 1:
-                _check_kept(worker)
+                _check_late_faults(worker)
 
     # The consensus view -----------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class ShardedMoments(Viewing):
                 if not worker.consensus_view.is_there:
                     self.agree_in_world(worker)
                 elif worker.peers.num_ranks > 1 and worker.method.sends_changes:
-                    _check_kept(worker)  # also ranks whose shards are empty, and which have no flag
+                    _check_late_faults(worker)  # also ranks whose shards are empty, and which have no flag
         self.view.show(workers, module, is_interrupted=is_interrupted)
 
     @override
@@ -186,7 +186,7 @@ class ShardedMoments(Viewing):
         module = self.strategy.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.check_kept()
+            self.check_late_faults()
             self.show()
         return self.view.copied(take())
 
@@ -215,17 +215,17 @@ class ShardedMoments(Viewing):
     def end_training(self) -> None:
         """Average weights that differ between nodes after the last average: a callback may have put in its own.
 
-        Collective: all ranks, blocking, as `check_kept`; the peers, as `agree_on_weights_`.
+        Collective: all ranks, blocking, as `check_late_faults`; the peers, as `agree_on_weights_`.
         """
         self.strategy.lost_peers.come_to_end()
-        self.check_kept()
+        self.check_late_faults()
         for worker in self.strategy.replicas:
             shards = [each.detach() for each in worker.parameters() if each.numel()]
             agree_on_weights_(shards, worker.peers, worker.device)
 
 
-def _check_kept(worker: Worker) -> None:
-    """Do what `engine.kept.check_kept` does, for all ranks: also those with other shards than the peers."""
+def _check_late_faults(worker: Worker) -> None:
+    """Do what `check_late_faults` of the engine does, for all ranks: also those with other shards than the peers."""
     fault = last_fault(worker)
     message = flags(0, worker.device, fault)
     dist.all_reduce(message, op=dist.ReduceOp.MAX)
@@ -234,7 +234,7 @@ def _check_kept(worker: Worker) -> None:
         parameters = worker.parameters()
         number, rank = _first_in_world(fault, numbers_of(OF_LAST, len(parameters)))
         raise error_of(worker, number, rank, OF_LAST, parameters, worker.step)
-    forget(worker)
+    forget_late_faults(worker)
 
 
 def _first_in_world(fault: Tensor, numbers: Mapping[Kind, range]) -> tuple[int, int]:

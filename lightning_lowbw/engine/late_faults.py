@@ -3,7 +3,8 @@
 The sum of finite gradients may overflow. The pass that adds them up detects this. Usually that is before the control
 message of the step, so that the fault is reported like an inf or NaN in a gradient, and nothing is exchanged. With
 clipping, with a GradScaler that skips steps and with shards it is after that message, and so it always is with values
-in few bits: then the next control message reports it, or `check_kept`, when the weights are saved or the training ends.
+in few bits: then the next control message reports it, or `check_late_faults`, when the weights are saved or the
+training ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def check_kept(worker: Worker) -> None:
+def check_late_faults(worker: Worker) -> None:
     """Report the faults that the last exchange has found after its control message.
 
     Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals. Of averages of
@@ -44,10 +45,10 @@ def check_kept(worker: Worker) -> None:
     message = control_message((), fault, 0, peers.rank, peers.num_ranks, fault.device)
     control = Control.read(MeanWork([], message, 1.0, peers).wait()[1], peers.num_ranks)
     check_faults(control, worker, OF_LAST, worker.parameters(), worker.step)
-    forget(worker)
+    forget_late_faults(worker)
 
 
-def forget(worker: Worker) -> None:
+def forget_late_faults(worker: Worker) -> None:
     """Forget the flags of the last exchange: all ranks have been told, or the residuals are replaced."""
     worker.found.late.clear()
     if worker.sparse is not None:
