@@ -120,30 +120,36 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-@torch.no_grad()
-def put_back_(buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> list[str]:
-    """Put back what buffers had before others were shown, except buffers that the user's code has changed meanwhile.
+def unchanged(
+    buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what buffers had before others were shown, of those that the user's code has not changed meanwhile.
 
     Args:
         buffers: by name.
         own: what they had; not of all.
         shown: copies of what was put into them.
-
-    Returns:
-        The names of those that have been changed.
     """
-    changed = []
-    for name, value in own.items():
-        if name in shown and not _is_same(buffers[name], shown[name]):
-            changed.append(name)
-        elif name in buffers:
+    return {
+        name: value
+        for name, value in own.items()
+        if name not in shown or (name in buffers and _is_same(buffers[name], shown[name]))
+    }
+
+
+@torch.no_grad()
+def put_back_(buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> list[str]:
+    """Put back what is `unchanged`, from the same arguments; return the names of the others."""
+    kept = unchanged(buffers, own, shown)
+    for name, value in kept.items():
+        if name in buffers:
             buffers[name].copy_(value)
-    return changed
+    return [name for name in own if name not in kept]
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same values; NaN is the same as NaN."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    """Return whether two tensors have the same shape, dtype and values; NaN is the same as NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:

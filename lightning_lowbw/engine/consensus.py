@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.buffers import copies, put_back_
+from lightning_lowbw.engine.buffers import copies, put_back_, unchanged
 from lightning_lowbw.engine.control import Control, control_message
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.late_faults import check_late_faults
@@ -55,9 +55,17 @@ class Consensus:
     def own_tensors(self) -> dict[str, Tensor]:
         """Return this rank's own tensors that are averaged, without frozen parameters that were never trained."""
         if self.own is not None:
-            return self.own
+            now = self.tensors()
+            kept = unchanged(now, self.own, self._shown)
+            return {name: kept.get(name, now[name]) for name in self.own}
         frozen = {p for p in self._worker.parameters() if not p.requires_grad}.difference(self.unequal())
         return {name: tensor for name, tensor in self.tensors().items() if tensor not in frozen}
+
+    def restart(self) -> None:
+        """Measure the changes of buffers that were set while the consensus was shown as `hide` would."""
+        if self.own is not None:
+            kept = unchanged(self.tensors(), self.own, self._shown)
+            self._worker.averaging.buffers.restart(self.own.keys() - kept.keys())
 
     def show(self) -> None:
         """Put the mean of the replicas into the model, until `hide`.

@@ -183,6 +183,7 @@ COUNTERS = ("step", "steps_since_average", "num_averages", "num_samples")
 def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
     """Return a rank's weights, the optimizer's state, and where it is in the interval."""
     averaging, worker.ending.step = worker.averaging, None  # whoever has the state can go on
+    worker.consensus_view.restart()
     own = {} if worker.parameters_agree else _saved(worker.consensus_view.own_tensors())
     return {
         **{name: getattr(worker, name) for name in COUNTERS},

@@ -7,7 +7,7 @@ Those of ResNet-50 are 213 KB per forward pass, more than its sparse gradients, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_lowbw.engine.buffers import copies, put_back_
+from lightning_lowbw.engine.buffers import copies, put_back_, unchanged
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.where.collectives import broadcast_flat_
 
@@ -64,6 +64,10 @@ class BatchNorm:
         """Put this rank's own statistics back, except those that have been changed meanwhile."""
         put_back_(self._buffers(), self.own, self._shown)
         self.keep()
+
+    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `own` without those that have been changed meanwhile."""
+        return unchanged(buffers, self.own, self._shown)
 
     def keep(self) -> None:
         """Keep the statistics of rank 0 in the model."""

@@ -146,16 +146,17 @@ class Checkpoints:
         }
 
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        strategy, own = self._strategy, self._strategy.regime.own_buffers
-        module = strategy.lightning_module
+        strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
+        buffers = dict(module.named_buffers())
+        buffers |= strategy.regime.own_buffers(buffers)
         return {
             **{name: metadata[name] for name in ("save_id", "step")},
             "rank": strategy.global_rank,
             "workers": [worker.state_dict() for worker in strategy.workers],
             "rng": shards.rng_state(strategy.root_device),
             "precision": strategy.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
-            "buffers": {name: own.get(name, buffer).cpu().clone() for name, buffer in module.named_buffers()},
+            "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
         }
 
     def _follow_rank_zero(self, filepath: _PATH = "") -> _PATH:

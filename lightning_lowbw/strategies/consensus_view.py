@@ -5,7 +5,7 @@ It does not change the training: afterwards each rank continues with its own wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,20 +14,17 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_lowbw.engine.buffers import copies
+from lightning_lowbw.engine.buffers import copies, unchanged
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.strategies.advice import warn_if_replaced
 
 
 class ConsensusView:
-    """Replaces this rank's weights by the replicas' mean, and restores them.
-
-    Attributes:
-        own_buffers: this rank's own, while the model has those of the consensus.
-    """
+    """Replaces this rank's weights by the replicas' mean, and restores them."""
 
     def __init__(self) -> None:
-        self.own_buffers: dict[str, Tensor] = {}
+        self._own_buffers: dict[str, Tensor] = {}  # by name, while the model has those of the consensus
+        self._shown_buffers: dict[str, Tensor] = {}  # copies of what the model has instead
         self._shown: list[ReplicaWorker] = []
         self._has_warned = False  # of buffers that have been replaced
 
@@ -35,6 +32,10 @@ class ConsensusView:
     def is_shown(self) -> bool:
         """Whether the model holds the consensus of replicas that differ."""
         return bool(self._shown)
+
+    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's own, while the model has those of the consensus, without those changed meanwhile."""
+        return unchanged(buffers, self._own_buffers, self._shown_buffers)
 
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
         """Put the consensus into the model, until `hide`.
@@ -52,10 +53,15 @@ class ConsensusView:
             self._has_warned = warn_if_replaced(module, workers)
         is_equal = all(worker.consensus_view.is_there for worker in workers)
         if not is_equal:
-            self.own_buffers = copies(dict(module.named_buffers()))
+            self._own_buffers = copies(dict(module.named_buffers()))
         for worker in workers:
             worker.consensus_view.show()
         self._shown = [] if is_equal else list(workers)
+        self._remember_shown(module)
+
+    def _remember_shown(self, module: pl.LightningModule) -> None:
+        """Note what the buffers have now, with the consensus in the model."""
+        self._shown_buffers = copies(dict(module.named_buffers())) if self.is_shown else {}
 
     def hide(self) -> None:
         """Give this rank its own weights back."""
@@ -75,7 +81,7 @@ class ConsensusView:
         yield
         if all(worker.consensus_view.is_there for worker in workers):
             return
-        self.own_buffers = copies(dict(module.named_buffers()))
+        self._own_buffers = copies(dict(module.named_buffers()))
         for worker in workers:
             worker.consensus_view.hold()
         self._shown = list(workers)
@@ -84,10 +90,11 @@ class ConsensusView:
                 tensor.copy_(shown[name])
         for worker in workers:
             worker.consensus_view.remember_shown()
+        self._remember_shown(module)
 
     def keep(self) -> None:
         """Keep the consensus in the model."""
-        self.own_buffers, self._shown = {}, []
+        self._own_buffers, self._shown_buffers, self._shown = {}, {}, []
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state that does not change when the view ends: it may be written to disk later."""

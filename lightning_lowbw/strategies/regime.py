@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,8 @@ class Regime:
         self.is_fit_over = False
         self._callback = FirstCallback(self)
 
-    @property
-    def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers of this rank by name, while the model has others."""
+    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's own where the model has others now, without those that were changed since; by name."""
         return {}
 
     def check(self, trainer: pl.Trainer) -> None:

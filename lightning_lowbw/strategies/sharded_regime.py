@@ -69,9 +69,13 @@ class ShardedView(ConsensusView):
             super().show(workers, module, is_interrupted=is_interrupted)
             for worker in self._shown:
                 self._take_those_of_first_rank(worker)
+            self._remember_shown(module)
         elif not is_interrupted:
             self._of_rank_zero.show()
-            self.own_buffers = self._of_rank_zero.own
+
+    @override
+    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**super().own_buffers(buffers), **self._of_rank_zero.own_buffers(buffers)}
 
     def _take_those_of_first_rank(self, worker: ReplicaWorker) -> None:
         node, buffers = self._strategy.groups.node, worker.averaging.buffers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,9 @@ class Synchronous(Regime):
         self._batch_norm = BatchNorm(strategy)
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
 
-    @property
     @override
-    def own_buffers(self) -> dict[str, Tensor]:
-        return self._batch_norm.own
+    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._batch_norm.own_buffers(buffers)
 
     @override
     def end_save(self) -> None:

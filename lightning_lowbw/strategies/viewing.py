@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,9 @@ class Viewing(Regime):
         super().__init__(strategy)
         self.view = ConsensusView()
 
-    @property
     @override
-    def own_buffers(self) -> dict[str, Tensor]:
-        return self.view.own_buffers
+    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.view.own_buffers(buffers)
 
     @override
     def begin_fit(self) -> None:

@@ -86,3 +86,25 @@ def fit_after_validation(module: type[Plain], method: Method) -> tuple[str, str]
 def test_a_fit_after_a_validation(how: str) -> None:
     for validated, unwatched in run_ranks(fit_after_validation, 4, MODULES[how], METHODS["local_sgd"]):
         assert validated == unwatched
+
+
+class Growing(Listed):
+    """Puts a longer buffer in the place of one after each validation."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("losses", torch.zeros(1))
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses = torch.cat([self.losses, torch.ones(1)])
+
+
+def grow_a_buffer(method: Method) -> int:
+    model = Growing(sgd)
+    train(ShardedStrategy(method, topology=2), model, STEPS, 4, dist.get_rank(), max_epochs=3, val=True)
+    return model.losses.numel()
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+def test_a_buffer_may_get_another_shape_in_validation(name: str) -> None:
+    assert run_ranks(grow_a_buffer, 4, METHODS[name]) == [4] * 4

@@ -73,6 +73,52 @@ def test_what_hooks_set_stays(strategy: str, tmp_path: Path) -> None:
         assert (best, patience) == (1.0, 6)
 
 
+class Marks(Tiny):
+    """Sets buffers after each validation; writes down what the training sees of them."""
+
+    def __init__(self) -> None:
+        super().__init__(data_by_step=True)
+        self.register_buffer("best", torch.tensor(100.0))
+        self.seen: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append((float(self.best), float(self.norm.running_mean[0])))
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.best.fill_(7.0 + self.global_step)
+        self.norm.running_mean.fill_(50.0 + self.global_step)
+
+
+class SaveFirst(Callback):
+    """Saves when the first validation ends."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def set_in_validation(strategy: str, path: str) -> list[list[tuple[float, float]]]:
+    num_ranks, seen = dist.get_world_size(), []
+    for resume in (None, path):
+        model, callbacks = Marks(), [] if resume else [SaveFirst(path)]
+        options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 3, "num_sanity_val_steps": 0}
+        trainer = make_trainer(strategy, num_ranks, callbacks=callbacks, **options)  # type: ignore[arg-type]
+        trainer.fit(model, make_data(num_ranks, 8), make_data(num_ranks, 1), ckpt_path=resume)
+        seen.append(model.seen)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+def test_what_validation_sets_is_in_its_checkpoint(strategy: str, tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(set_in_validation, 2, strategy, str(tmp_path / "validated.ckpt")):
+        assert whole[3] == (10.0, 53.0)
+        assert resumed == whole[3:]
+
+
 class WithScale(Tiny):
     """Has a buffer beside the running statistics of batch norm."""
 
