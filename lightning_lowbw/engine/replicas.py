@@ -41,6 +41,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import AUTO, EveryK
 from lightning_lowbw.when.fragments import steps_before
+from lightning_lowbw.where.agreement import agree
 from lightning_lowbw.where.mean import average_gradients_
 from lightning_lowbw.where.peers import Peers
 
@@ -385,8 +386,11 @@ class ReplicaWorker(Worker):
         Collective: all ranks, blocking; see `Consensus.show`, also for what it raises.
 
         Raises:
-            DisagreementError: on all ranks; nothing has been averaged, and a rank has other weights or steps.
+            DisagreementError: on all ranks; a rank has taken another number of steps, or nothing has been averaged and
+                it has other weights.
         """
+        if self.meet is None:  # else ranks may have different numbers of batches
+            agree("end of the training", {"worker.step": self.step}, self.peers.group)
         was_there = self.consensus_view.is_there
         self.consensus_view.keep()
         if was_there:

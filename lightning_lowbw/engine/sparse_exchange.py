@@ -176,7 +176,7 @@ class SparseExchange:
         """Send what has been selected to all participants, and numbers with it.
 
         In place:
-            The residuals: what is rounded away goes back into them.
+            The residuals: what is rounded away goes back into them; after an exception all of it.
 
         Collective: all ranks, with the same names; an all-gather, on two levels another one inside the node.
 
@@ -194,7 +194,11 @@ class SparseExchange:
         if selected:
             residuals = [self.residuals[name] for name in selected]
             sizes_here = [residual.numel() for residual in residuals]
-            message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
+            try:
+                message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
+            except BaseException:
+                self.put_back(selected)
+                raise
         num_local = self.peers.num_local_ranks
         sizes = [self.payload.nbytes(self.local_numels(numels, local_rank), density) for local_rank in range(num_local)]
         if missing := max(sizes) - message.numel():

@@ -92,8 +92,8 @@ class SparseGradients:
         masking = self._correction.masks if payload.momentum_masking is None else payload.momentum_masking
         if masking and payload.keep_momentum:  # 1 - 0.9 is not 0.1
             masking = not any(2.0 * density > 1.0 - each.momentum + 1e-6 for each in table.values())
+        self._compressed |= {slot.name for slot in slots}  # also those that an exception keeps from it
         self._selected |= self._exchange.compress(table, masking=masking)
-        self._compressed |= {slot.name for slot in slots}
         for slot, flag in zip(slots, flags, strict=True):
             if slot.name not in table:  # this rank's part has no elements
                 for other in fields[slot.name]["elsewhere"]:

@@ -100,11 +100,16 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
     """Return what differs from rank to rank, and the step."""
     parameters, optimizer = worker.by_name(), worker.optimizer
     kept = {name: as_real(parameter) for name, parameter in parameters.items() if worker.keeps(name)}
-    velocities = {name: worker.velocities.saved(parameters[name]) for name in worker.residuals}
+    of_sparse = {name: parameters[name] for name in worker.residuals if name in parameters}  # not what was taken out
+    velocities = {name: worker.velocities.saved(parameter) for name, parameter in of_sparse.items()}
     local = {
         name: _saved({k: optimizer.state[p][k] for k in worker.correction.local_keys(p)})
-        for name, p in ((name, parameters[name]) for name in worker.residuals)
+        for name, p in of_sparse.items()
     }
+    unsent, rounded = (
+        {} if each is None else {name: kept for name, kept in each.residuals.state().items() if name in parameters}
+        for each in (worker.sparse, worker.narrow)
+    )
     return {
         "step": worker.step,
         "small_numel": worker.small_numel,
@@ -115,9 +120,9 @@ def of_gradients(worker: GradientWorker) -> dict[str, Any]:
         "correction": worker.correction.kind,
         "shapes": {name: tuple(each.shape) for name, each in kept.items()},
         "orders": {name: order_of(each) for name, each in kept.items()},
-        "residuals": {} if worker.sparse is None else worker.sparse.residuals.state(),
+        "residuals": unsent,
         "velocities": _saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
-        "rounded": {} if worker.narrow is None else worker.narrow.residuals.state(),
+        "rounded": rounded,
         "local": local,
         "exchange": None if worker.sparse is None else worker.sparse.state_dict(),
         "torn": worker.torn,

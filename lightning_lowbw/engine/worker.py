@@ -92,7 +92,10 @@ class Worker:
         """Return the name of a parameter, by which its state is kept."""
         if parameter not in self._names:  # not in the module, for example a parameter of the loss
             number = next(number for number, each in enumerate(self.parameters()) if each is parameter)
-            self._names[parameter] = f"optimizer.{number}"
+            name = f"optimizer.{number}"
+            while name in self._names.values():  # what another has kept, which was at this place before, is its own
+                name += "'"
+            self._names[parameter] = name
         return self._names[parameter]
 
     def parameters(self) -> list[Parameter]:

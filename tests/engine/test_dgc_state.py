@@ -448,3 +448,26 @@ def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
         assert numels_by_kind(each_worker, what) == ([2000, 2048**2], [])
     with_all = attach()
     assert numels_by_kind(with_all, what) == ([2048**2], [2000])
+
+
+def replace_parameters() -> tuple[list[float], list[str]]:
+    """Put another parameter in the place of one, twice; the second has no gradient."""
+    weight, other = Parameter(torch.zeros(1000)), Parameter(torch.zeros(1000))
+    optimizer = SGD([weight, other], lr=1.0)
+    worker = DGC(sparsity=[0.9], min_numel=1).attach(optimizer, [("weight", weight), ("other", other)])
+    moved = []
+    for step in range(6):
+        if step in (2, 4):
+            weight = Parameter(torch.zeros(1000))
+            optimizer.param_groups[0]["params"][0] = weight
+        weight.grad, other.grad = torch.full((1000,), float(step < 4)), torch.ones(1000)
+        optimizer.step()
+        moved.append(float(weight.detach().norm()))
+    return moved, sorted(worker.state_dict()["residuals"])
+
+
+def test_a_parameter_does_not_get_what_was_kept_of_another_at_its_place() -> None:
+    for moved, saved in run_ranks(replace_parameters, 2):
+        assert all(moved[:4])
+        assert moved[4:] == [0.0, 0.0]
+        assert saved == ["optimizer.0'", "other"]

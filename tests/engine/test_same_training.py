@@ -142,6 +142,19 @@ def test_a_resume_without_the_workers_states_is_told_where_ranks_differ(name: st
         assert "each rank loads its own worker.state_dict()" in message
 
 
+def end_apart(num_steps: list[int]) -> str | None:
+    model, own, worker = begin("local_sgd", "sgd")
+    train(model, own, range(num_steps[dist.get_rank()]))
+    return message_of(worker.finish, DisagreementError)
+
+
+@pytest.mark.parametrize("num_steps", [[6, 7], [7, 6], [7, 8]], ids=str)
+def test_local_steps_that_one_rank_has_more_are_told_at_the_end(num_steps: list[int]) -> None:
+    """An average is after every third; the ranks then stand before the same one."""
+    for message in run_ranks(end_apart, 2, num_steps, timeout_s=60.0):
+        assert f"worker.step: rank 0 has {num_steps[0]}, rank 1 has {num_steps[1]}" in str(message)
+
+
 def load_that_of_rank_zero(name: str) -> str | None:
     model, own, worker = begin(name, "sgd")
     train(model, own, range(STEPS))

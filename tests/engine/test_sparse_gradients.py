@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.late_faults import check_late_faults
+from lightning_lowbw.what import codec
+from lightning_lowbw.what.selection import SampledSelector
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
     AWKWARD,
@@ -212,6 +215,61 @@ def test_what_a_failed_exchange_has_selected_is_not_sent(with_prepare: bool) -> 
     (first, value), (second, _) = run_ranks(go_on_after_a_fault, 2, with_prepare)
     assert first == second
     assert 900 < float(value) < 1100
+
+
+FAILING: dict[str, tuple[Any, str, int]] = {
+    "the second tensor's selection": (SampledSelector, "accumulate_", 2),
+    "the positions": (codec, "pack", 1),
+    "the values": (codec, "joined", 1),
+}
+
+
+def run_out_of_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, str]:
+    """Return what is missing of the first tensor's gradients after a step that failed, and what is torn."""
+    parameters = make_parameters({"first": (70, 50), "second": (80, 20)})
+    optimizer = SGD(parameters.values(), lr=1.0)
+    method = DGC(sparsity=[0.9], min_numel=18, value_dtype="float32")
+    worker = method.attach(optimizer, parameters.items())
+    assert isinstance(worker, GradientWorker)
+    weight, given = parameters["first"], torch.zeros(70 * 50)
+    before = weight.detach().clone()
+    owner, name, number = FAILING[where]
+    torn = ""
+    for step in range(3):
+        torch.manual_seed(step)  # the same on all ranks: their mean is each one's own
+        for parameter in parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        given += weight.grad.flatten()  # type: ignore[union-attr]
+        if step == 1:
+            calls, function = Counter[str](), getattr(owner, name)
+
+            def failing(*args: Any, function: Any = function, calls: Counter[str] = calls) -> Any:
+                calls.update([name])
+                if calls.total() == number:
+                    raise MemoryError
+                return function(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, failing)
+                with pytest.raises(MemoryError):
+                    optimizer.step()
+            torn = worker.torn
+        else:
+            optimizer.step()
+    missing = given - (before - weight.detach()).flatten() - worker.residuals["first"]
+    return float(missing.abs().max()), torn
+
+
+def fail_everywhere() -> list[tuple[float, str]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return [run_out_of_memory(where, monkeypatch) for where in FAILING]
+
+
+def test_what_a_step_has_taken_out_before_it_fails_is_put_back() -> None:
+    for found in run_ranks(fail_everywhere, 2):
+        for missing, torn in found:
+            assert missing < 1e-5
+            assert torn == "the exchange of gradients after step 1"
 
 
 def take_local_steps() -> bool:
