@@ -83,10 +83,14 @@ class LostPeers:
         message = str(exception)
         phase = self._phase(frame for frame, _ in traceback.walk_tb(exception.__traceback__))
         if not _is_of_lost_peer(exception):
-            self._roll_call.note(f"{type(exception).__name__} in {phase}: {message.splitlines()[0] if message else ''}")
+            self._roll_call.note(
+                f"{type(exception).__name__} in {phase}: {message.splitlines()[0] if message else ''}", tells=True
+            )
             return
-        self._roll_call.note(f"{LOST} in {phase}")
-        answers = self._roll_call.call()
+        self._roll_call.note(f"{LOST} in {phase}", tells=False)
+        answers, heard = self._roll_call.call(), self._roll_call.heard
+        if answers is None and any(not reason.startswith(LOST) for reason in heard.failed.values()):
+            answers = heard
         told = self._without_store() if answers is None else self._told(answers)
         cause = RuntimeError(message)
         cause.__cause__ = exception.__cause__

@@ -3,10 +3,13 @@
 torch's error contains the address of a neighbour that may only have failed as a consequence. So on each rank a thread
 waits on a key of the rendezvous store; nothing is sent until a rank has an error, and sets the key. A process that has
 ended or is stopped does not answer; one that waits in a collective does.
+
+A rank that fails tells the others before it ends: the store may be in its process, and end with it.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,10 +51,11 @@ class RollCall:
 
     Attributes:
         address: of the store.
+        heard: what the ranks that had failed have said of it by themselves.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
-        self.address = ""
+        self.address, self.heard = "", Answers({}, {}, [], {})
         self._phase = phase
         self._thread: threading.Thread | None = None
         self._is_over = False
@@ -73,6 +77,7 @@ class RollCall:
         if store is None:
             return
         self._rank, self._num_ranks, self._is_over = dist.get_rank(), dist.get_world_size(), False
+        self.heard = Answers({}, {}, [], {})
         self._host, self._port = store.host, store.port
         self.address = f"{self._host}:{self._port}"
         try:
@@ -85,11 +90,12 @@ class RollCall:
             return
         self._thread = threading.Thread(target=self._answer, args=(own,), name="lightning_lowbw roll call", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that still waits in the store aborts the process as it ends
 
-    def note(self, reason: str) -> None:
-        """Leave the reason why this rank fails, for ranks that call later."""
+    def note(self, reason: str, *, tells: bool) -> None:
+        """Leave the reason why this rank fails, for ranks that call later, and with `tells` for all the others now."""
         if self.has_begun:
-            _within(ANSWER_S, lambda: self._connect().set(f"failed/{self._rank}", reason))
+            _within(ANSWER_S, lambda: self._note(reason, tells))
 
     def call(self) -> Answers | None:
         """Return which ranks answer; None if the store does not. Takes at most `STORE_S` seconds."""
@@ -106,6 +112,7 @@ class RollCall:
     def close(self) -> None:
         """End the thread."""
         thread, self._thread, self._is_over = self._thread, None, True
+        atexit.unregister(self.close)
         if thread is not None and thread.is_alive():
             _within(ANSWER_S, lambda: self._connect().set(f"call/{self._rank}", ""))
             thread.join(ANSWER_S)
@@ -124,9 +131,34 @@ class RollCall:
                 if self._is_over:
                     return
                 store.delete_key(call)
+                failed = self._failed(store)
+                self.heard = Answers({}, failed, [], {rank: _read(store, f"place/{rank}") for rank in failed})
                 store.set(f"here/{self._rank}", self._phase())
         except RuntimeError:  # the store has gone: nobody can call any more
             return
+
+    def _note(self, reason: str, tells: bool) -> None:
+        store = self._connect()
+        store.set(f"failed/{self._rank}", reason)
+        if tells:
+            failed = self._failed(store)
+            self._ring(store, [rank for rank in self._others if rank not in failed])
+
+    def _ring(self, store: dist.Store, ranks: list[int]) -> None:
+        """Call ranks, and wait until they have answered, for `ANSWER_S` seconds at most."""
+        for rank in ranks:
+            store.delete_key(f"here/{rank}")  # an earlier answer
+            store.set(f"call/{rank}", "")
+        _has(store, [f"here/{rank}" for rank in ranks], ANSWER_S)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank != self._rank]
+
+    def _failed(self, store: dist.Store) -> dict[int, str]:
+        """Return the reasons of the other ranks that have failed."""
+        reasons = {rank: _read(store, f"failed/{rank}") for rank in self._others}
+        return {rank: reason for rank, reason in reasons.items() if reason}
 
     def _come_to_end(self) -> Answers | None:
         store = self._connect()
@@ -136,15 +168,11 @@ class RollCall:
 
     def _call(self) -> Answers:
         store = self._connect()
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        called = [rank for rank in others if not _read(store, f"failed/{rank}")]
-        for rank in called:
-            store.delete_key(f"here/{rank}")  # an earlier answer
-            store.set(f"call/{rank}", "")
-        _has(store, [f"here/{rank}" for rank in called], ANSWER_S)
+        failed = self._failed(store)
+        called = [rank for rank in self._others if rank not in failed]
+        self._ring(store, called)
         answered = [rank for rank in called if _has(store, [f"here/{rank}"], SOON_S)]
-        reasons = {rank: _read(store, f"failed/{rank}") for rank in others}
-        failed = {rank: reason for rank, reason in reasons.items() if reason}
+        failed = self._failed(store)
         return Answers(
             present={rank: _read(store, f"here/{rank}") for rank in answered if rank not in failed},
             failed=failed,

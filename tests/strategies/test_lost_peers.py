@@ -202,6 +202,23 @@ def test_ranks_that_have_all_lost_a_peer_are_told_of_their_batches() -> None:
     assert "a sentence. Look at the output there" in told
 
 
+def test_a_rank_that_has_said_why_it_fails_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    peers = LostPeers(DGCStrategy())
+    told = []
+    for failed in ({0: "ValueError in the training: no such file"}, {0: "a peer was lost in the training"}):
+        heard = Answers({}, failed, [], {0: "host a, pid 1"})
+        gone = SimpleNamespace(
+            has_begun=True, note=lambda *_, **__: None, call=lambda: None, heard=heard, address="a:1"
+        )
+        monkeypatch.setattr(peers, "_roll_call", gone)
+        error = raised(RuntimeError("gloo: Connection closed by peer"))
+        peers.explain_(error)
+        told.append(str(error))
+    assert "rank 0 (host a, pid 1) has failed: ValueError in the training: no such file" in told[0]
+    assert "the lost rank is not known" in told[1]
+
+
 def test_the_end_is_not_waited_for_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody trains on, and one never comes: the collective that follows reports it."""
     monkeypatch.setattr(DGCStrategy, "trainer", SimpleNamespace(global_step=7), raising=False)

@@ -78,7 +78,7 @@ def test_a_store_that_does_not_take_them_in_time_does_not_end_the_fit(monkeypatc
     call = RollCall(lambda: "")
     call.begin("here")
     assert not call.has_begun
-    call.note("a reason")
+    call.note("a reason", tells=True)
     assert call.call() is None
     call.close()
 
