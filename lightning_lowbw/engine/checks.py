@@ -31,7 +31,8 @@ def check_two_levels(what: TopK, when: EveryStep) -> None:
     ):
         if given not in allowed:
             raise ConfigurationError(
-                f"{name}={given!r} on two levels: allowed there is {' or '.join(map(repr, allowed))}."
+                f"{name}={given!r} does not exist on two levels (a topology, a name that ends in _hierarchical). There "
+                f"give {' or '.join(map(repr, allowed))}."
             )
 
 

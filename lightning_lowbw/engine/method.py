@@ -332,9 +332,9 @@ class Method:
                 ``X.running_var`` belongs to its ``X.running_mean``. Other methods leave each rank its own buffers.
 
         Raises:
-            ConfigurationError: the optimizer cannot be used, a pattern of `exclude` matches no parameter, the topology
-                does not fit the world, or the model is in `DistributedDataParallel`; where it is wrapped later, the
-                first step raises.
+            ConfigurationError: the optimizer cannot be used, the names are of another model, a pattern of `exclude`
+                matches no parameter, the topology does not fit the world, or the model is in
+                `DistributedDataParallel`; where it is wrapped later, the first step raises.
             DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
                 differ. Weights that differ, or the states of the optimizers, are reported at the first step.
         """
@@ -361,14 +361,18 @@ class Method:
                 "overlap=True in a plain loop: gradients are sent during backward by DDP's communication hook, which a "
                 "Lightning strategy registers, and here nothing would be. Leave it out, or train with strategy='dgc'."
             )
-        first = next(
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        )  # a group may be empty
-        check_current_device(first.device, process_group)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        check_current_device(trained[0].device, process_group)
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):
-            named = [(name, parameter) for parameter, name in names_of(named_parameters).items()]
+            names = names_of(named_parameters)
+            if names and not any(parameter in names for parameter in trained):
+                raise ConfigurationError(
+                    "attach(optimizer, model.named_parameters()): none of the optimizer's parameters is among these. "
+                    "Give the named parameters of the model that the optimizer trains."
+                )
+            named = [(name, parameter) for parameter, name in names.items()]
             buffers = dict(named_buffers or {})
             worker = method.make_worker(optimizer, named, peers, buffers)
             check_not_in_ddp(worker.parameters(), process_group)

@@ -450,6 +450,8 @@ def test_names_are_asked_for() -> None:
         DGC().attach(SGD(parameters, lr=0.1), torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"takes a torch optimizer first, and got a list"):
         DGC().attach([("weight", parameters[0])], SGD(parameters, lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="none of the optimizer's parameters is among these"):
+        DGC().attach(SGD(parameters, lr=0.1), torch.nn.Linear(2, 2).named_parameters())
 
 
 def test_a_launched_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,10 +180,16 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
         ),
         (
             {"what": TopK(exchange="dense"), "where": 2},
-            r"exchange='dense' on two levels: allowed there is 'auto' or 'all",
+            r"exchange='dense' does not exist on two levels .* give 'auto' or 'all_gather'",
         ),
-        ({"what": TopK(exchange="reduce_scatter"), "where": NODES}, r"exchange='reduce_scatter' on two levels"),
-        ({"what": TopK(), "when": EveryStep(overlap=True), "where": 2}, r"overlap=True on two levels: .* False"),
+        (
+            {"what": TopK(exchange="reduce_scatter"), "where": NODES},
+            r"exchange='reduce_scatter' does not exist on two levels",
+        ),
+        (
+            {"what": TopK(), "when": EveryStep(overlap=True), "where": 2},
+            r"overlap=True does not exist on two levels .* False",
+        ),
         (
             {"what": {"payload": "top_k", "exchange": "dense", "value_dtype": "int4"}},
             r"value_dtype='int4' with exchange='dense'",
