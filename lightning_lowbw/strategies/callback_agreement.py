@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.ops.reference import as_real
-from lightning_lowbw.where.agreement import checksum
+from lightning_lowbw.where.agreement import differ
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.mean import mean_over
@@ -51,24 +51,13 @@ def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.dev
         peers: among which the weights should be equal.
         device: of the messages.
     """
-    if peers.num_ranks == 1 or not tensors or not any(_differ([tensors], peers, device)):
+    if peers.num_ranks == 1 or not tensors or not any(differ([tensors], peers.group, device)):
         return
-    are_unequal = _differ([[tensor] for tensor in tensors], peers, device)
+    are_unequal = differ([[tensor] for tensor in tensors], peers.group, device)
     unequal = [tensor for tensor, is_unequal in zip(tensors, are_unequal, strict=True) if is_unequal]
     there = [tensor.to(device) for tensor in unequal]  # a callback may keep its average on the CPU
     for tensor, value in zip(unequal, mean_over(there, peers, device), strict=True):
         as_real(tensor).copy_(value)
-
-
-def _differ(lists: Sequence[Sequence[Tensor]], peers: Peers, device: torch.device) -> list[bool]:
-    """Return which lists of tensors differ between peers.
-
-    Collective: all peers, blocking; two numbers for each list, which are not in the ledger.
-    """
-    bits = torch.stack([torch.as_tensor(checksum(each), dtype=torch.int64, device=device) for each in lists])
-    extremes = torch.stack([bits, -bits])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=peers.group)
-    return (extremes[0] != -extremes[1]).tolist()
 
 
 def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch.device) -> None:
@@ -87,7 +76,7 @@ def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch
         average = getattr(callback, "_average_model", None)
         if average is None or peers.num_ranks == 1:
             continue
-        if any(_differ([[parameter.detach() for parameter in average.parameters()]], peers, device)):
+        if any(differ([[parameter.detach() for parameter in average.parameters()]], peers.group, device)):
             agree_on_weights_(weights_of(average), peers, device)
 
 

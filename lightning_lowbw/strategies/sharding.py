@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.engine.local_view import DTensor, LocalTensors
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.agreement import checksum, failing_together
+from lightning_lowbw.where.agreement import differ, failing_together
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.node_mesh import NodeMesh
 
@@ -297,10 +297,7 @@ def equalise_(module: nn.Module, tensors: LocalTensors, peers: Collectives) -> N
     shards += list(module.buffers())
     if peers.num_ranks == 1 or not shards:
         return
-    bits = torch.as_tensor(checksum(shards), dtype=torch.int64, device=shards[0].device)
-    extremes = torch.stack([bits, -bits])
-    peers.all_reduce_(extremes, dist.ReduceOp.MAX)
-    if int(extremes[0]) != -int(extremes[1]):
+    if any(differ([shards], peers.group, shards[0].device)):
         for shard in shards:
             if shard.numel():
                 peers.broadcast_(shard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -131,6 +131,22 @@ def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         numbers = numbers.mul_(factor)
         numbers = numbers ^ (numbers >> 15)
     return numbers | 1
+
+
+def differ(lists: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:
+    """Return which lists of tensors differ between ranks, by their checksums.
+
+    Collective: all ranks of the group, blocking; two numbers for each list, which are in no ledger.
+
+    Args:
+        lists: of the same shapes on all ranks.
+        group: the process group; None is the world.
+        device: of the message.
+    """
+    bits = torch.stack([torch.as_tensor(checksum(each), dtype=torch.int64, device=device) for each in lists])
+    extremes = torch.stack([bits, -bits])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return (extremes[0] != -extremes[1]).tolist()
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
