@@ -26,7 +26,7 @@ from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from lightning_lowbw.when.every_step import EveryStep
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(lowbw, name) for name in lowbw.__all__ if not name.endswith("Error")},
+    **{name: getattr(lowbw, name) for name in lowbw.__all__ if name[0].isupper() and not name.endswith("Error")},
     "Topology.blocks": Topology.blocks,
 }
 # Objects of Lightning and torch: what they are is told where they are used.

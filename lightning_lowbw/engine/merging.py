@@ -30,8 +30,8 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         states: `worker.state_dict()` of every rank, in any order.
 
     Raises:
-        ConfigurationError: a rank's state is missing or given twice, or they are not of one step: what the ranks have
-            not sent would be lost, or sent twice.
+        ConfigurationError: a rank's state is missing or given twice, is that of no rank, or they are not of one step:
+            what the ranks have not sent would be lost, or sent twice.
     """
     checked = _of_one_world(states)
     first = next(checked)
@@ -45,6 +45,8 @@ def _of_one_world(states: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, 
     seen: dict[int, str] = {}
     num_ranks = 1
     for state in states:
+        if not isinstance(state, Mapping) or "rank" not in state:  # or is of `merge_states` itself
+            raise ConfigurationError(f"merge_states was given a {type(state).__name__} that is no state. {advice}")
         rank, num_ranks = state["rank"]
         # With data of unequal lengths the ranks have taken different numbers of steps.
         place = f"{state['num_averages']} averages" if "num_averages" in state else f"step {state['step']}"

@@ -27,7 +27,7 @@ class DGCStrategy(Strategy):
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
             steps, measures them and the link, and chooses the density: as high as possible with an exchange of at most
             `budget` of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
-            steps are within the budget, and in a run of less than 125 steps (with Adam 242). One line logs the choice
+            steps are within the budget, and in a run of fewer than 125 steps (with Adam 242). One line logs the choice
             and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it is 99.9 %.
         budget: with "auto", the fraction of a step that its exchange may take.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With

@@ -214,8 +214,8 @@ def shortest_sparse(is_adam: bool) -> int:
 def test_the_shortest_wait_for_which_the_link_is_measured_is_that_of_the_documents() -> None:
     least = f"less than {MEASURING_S / LEAST_SAVED:g} s"
     phrases = {
-        "README.md": f"if all steps together would wait for gradients {least}",
-        "docs/methods/dgc.md": f"if all remaining steps together would wait for gradients {least}",
+        "README.md": f"if the whole run would wait {least} for gradients",
+        "docs/methods/dgc.md": f"rest of the run would wait {least} for gradients",
         "docs/methods/lowbw.md": f"all remaining steps together would wait {least}",
     }
     for document, phrase in phrases.items():
@@ -225,7 +225,7 @@ def test_the_shortest_wait_for_which_the_link_is_measured_is_that_of_the_documen
 def test_the_shortest_run_that_is_sparse_is_that_of_the_documents() -> None:
     """Whole phrases: the numbers alone are in the tables of these documents, too."""
     sgd, adam = (shortest_sparse(is_adam) for is_adam in (False, True))
-    of_a_run = f"in a run of less than {sgd + 7} steps (with Adam {adam + 7})"
+    of_a_run = f"in a run of fewer than {sgd + 7} steps (with Adam {adam + 7})"
     phrases = {
         "README.md": of_a_run,
         "lightning_lowbw/strategies/dgc.py": of_a_run,

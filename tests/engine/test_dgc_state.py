@@ -197,6 +197,13 @@ def test_states_that_are_not_those_of_all_ranks_at_one_step_are_not_merged(
         merge_states(states)
 
 
+def test_only_states_are_merged() -> None:
+    whole = merge_states(twice(state_of(4)))
+    for given in ("state", whole):
+        with pytest.raises(ConfigurationError, match=f"given a {type(given).__name__} that is no state"):
+            merge_states([given])  # type: ignore[list-item]
+
+
 def go_on_alone(sign: float, bad_step: bool, **options: Any) -> list[Tensor]:
     """Three steps of one rank that got a residual, a velocity and a dense tensor's velocity from others."""
     worker, parameters = make_worker(METHOD, momentum=0.9, nesterov=False, maximize=sign < 0, **options)
