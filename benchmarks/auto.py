@@ -12,7 +12,8 @@ computation, which are measured once and kept. Nominal is the link, 0.1 ms of la
 computation and all-reduce one after the other. Links for which the same schedule is chosen share their runs.
 
 wall-clock: two nodes in the lab, a core each, real links and real measuring. Seconds per step are measured of each
-density that a run goes through; seconds of a run are computed from them and the schedule.
+density that a run goes through; seconds of a run are computed from them and the schedule. With THP_MEM_ALLOC_ENABLE=1
+torch, under all methods alike, makes large tensors of large pages; the environment of a row says so.
 
 The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png, the tables into
 docs/methods/dgc_measured.md, and a summary into the method card.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ NUM_RANKS = 2
 CHOSEN_AFTER = NUM_STEPS
 STEPS = (100, 800, 5000)
 LATENCY_S = 1e-4
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # by which torch asks for large pages
 LINKS = {name: Link(LATENCY_S, gbit * 1e9 / 8) for name, gbit in (("100mbit", 0.1), ("1gbit", 1.0), ("10gbit", 10.0))}
 COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False}  # as in contestants.py
 MODEL_25M = "mlp-25M"
@@ -154,6 +156,7 @@ def write(results: dict[str, Any], path: Path) -> None:
 def this_environment(results: dict[str, Any]) -> int:
     """Return the number of this environment among those of the results, and add it if it is new."""
     environment = {name: each for name, each in describe_environment(link=None).items() if name != "date"}
+    environment |= {name: os.environ[name] for name in (LARGE_PAGES,) if name in os.environ}
     if environment not in results["environments"]:
         results["environments"].append(environment)
     return int(results["environments"].index(environment))

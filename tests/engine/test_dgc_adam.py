@@ -218,7 +218,11 @@ def test_a_lowered_beta1_is_told_in_plain_loops_once() -> None:
 def test_a_lowered_beta1_is_told() -> None:
     parameters = make_parameters({"large": (40, 30)})
     notes = []
-    for optimizer in (AdamW(parameters.values()), AdamW(parameters.values(), betas=(0.7, 0.99)), SGD([torch.ones(1)])):
+    for optimizer in (
+        AdamW(parameters.values()),
+        AdamW(parameters.values(), betas=(0.7, 0.99)),
+        SGD(parameters.values()),
+    ):
         worker = method_for().attach(optimizer, parameters.items())
         assert isinstance(worker, GradientWorker)
         notes.append(worker.correction.note())
