@@ -55,8 +55,7 @@ class Consensus:
     def own_tensors(self) -> dict[str, Tensor]:
         """Return this rank's own tensors that are averaged, without frozen parameters that were never trained."""
         if self.own is not None:
-            now = self.tensors()
-            kept = unchanged(now, self.own, self._shown)
+            now, kept = self.tensors(), self._unchanged()
             return {name: kept.get(name, now[name]) for name in self.own}
         frozen = {p for p in self._worker.parameters() if not p.requires_grad}.difference(self.unequal())
         return {name: tensor for name, tensor in self.tensors().items() if tensor not in frozen}
@@ -64,8 +63,11 @@ class Consensus:
     def restart(self) -> None:
         """Measure the changes of buffers that were set while the consensus was shown as `hide` would."""
         if self.own is not None:
-            kept = unchanged(self.tensors(), self.own, self._shown)
-            self._worker.averaging.buffers.restart(self.own.keys() - kept.keys())
+            self._worker.averaging.buffers.restart(self.own.keys() - self._unchanged().keys())
+
+    def _unchanged(self) -> dict[str, Tensor]:
+        """Return this rank's own of what has not been changed while the consensus was shown."""
+        return unchanged(self.tensors(), self.own or {}, self._shown)
 
     def show(self) -> None:
         """Put the mean of the replicas into the model, until `hide`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -20,7 +21,16 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import MOST_FRAGMENTS, EveryK
 from lightning_lowbw.when.every_step import EveryStep
 
+C = TypeVar("C", bound=pl.Callback)
+
 MUCH = 0.5  # of the trained elements; below it a line is logged
+
+
+def callbacks_of(trainer: pl.Trainer, *classes: type[C]) -> list[C]:
+    """Return the trainer's callbacks of some classes, of either package of Lightning."""
+    both = tuple(twin for cls in classes for twin in twins(cls))
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [each for each in callbacks if isinstance(each, both)]
 
 
 def num_steps_of(trainer: pl.Trainer) -> float:
@@ -38,8 +48,7 @@ def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
 
 def accumulation_schedulers(trainer: pl.Trainer) -> list[GradientAccumulationScheduler]:
     """Return the callbacks that change the number of accumulated batches from epoch to epoch."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [each for each in callbacks if isinstance(each, twins(GradientAccumulationScheduler))]
+    return callbacks_of(trainer, GradientAccumulationScheduler)
 
 
 def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, StochasticWeightAveraging
 from torch import Tensor
 
-from lightning_lowbw.namespaces import twins
 from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.strategies.advice import callbacks_of
 from lightning_lowbw.where.agreement import differ
 from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
@@ -27,9 +27,7 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
 
 def averaging_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """Return the trainer's `AVERAGING` callbacks, of either package of Lightning."""
-    classes = tuple(twin for cls in AVERAGING for twin in twins(cls))
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [each for each in callbacks if isinstance(each, classes)]
+    return callbacks_of(trainer, *AVERAGING)
 
 
 def weights_of(module: torch.nn.Module) -> list[Tensor]:

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.engine.same_training import agree_on_model, agree_on_optimizers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
-from lightning_lowbw.namespaces import twins
-from lightning_lowbw.strategies.advice import accumulation_schedulers
+from lightning_lowbw.strategies.advice import accumulation_schedulers, callbacks_of
 from lightning_lowbw.strategies.callback_agreement import AVERAGING
 from lightning_lowbw.where.agreement import agree, failing_together, gather
 
@@ -51,13 +50,12 @@ def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str,
         takes_uneven: whether ranks may have different numbers of batches.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    classes = tuple(twin for cls in COLLECTIVE for twin in twins(cls))
-    shared = [each for each in callbacks if isinstance(each, classes) or getattr(each, "sets_method", False)]
-    timers = [each for each in callbacks if isinstance(each, twins(Timer))]
+    shared = callbacks_of(trainer, *COLLECTIVE)
+    shared += [each for each in callbacks if getattr(each, "sets_method", False)]  # of this package
     names = [name for name in SETTINGS if not (takes_uneven and name == LENGTH)]
     return {
         **{f"Trainer({name})": getattr(trainer, name, None) for name in names},  # a `val_check_interval` may be a time
-        "Trainer(max_time)": [_duration_of(each) for each in timers],
+        "Trainer(max_time)": [_duration_of(each) for each in callbacks_of(trainer, Timer)],
         "callbacks": [each.state_key for each in shared],
         "GradientAccumulationScheduler": [each.scheduling for each in accumulation_schedulers(trainer)],
     }

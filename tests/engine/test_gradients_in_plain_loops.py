@@ -454,6 +454,12 @@ def test_names_are_asked_for() -> None:
         DGC().attach(SGD(parameters, lr=0.1), torch.nn.Linear(2, 2).named_parameters())
 
 
+def test_a_group_may_be_empty() -> None:
+    weight = plain_parameters()[0]
+    optimizer = SGD([{"params": []}, {"params": [weight]}], lr=0.1)
+    assert DGC().attach(optimizer, [("weight", weight)]).parameters() == [weight]
+
+
 def test_a_launched_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     parameters = plain_parameters()
