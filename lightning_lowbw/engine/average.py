@@ -13,6 +13,9 @@ from torch.nn import Parameter
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.when.fragments import balance
 
+# The sums of the control message of an average.
+WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
+
 
 class Work(Protocol):
     """The result of an exchange that may be in progress."""
@@ -71,11 +74,13 @@ class Average:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
-        """Return the average that `state_dict` has described."""
+        """Return the average that `state_dict` has described, without requests to processes that have ended."""
+        control = state["control"].to(device, copy=True)
+        control[[NUM_STOP, NUM_SAVE]] = 0.0
         return cls(
             state["step"],
             [parameters[name] for name in state["parameters"]],
-            Done(([mean.to(device, copy=True) for mean in state["means"]], state["control"].to(device))),
+            Done(([mean.to(device, copy=True) for mean in state["means"]], control)),
             Done({name: change.to(device) for name, change in state["changes"].items()}),
             snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
             buffer_snapshots={name: buffer.to(device) for name, buffer in state["buffer_snapshots"].items()},

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_lowbw.engine.average import Average, Done, Fragment
+from lightning_lowbw.engine.average import LOSS, LR, NUM_LOSSES, WEIGHT, Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.engine.control import MODULUS, Control, control_message, counts_of, make_mark
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
@@ -38,9 +38,6 @@ from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, nar
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.replicas import ReplicaWorker
-
-# The sums of the control message of an average.
-WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
 
 _logger = logging.getLogger(LOGGER)
 

@@ -27,8 +27,20 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.engine import state
-from lightning_lowbw.engine.average import Fragment, due, make_fragments, note_steps, uncount_step
-from lightning_lowbw.engine.averaging import LOSS, LR, NUM_LOSSES, NUM_SAVE, NUM_STOP, WEIGHT, Averaging
+from lightning_lowbw.engine.average import (
+    LOSS,
+    LR,
+    NUM_LOSSES,
+    NUM_SAVE,
+    NUM_STOP,
+    WEIGHT,
+    Fragment,
+    due,
+    make_fragments,
+    note_steps,
+    uncount_step,
+)
+from lightning_lowbw.engine.averaging import Averaging
 from lightning_lowbw.engine.checks import check_replaced
 from lightning_lowbw.engine.consensus import Consensus
 from lightning_lowbw.engine.control import Control, counts_of, requests_of

@@ -1,4 +1,4 @@
-"""No collective during the handling of an exception: other ranks may be elsewhere, or in another collective."""
+"""No collective while an exception ends the fit: other ranks may be elsewhere, or in another collective."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_lowbw.strategies.regime import Regime
     from lightning_lowbw.strategies.signals import Signals
 
 T = TypeVar("T")
@@ -17,23 +20,38 @@ RUN_STAGE = "run-stage"  # Lightning's barrier after its handlers of signals are
 
 
 class Interruptible(ParallelStrategy):
-    """A strategy whose ranks do not communicate once the training is interrupted.
+    """A strategy whose ranks do not communicate while the Trainer handles an exception.
 
     Lightning does communicate: `trainer.save_checkpoint` ends with a barrier, and `ModelCheckpoint` broadcasts names. A
     callback that saves on an exception would wait there for ranks that never come, or meet them in the middle
-    of an exchange, which aborts the process.
+    of an exchange, which aborts the process. When the user's code has caught the exception they communicate again.
 
     Attributes:
+        regime: knows whether all ranks are at the same batch.
         signals: deferred from before the sanity check on.
     """
 
+    regime: Regime
     signals: Signals
+    _is_torn_down = False  # the Trainer has handled what ended it
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception has ended the training of this rank."""
+        """Whether an exception is ending the fit of this rank; not a SIGTERM, which ends all ranks after one step."""
         module = self.lightning_module
-        return module is not None and module._trainer is not None and module._trainer.interrupted
+        if self._is_torn_down or module is None or module._trainer is None or not module._trainer.interrupted:
+            return False
+        return not (self.signals.is_ending_all and self.regime.all_are_here)
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._is_torn_down = False
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._is_torn_down = True
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -32,6 +32,11 @@ class Regime:
         self.is_fit_over = False
         self._callback = FirstCallback(self)
 
+    @property
+    def all_are_here(self) -> bool:
+        """Whether all ranks are at this batch; not if some have ended the epoch before it."""
+        return True
+
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's own where the model has others now, without those that were changed since; by name."""
         return {}

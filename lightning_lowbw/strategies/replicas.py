@@ -70,6 +70,11 @@ class Replicas(Viewing):
         self._losses: list[Tensor] = []  # for the next optimizer that steps
         self._is_observed = False  # by an optimizer; others may step, too, until the next backward
 
+    @property
+    @override
+    def all_are_here(self) -> bool:
+        return self.uneven.all_are_here or self.uneven.has_ended
+
     # Setting up -------------------------------------------------------------------------------------------------
 
     @override
@@ -172,7 +177,7 @@ class Replicas(Viewing):
         self.uneven.end_batch(trainer)
         if not self.uneven.all_are_here:
             self.quiet.forbid()
-        if self.uneven.all_are_here or self.uneven.has_ended:
+        if self.all_are_here:
             super().end_batch(trainer)
 
     # The consensus view -----------------------------------------------------------------------------------------
@@ -180,10 +185,10 @@ class Replicas(Viewing):
     @override
     def show(self) -> None:
         module = self.strategy.lightning_module
-        if module is None or module._trainer is None or self.view.is_shown or self.is_fit_over:
+        if module is None or module._trainer is None or self.view.is_shown:
             return
         trainer = module.trainer
-        is_interrupted = self.strategy.is_interrupted
+        is_interrupted = self.strategy.is_interrupted or self.is_fit_over  # after an exception replicas differ
         if not is_interrupted:
             self.quiet.pause_audit()
             self.uneven.check_view(trainer)

@@ -177,12 +177,6 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
 
     @property
     @override
-    def is_interrupted(self) -> bool:
-        """Whether an exception has ended the training of this rank, and not of all after the same step (SIGTERM)."""
-        return super().is_interrupted and not self.signals.is_ending_all
-
-    @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return dict(self.groups.sampler_arguments(self.global_rank))
 
@@ -269,8 +263,10 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
+        is_interrupted = self.is_interrupted
         super().teardown()
-        self.barrier()
+        if not is_interrupted:
+            self.barrier()
 
     # The step ---------------------------------------------------------------------------------------------------
 

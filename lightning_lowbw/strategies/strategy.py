@@ -224,9 +224,9 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        meets = module is not None and module._trainer is not None and not self.is_interrupted
         super().teardown()
-        if trainer is not None:
+        if meets:
             # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
             # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
             time.sleep(SETTLE_S)

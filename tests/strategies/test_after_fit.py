@@ -1,7 +1,11 @@
-"""What comes after a fit: the model and all state are on the CPU then, and NCCL sends nothing from there."""
+"""What comes after a fit: the model and all state are on the CPU then, and NCCL sends nothing from there.
+
+Lightning's own collectives work as under ddp, also after an exception that the user's code has caught.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw import DGCStrategy, LocalSGD, LocalSGDStrategy, NarrowGradients, ShardedStrategy, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
 
@@ -27,6 +33,9 @@ STRATEGIES: dict[str, Any] = {
 class Validated(Tiny):
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
         self(batch[0])
+
+
+SHARDED = {"sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=0), topology=2)}
 
 
 def use_after_the_fit(name: str, path: str) -> tuple[list[str], dict[str, Any]]:
@@ -60,3 +69,35 @@ def test_nothing_is_sent_after_the_fit(name: str, tmp_path: Path) -> None:
     _, state = results[0]
     assert all(entry["momentum_buffer"] is not None for entry in state.values())
     assert state
+
+
+class Failing(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            raise RuntimeError("of the user's code, on all ranks")
+        return super().training_step(batch, batch_idx)
+
+
+def communicate_after_an_exception(name: str) -> tuple[bool, bool, str, bool]:
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    strategy = {**STRATEGIES, **SHARDED, "ddp": DDPStrategy}[name]()
+    trainer = make_trainer(strategy, num_ranks)
+    while_handled: list[str] = []
+
+    class Asks(Callback):
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            while_handled.append(trainer.strategy.broadcast(f"from rank {rank}"))  # waits for nobody
+
+    if name != "ddp":
+        trainer.callbacks.append(Asks())  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):
+        trainer.fit(Failing(), make_data(num_ranks, 5))
+    is_local = while_handled in ([], [f"from rank {rank}"])
+    strategy.barrier()
+    decision = strategy.reduce_boolean_decision(rank == 0, all=False)
+    return is_local, trainer.interrupted, strategy.broadcast(f"from rank {rank}"), decision
+
+
+@pytest.mark.parametrize("name", ["ddp", *STRATEGIES, *SHARDED])
+def test_ranks_communicate_after_an_exception_that_was_caught(name: str) -> None:
+    assert run_ranks(communicate_after_an_exception, 4, name) == [(True, True, "from rank 0", True)] * 4

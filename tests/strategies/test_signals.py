@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_lowbw import AutoStrategy, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
 from lightning_lowbw.engine import measuring
 from lightning_lowbw.strategies import signals
+from lightning_lowbw.strategies.shards import METADATA_KEY
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of
@@ -46,6 +47,7 @@ def make(name: str) -> DDPStrategy:
         "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),
         "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
         "delayed": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, delay_steps=1),
+        "overlapping": lambda: LocalSGDStrategy(k_steps=6, begin_step=0, num_fragments=3, delay_steps=2),
         "sparsity auto": lambda: DGCStrategy(min_numel=MIN_NUMEL),
         "lowbw": AutoStrategy,
         "ddp": DDPStrategy,
@@ -166,7 +168,7 @@ class EachInTurn(TwoOptimizers):
         self.manual_backward(super().training_step(batch, batch_idx))
         for optimizer in self.optimizers()[: 1 + batch_idx % 2]:  # type: ignore[index]
             optimizer.step()
-            optimizer.zero_grad()
+        self.zero_grad()
 
 
 def fit_variants(name: str, folder: str) -> list[int]:
@@ -229,22 +231,33 @@ def test_signals_that_come_to_all_at_any_time_end_all_after_the_same_step(name: 
     assert len(first) == NUM_TIMES
 
 
-def resume_after_a_signal(folder: str) -> tuple[str, str]:
-    straight, resumed = (Tiny(data_by_step=True, dropout=0.2) for _ in range(2))
-    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
-    torch.manual_seed(dist.get_rank())
-    make_trainer(make("sparse"), 2, **options).fit(straight, make_data(2, STEPS))
-    torch.manual_seed(dist.get_rank())
-    fit_until_killed("sparse", [1], folder, model=lambda: resumed)
-    resumed = Tiny(data_by_step=True, dropout=0.2)
-    make_trainer(make("sparse"), 2, **options).fit(resumed, make_data(2, STEPS), ckpt_path=f"{folder}/sparse.ckpt")
+def resume_after_a_signal(name: str, model: type[Tiny], folder: str) -> tuple[str, str]:
+    def make_model() -> Tiny:
+        made = model()
+        made.data_by_step, made.dropout.p = True, 0.2
+        torch.manual_seed(dist.get_rank())
+        return made
+
+    straight = make_model()
+    options: dict[str, Any] = {"max_steps": 2 * STEPS, "max_epochs": -1}
+    make_trainer(make(name), 2, **options).fit(straight, make_data(2, 2 * STEPS))
+    fit_until_killed(name, [1], folder, model=make_model)
+    resumed = make_model()
+    make_trainer(make(name), 2, **options).fit(resumed, make_data(2, 2 * STEPS), ckpt_path=f"{folder}/{name}.ckpt")
     return weights(straight), weights(resumed)
 
 
 @pytest.mark.fault("SIGTERM on one rank, or on all")
-def test_the_checkpoint_of_a_sigterm_resumes_to_the_bit(tmp_path: Path) -> None:
-    for straight, resumed in run_ranks(resume_after_a_signal, 2, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("sparse", Tiny), ("delayed", EachInTurn), ("overlapping", Tiny)],
+    ids=["sparse", "two optimizers average at different steps", "another average is in progress"],
+)
+def test_the_checkpoint_of_a_sigterm_resumes_to_the_bit(name: str, model: type[Tiny], tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(resume_after_a_signal, 2, name, model, str(tmp_path)):
         assert straight == resumed
+    metadata = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)[METADATA_KEY]
+    assert not metadata["is_interrupted"], "the .ckpt has the weights of rank 0, not the consensus"
 
 
 # SLURM ---------------------------------------------------------------------------------------------------------------
