@@ -26,7 +26,7 @@ from lightning_lowbw import DGC
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.what.sparse_sum import COUNT_BYTES, SparseSum, even_boundaries
-from lightning_lowbw.what.values import FLOAT_NAMES
+from lightning_lowbw.what.values import VALUE_NAMES
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
@@ -123,7 +123,7 @@ def main() -> None:
     """Measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=MEASURED)
-    parser.add_argument("--value-dtype", choices=FLOAT_NAMES, default=DGC().what.value_dtype)
+    parser.add_argument("--value-dtype", choices=VALUE_NAMES, default=DGC().what.value_dtype)
     options = parser.parse_args()
     codec, rows = SparseCodec(options.value_dtype), list[dict[str, Any]]()
     for num_ranks in options.ranks:

@@ -29,7 +29,6 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.what.values import FLOAT_NAMES
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import agree, failing_together
@@ -58,7 +57,7 @@ class Where:
         algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
             or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
             one size, else "leader".
-        inter_dtype: "float32", or "bfloat16" or "float16" for what dense steps send of gradients between nodes.
+        inter_dtype: "float32", or "bfloat16" for what dense steps send between nodes of gradients in a wider type.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -72,7 +71,13 @@ class Where:
         topology = check_choice(self.topology)
         if topology is not None:  # one value for lists, tuples and a `Topology`
             object.__setattr__(self, "topology", topology)
-        for name, allowed in (("algorithm", (None, *get_args(Algorithm))), ("inter_dtype", FLOAT_NAMES)):
+        if self.inter_dtype == "float16":
+            raise ConfigurationError(
+                "inter_dtype='float16': nodes would sum gradients in a type that ends at 65504, and finite ones would "
+                "become infinite. Take 'bfloat16', which has the range of float32, or what=Narrow(value_dtype="
+                "'float16'), which sends later what does not fit."
+            )
+        for name, allowed in (("algorithm", (None, *get_args(Algorithm))), ("inter_dtype", ("float32", "bfloat16"))):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(str(each) for each in allowed if each is not None)
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")

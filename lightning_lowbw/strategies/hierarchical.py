@@ -23,7 +23,7 @@ class HierarchicalStrategy(Strategy):
         algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather) or "leader" (reduce, all-reduce
             among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
             "leader" on nodes of different sizes.
-        inter_dtype: "float32", or "bfloat16" or "float16" for what is sent between nodes.
+        inter_dtype: "float32", or "bfloat16" for what is sent between nodes.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:

@@ -30,7 +30,6 @@ from lightning_lowbw.ops.table import upload
 
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
 VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
-FLOAT_NAMES = VALUE_NAMES[:3]  # those that can be summed on the way
 
 BLOCK_SHIFT = 7
 BLOCK = 1 << BLOCK_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value

@@ -158,7 +158,7 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
         ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
         ({"what": TopK(keep_momentum=True), "when": EveryK()}, r"keep_momentum=True every k steps"),
         ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
-        ({"where": Where(topology=1, inter_dtype="float16")}, r"inter_dtype='float16' with topology=1"),
+        ({"where": Where(topology=1, inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology=1"),
         ({"where": Where(algorithm="leader")}, r"algorithm='leader' with topology='flat'"),
         ({"where": Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
         (
@@ -204,7 +204,8 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
         ({"where": "two"}, r"topology='two': give 'flat', 'auto'"),
         ({"where": [[0, 1], [1, 2]]}, r"each rank from 0 on belongs to exactly one node"),
         ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
-        ({"where": {"inter_dtype": "int8"}}, r"inter_dtype='int8': choose one of float32, bfloat16, float16"),
+        ({"where": {"inter_dtype": "int8"}}, r"inter_dtype='int8': choose one of float32, bfloat16\."),
+        ({"where": {"topology": 2, "inter_dtype": "float16"}}, r"inter_dtype='float16': .*65504.*Take 'bfloat16'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
