@@ -33,7 +33,7 @@ class NodePeers:
         algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of them
             with the ranks that have its local rank in the other nodes. "leader": the first rank of each node exchanges
             all of them, for nodes of different sizes; there are no parts then.
-        inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
+        inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own dtype.
         ledger: of the traffic, by level.
         timeout: of the groups that are made here; None is that of the world.
         purpose: peers that are in use at the same time need groups of their own.
@@ -192,7 +192,9 @@ class NodePeers:
             tensor.copy_(staged)
 
     def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
-        wire = tensor if inter_dtype is None else tensor.to(inter_dtype)
+        # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
+        is_narrower = inter_dtype is not None and inter_dtype.itemsize < tensor.itemsize
+        wire = tensor.to(inter_dtype) if is_narrower else tensor
         self._queued_between.begin_all_reduce_(wire).wait()
         if wire is not tensor:
             tensor.copy_(wire)

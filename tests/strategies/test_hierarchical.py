@@ -6,17 +6,19 @@ import random
 import time
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_lowbw import ConfigurationError, DisagreementError, HierarchicalStrategy, Topology, TrafficMonitor
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.volume import all_reduce_bytes
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, make_data, make_trainer
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
 
 STEPS = 8
 
@@ -95,6 +97,48 @@ def test_many_buckets_in_any_order_of_events(algorithm: str) -> None:
     numel = sum(p.numel() for p in Deep().parameters() if p.requires_grad)
     total = sum(sent for _, (sent,) in results)
     assert total == pytest.approx(2 * all_reduce_bytes(4 * numel, 2), rel=0.01)  # each of two nodes: once
+
+
+class Large(pl.LightningModule):
+    """Its gradient in each batch is given, by node."""
+
+    def __init__(self, gradients: list[tuple[float, float]]) -> None:
+        super().__init__()
+        self.weight, self.gradients = nn.Parameter(torch.zeros(10)), gradients
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.weight.sum() * self.gradients[batch_idx][self.global_rank // 2]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=2.0**-20)
+
+
+def fit_large(gradients: list[tuple[float, float]], precision: str) -> tuple[list[float], float]:
+    """Return the weights, in units of the learning rate, and the scale at the end."""
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":
+        options = {"plugins": [amp_with_scaler(init_scale=2.0**16)]}
+    model = Large(gradients)
+    trainer = make_trainer(HierarchicalStrategy(2, inter_dtype="bfloat16"), 4, **options)
+    trainer.fit(model, DataLoader(torch.zeros(len(gradients), 1)))
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return (model.weight.detach() * -(2.0**20)).tolist(), scaler.get_scale() if scaler else 1.0
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradients", "mean", "scale"),
+    [
+        ("32-true", [(1.4e5, -1.4e5), (7e4, 7e4)], 7e4, 1.0),
+        ("16-mixed", [(1.4e5, -1.4e5), (float("inf"), 1.0), (7e4, 7e4)], 7e4, 2.0**15),  # the inf skips on all ranks
+        ("16-true", [(65504.0, 65504.0)], 65504.0, 1.0),  # which bfloat16 rounds up
+    ],
+)
+def test_large_gradients_in_half_types_between_nodes(
+    precision: str, gradients: list[tuple[float, float]], mean: float, scale: float
+) -> None:
+    for weights, last_scale in run_ranks(fit_large, 4, gradients, precision):
+        assert weights == pytest.approx([mean] * 10, rel=2.0**-8)
+        assert last_scale == scale
 
 
 def fit_trouble(kwargs: dict[str, Any], by_rank: list[Any]) -> str:
