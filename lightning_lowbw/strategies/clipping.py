@@ -28,13 +28,15 @@ class Clipping:
     Args:
         strategy: whose steps they are.
         exchange: does the exchange of a step.
-        has_means: whether the gradients of dense steps are means over all ranks after the backward pass.
+        has_means: returns whether the gradients of the coming step, a dense one, are means over all ranks already.
 
     Attributes:
         is_exchanging: whether the exchange that is done now is one for clipping.
     """
 
-    def __init__(self, strategy: Strategy, exchange: Callable[[Worker], None], *, has_means: bool = True) -> None:
+    def __init__(
+        self, strategy: Strategy, exchange: Callable[[Worker], None], has_means: Callable[[Worker], bool]
+    ) -> None:
         self._strategy, self._exchange, self._has_means = strategy, exchange, has_means
         self.is_exchanging = False
         self._exchanged: set[Worker] = set()  # since the last backward pass
@@ -80,7 +82,7 @@ class Clipping:
         """Whether the mean is clipped, and the step, which comes later, makes it."""
         is_of_rank = worker.is_local or worker.clips_before_exchange
         is_manual = not self._strategy.trainer.lightning_module.automatic_optimization
-        return is_manual and not is_of_rank and not (self._has_means and worker.reduces_in_backward)
+        return is_manual and not is_of_rank and not (worker.reduces_in_backward and self._has_means(worker))
 
     def _make_mean(self, worker: Worker) -> bool:
         """Exchange the gradients of the coming step; return whether it is taken."""

@@ -6,14 +6,16 @@ In a dense step the bucket is all-reduced during backward; in a sparse or local 
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.side_queue import new_future, side_stream
@@ -30,10 +32,34 @@ class GradientHook:
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
         self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
+        self._handles: list[RemovableHandle] = []
+        self._means: set[Tensor] = set()  # those whose gradients have been reduced since, in manual optimization
 
-    def register(self, model: DistributedDataParallel) -> None:
-        """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently."""
+    def register(self, model: DistributedDataParallel, *, is_manual: bool) -> None:
+        """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently.
+
+        Args:
+            is_manual: whether the user's code calls backward.
+        """
         model.register_comm_hook(state=None, hook=self.reduce)
+        self._means.clear()
+        # A plain `loss.backward()` passes by DDP, which Lightning prepares in `manual_backward`.
+        for parameter in model.parameters() if is_manual else ():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._means.discard))
+
+    def release(self) -> None:
+        """Leave the parameters as they were before `register`."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def has_reduced(self, parameters: Iterable[Parameter]) -> bool:
+        """Return whether DDP has reduced these gradients since they were last accumulated, and since `forget`."""
+        return self._means.issuperset(parameters)
+
+    def forget(self, parameters: Iterable[Parameter]) -> None:
+        """Note that an optimizer has stepped with the gradients."""
+        self._means.difference_update(parameters)
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Return the bucket's future: all-reduced as DDP does, all-reduced inside the node, or as it is.
@@ -44,6 +70,7 @@ class GradientHook:
         for worker in workers:
             worker.begin(bucket.parameters())
         reductions = {self._reduction(worker) for worker in workers} or {self._all_reduce}
+        self._means.update(bucket.parameters())
         if len(reductions) > 1:
             return self._reduce_by_parameter(bucket)
         (reduction,) = reductions

@@ -154,7 +154,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.regime: ShardedRegime = ShardedRegime(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
-        self.clipping = Clipping(self, self._exchange_unscaled, has_means=False)  # type: ignore[arg-type]
+        self.clipping = Clipping(self, self._exchange_unscaled, has_means=lambda _: False)  # type: ignore[arg-type]
         self.auto = NothingChosen()
         self._default = DefaultSharding(self._options["blocks"])
         self._guard = BypassGuard()

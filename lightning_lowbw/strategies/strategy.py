@@ -111,7 +111,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.groups = Groups()
-        self.clipping = Clipping(self, self._exchange_unscaled)
+        self.clipping = Clipping(self, self._exchange_unscaled, self._has_reduced)
         self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
         self.auto = AutoSparsity(self)
         self.signals = Signals(self)
@@ -198,7 +198,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        self._hook.register(self.model)
+        assert self.lightning_module is not None
+        self._hook.register(self.model, is_manual=not self.lightning_module.automatic_optimization)
 
     @override
     def on_train_start(self) -> None:
@@ -220,6 +221,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         self.clipping.restore()
         self.groups.close()
         self._guard.release()
+        self._hook.release()
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
@@ -287,9 +289,16 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         self._hook.count_wait()
         exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
+    def _has_reduced(self, worker: Worker) -> bool:
+        """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`."""
+        if not self.regime.ddp_reduces(worker) or self.trainer.lightning_module.automatic_optimization:
+            return self.regime.ddp_reduces(worker)
+        return self._hook.has_reduced(self._reduced_by_ddp.intersection(worker.parameters()))
+
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
-        reduced = self._reduced_by_ddp if self.regime.ddp_reduces(worker) else frozenset()
+        reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
+        self._hook.forget(worker.parameters())
         worker.list_gradients(reduced=reduced, num_backwards=self._backwards.marked(self.clipping.is_exchanging))
         clips = self.clipping.comes_before_exchange(worker)
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps

@@ -1,0 +1,87 @@
+"""Manual optimization: the user's code calls backward and step, and may do so in its own way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lightning_lowbw import (
+    DGCStrategy,
+    HierarchicalStrategy,
+    LocalSGD,
+    LocalSGDStrategy,
+    NarrowGradients,
+    ShardedStrategy,
+    Strategy,
+)
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
+
+SPARSE: dict[str, Any] = {"sparsity": [0.9], "min_numel": MIN_NUMEL}
+STRATEGIES: dict[str, Any] = {
+    "dgc, dense at first": lambda: DGCStrategy(rampup_begin_step=4, **SPARSE),
+    "dgc on two levels": lambda: DGCStrategy(topology=2, **SPARSE),
+    "hierarchical": lambda: HierarchicalStrategy(topology=2),
+    "int8": lambda: Strategy(NarrowGradients("int8")),
+    "local_sgd, synchronous at first": lambda: LocalSGDStrategy(k_steps=2, begin_step=4),
+    "local_sgd on two levels": lambda: LocalSGDStrategy(k_steps=2, begin_step=0, topology=2),
+    "ddp": DDPStrategy,
+    "sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=2), topology=2),
+}
+STEPS = 6
+
+
+class Manual(Tiny):
+    """Accumulates the gradients of two halves of a batch, and may clip them."""
+
+    def __init__(self, are_plain: tuple[bool, bool], clips: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.are_plain, self.clips = are_plain, clips
+        self.norm = nn.Identity()  # type: ignore[assignment]  # statistics of batch norm would differ in halves
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for x, y, is_plain in zip(*(each.chunk(2) for each in batch), self.are_plain, strict=True):
+            loss = nn.functional.cross_entropy(self(x), y)
+            loss.backward() if is_plain else self.manual_backward(loss)
+        if self.clips:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def train(name: str) -> list[tuple[str, list[Tensor]]]:
+    results = []
+    for are_plain in ((False, False), (True, True), (False, True), (True, False)):
+        # A rank clips its own gradient where DDP has not made the mean of its node.
+        model = Manual(are_plain, clips="on two levels" not in name)
+        make_trainer(STRATEGIES[name](), dist.get_world_size()).fit(model, make_data(dist.get_world_size(), STEPS))
+        weights = [getattr(p, "full_tensor", p.detach)().detach() for p in model.parameters()]
+        results.append((digest(weights), weights))
+    return results
+
+
+@pytest.mark.fault(
+    "plain `loss.backward()` in manual optimization",
+    "the same means as after `manual_backward`: the weights stay equal",
+)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ddp"])
+def test_a_plain_backward_is_as_good_as_manual_backward(name: str) -> None:
+    ranks = run_ranks(train, 4, name)
+    for (first, expected), *others in zip(*ranks, strict=True):
+        assert {first} == {each for each, _ in others}, "the ranks have different weights"
+        for weight, reference in zip(expected, ranks[0][0][1], strict=True):
+            torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.stock("plain `loss.backward()` in manual optimization")
+def test_stock_ddp_and_a_plain_backward(record_property: Any) -> None:
+    first, second = (weights for (_, (weights, _), *_) in run_ranks(train, 2, "ddp"))
+    record_property("ddp", "equal weights" if first == second else "the ranks end with different weights, and no error")
