@@ -121,5 +121,8 @@ def _read(trainer: pl.Trainer) -> TrafficLedger:
         strategy.ledger.settle()
         return copy(strategy.ledger)
     nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
-    total = trainer.global_step * all_reduce_bytes(nbytes, trainer.world_size)
+    model, module = strategy.model, trainer.lightning_module
+    broadcasts = getattr(model, "broadcast_buffers", False) and module.automatic_optimization and trainer.world_size > 1
+    buffers = sum(buffer.nbytes for buffer in module.buffers()) if broadcasts else 0
+    total = trainer.global_step * (all_reduce_bytes(nbytes, trainer.world_size) + buffers)
     return TrafficLedger(trainer.global_step, total, total, dense_bytes=total)

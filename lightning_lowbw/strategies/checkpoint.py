@@ -148,8 +148,7 @@ class Checkpoints:
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
-        buffers = dict(module.named_buffers())
-        buffers |= strategy.regime.own_buffers(buffers)
+        buffers = strategy.regime.own_buffers(dict(module.named_buffers()))
         return {
             **{name: metadata[name] for name in ("save_id", "step")},
             "rank": strategy.global_rank,
@@ -157,6 +156,7 @@ class Checkpoints:
             "rng": shards.rng_state(strategy.root_device),
             "precision": strategy.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
+            "unequal_buffers": strategy.regime.unequal_buffers,
         }
 
     def _follow_rank_zero(self, filepath: _PATH = "") -> _PATH:
@@ -378,6 +378,7 @@ class Checkpoints:
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         self._rng_state, self._precision_state = shard["rng"], shard.get("precision")
+        self._strategy.regime.unequal_buffers = shard.get("unequal_buffers")
         module = self._strategy.lightning_module
         assert module is not None
         for name, buffer in module.named_buffers():

@@ -25,11 +25,13 @@ class Regime:
     Attributes:
         is_fit_over: whether the last fit has ended. The model and the optimizers have then what is equal on all ranks,
             and are on the CPU, which NCCL does not reach: nothing is averaged or checked any more.
+        unequal_buffers: the names of the buffers that the ranks have been found to change differently; None: not known.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.is_fit_over = False
+        self.unequal_buffers: list[str] | None = None
         self._callback = FirstCallback(self)
 
     @property
@@ -38,15 +40,15 @@ class Regime:
         return True
 
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's own where the model has others now, without those that were changed since; by name."""
-        return {}
+        """Return the buffers that a rank keeps in its shard of a checkpoint, by name."""
+        return dict(buffers)
 
     def check(self, trainer: pl.Trainer) -> None:
         """Raise ConfigurationError if a setting of the Trainer is not supported."""
 
     def begin_fit(self) -> None:
         """Forget the last fit."""
-        self.is_fit_over = False
+        self.is_fit_over, self.unequal_buffers = False, None
 
     def is_search(self, trainer: pl.Trainer) -> bool:
         """Return whether a tuner searches, with callbacks of its own: the fit comes after it."""
@@ -82,9 +84,9 @@ class Regime:
     def begin_batch(self, batch: Any) -> None:
         """Called before each batch."""
 
-    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
+    def buffers_to_broadcast(self, buffers: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the buffers that rank 0 sends to all before the coming forward pass."""
-        return everything
+        return list(buffers.values())
 
     def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward pass."""
@@ -168,20 +170,3 @@ class FirstCallback(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self._regime.leave_consensus()
-
-
-def choose_buffers(model: DistributedDataParallel, choose: Callable[[list[Tensor]], list[Tensor]]) -> None:
-    """Let DDP broadcast only the chosen buffers in each forward pass; it asks whether there are any, and lists them."""
-    everything = list(model.modules_buffers)
-    will_sync_buffers, list_buffers = model.will_sync_module_buffers, model._assign_modules_buffers
-
-    def choose_then_ask() -> bool:
-        model.modules_buffers = choose(everything)
-        return will_sync_buffers()
-
-    def list_then_choose() -> None:
-        list_buffers()  # anew, because a module may have replaced some
-        model.modules_buffers = choose(list(model.modules_buffers))
-
-    model.will_sync_module_buffers = choose_then_ask  # type: ignore[method-assign]
-    model._assign_modules_buffers = list_then_choose  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -145,8 +145,9 @@ class Replicas(Viewing):
             self.quiet.begin_batch()
 
     @override
-    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
-        return everything if any(worker.reduces_in_backward for worker in self.strategy.replicas) else []
+    def buffers_to_broadcast(self, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+        is_synchronous = any(worker.reduces_in_backward for worker in self.strategy.replicas)
+        return list(buffers.values()) if is_synchronous else []
 
     @override
     def begin_backward(self, loss: Tensor) -> None:

@@ -26,29 +26,16 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.strategies.batch_norm import BatchNorm
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.sharding import reshard_
+from lightning_lowbw.strategies.shared_buffers import share_
 from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.where.agreement import gather
 from lightning_lowbw.where.collectives import broadcast_flat_
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.sharded import ShardedStrategy
-
-
-class BuffersOfRankZero(BatchNorm):
-    """Buffers where gradients are exchanged: FSDP leaves each rank its own; validation and checkpoints use rank 0's."""
-
-    @property
-    @override
-    def _is_own(self) -> bool:
-        return True
-
-    @override
-    def _statistics(self) -> dict[str, Tensor]:
-        return self._buffers()
 
 
 class ShardedView(ConsensusView):
@@ -60,7 +47,6 @@ class ShardedView(ConsensusView):
     def __init__(self, strategy: ShardedStrategy) -> None:
         super().__init__()
         self._strategy = strategy
-        self._of_rank_zero = BuffersOfRankZero(strategy)  # type: ignore[arg-type]  # of which it asks what both have
 
     @override
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
@@ -71,11 +57,7 @@ class ShardedView(ConsensusView):
                 self._take_those_of_first_rank(worker)
             self._remember_shown(module)
         elif not is_interrupted:
-            self._of_rank_zero.show()
-
-    @override
-    def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {**super().own_buffers(buffers), **self._of_rank_zero.own_buffers(buffers)}
+            share_(module, self._strategy.ledger, self._strategy.root_device)
 
     def _take_those_of_first_rank(self, worker: ReplicaWorker) -> None:
         node, buffers = self._strategy.groups.node, worker.averaging.buffers
@@ -88,14 +70,7 @@ class ShardedView(ConsensusView):
         module = self._strategy.lightning_module
         if self.is_shown and module is not None:
             reshard_(module)
-        if self._of_rank_zero.own:
-            self._of_rank_zero.hide()
         super().hide()
-
-    @override
-    def keep(self) -> None:
-        self._of_rank_zero.keep()
-        super().keep()
 
 
 class ShardedRegime(Viewing):
@@ -214,6 +189,8 @@ class ShardedRegime(Viewing):
     @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
         self.agree_on_metrics(trainer)
+        if not self.strategy.replicas:
+            share_(trainer.lightning_module, self.strategy.ledger, self.strategy.root_device)
 
     @override
     def end_training(self) -> None:

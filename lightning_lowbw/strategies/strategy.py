@@ -45,14 +45,14 @@ from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.optimizers import OptimizerWorkers
-from lightning_lowbw.strategies.regime import choose_buffers
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
+from lightning_lowbw.strategies.shared_buffers import choose_buffers
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.velocities import with_whole_velocities
 from lightning_lowbw.strategies.words import in_words, where_in_words
 from lightning_lowbw.where.agreement import failing_together
-from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
 SETTLE_S = 0.02
@@ -193,7 +193,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         self._reduced_by_ddp = frozenset(p for p in self.model.parameters() if p.requires_grad)
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        choose_buffers(self.model, lambda everything: self.regime.buffers_to_broadcast(everything))
+        level: Level | None = None if self.groups.topology is None else "inter"
+        choose_buffers(self.model, lambda buffers: self.regime.buffers_to_broadcast(buffers), self.ledger, level)
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -1,12 +1,12 @@
-"""Methods that exchange gradients in every step: weights are equal on all ranks; running statistics need not be."""
+"""Methods that exchange gradients in every step: weights are equal on all ranks, and so are buffers where one looks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -16,10 +16,11 @@ from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
-from lightning_lowbw.strategies.batch_norm import BatchNorm
 from lightning_lowbw.strategies.facts import agree_on_length
+from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
+from lightning_lowbw.strategies.shared_buffers import is_check_due, share_, statistics_of, unequal
 from lightning_lowbw.strategies.velocities import leave_whole_velocities_
 from lightning_lowbw.when.every_step import EveryStep
 
@@ -28,16 +29,18 @@ if TYPE_CHECKING:
 
 
 class Synchronous(Regime):
-    """Copies the running statistics of rank 0 for validation, and makes velocities whole at the end."""
+    """Shares the buffers of rank 0, and makes velocities whole at the end."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
-        self._batch_norm = BatchNorm(strategy)
+        self._asked_of_buffers = asked_of_buffers(strategy._ddp_kwargs)
+        self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
+        self._compares_buffers = False  # before the next batch
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
 
     @override
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._batch_norm.own_buffers(buffers)
+        return {name: buffer for name, buffer in buffers.items() if name not in self._statistics}  # as in the .ckpt
 
     @override
     def end_save(self) -> None:
@@ -46,14 +49,10 @@ class Synchronous(Regime):
     @override
     def begin_fit(self) -> None:
         super().begin_fit()
-        self._batch_norm.begin_fit()
-        self._has_stepped = True
-
-    @override
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        with self._batch_norm.loading():
-            yield
+        self._compares_buffers, self._has_stepped = False, True
+        module = self.strategy.lightning_module
+        assert module is not None
+        self._statistics = frozenset() if self._asked_of_buffers is False else statistics_of(module)
 
     @override
     def begin_training(self, trainer: pl.Trainer) -> None:
@@ -89,7 +88,8 @@ class Synchronous(Regime):
 
     @override
     def begin_batch(self, batch: Any) -> None:
-        self._batch_norm.hide()  # since a resume
+        if self._compares_buffers:
+            self._compare_buffers()
         model = self._choose_backward_sync()
         if self.strategy.trainer.lightning_module.automatic_optimization and not model.require_backward_grad_sync:
             # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In
@@ -105,10 +105,37 @@ class Synchronous(Regime):
         model.require_backward_grad_sync = needs_buckets or any(map(self.ddp_reduces, self.strategy.workers))
         return model
 
+    def _compare_buffers(self) -> None:
+        """Find buffers that the ranks change differently: from now on they are broadcast in compressed steps, too.
+
+        Collective: all ranks, after the same steps.
+        """
+        self._compares_buffers, known = False, self.unequal_buffers or []
+        buffers = dict(self.strategy.trainer.lightning_module.named_buffers())
+        unknown = {name: b for name, b in buffers.items() if name not in self._statistics and name not in known}
+        new = unequal(unknown, self.strategy.root_device)
+        self.unequal_buffers = [*known, *new]
+        if new:
+            nbytes = sum(buffers[name].nbytes for name in self.unequal_buffers if name in buffers)
+            rank_zero_info(
+                f"{type(self.strategy).__name__}: the ranks change these buffers differently: {', '.join(new)}. Before "
+                f"each forward pass they get those of rank 0, as under DDP ({nbytes:,} bytes, all such buffers "
+                "together). broadcast_buffers=False leaves this out: then each rank keeps its own."
+            )
+
+    @property
+    def _is_compressed(self) -> bool:
+        """Whether gradients of the coming step are not sent whole."""
+        return any(not worker.reduces_in_backward for worker in self.strategy.workers)
+
     @override
     def end_step(self, worker: Worker) -> None:
         self.strategy.signals.end_step(worker)
         self.strategy.auto.end_step(worker, self.strategy.trainer)
+        # In manual optimization Lightning's DDP broadcasts none.
+        is_automatic = self.strategy.trainer.lightning_module.automatic_optimization
+        if is_automatic and self._asked_of_buffers is None and self._is_compressed:
+            self._compares_buffers |= self.unequal_buffers is None or is_check_due(worker.step)
         if self.strategy.regime is self:  # in manual optimization the next backward pass is of the same batch
             self._choose_backward_sync()
 
@@ -117,18 +144,31 @@ class Synchronous(Regime):
         self._has_stepped = True
 
     @override
-    def buffers_to_broadcast(self, everything: list[Tensor]) -> list[Tensor]:
-        return self._batch_norm.buffers_to_broadcast(everything)
+    def buffers_to_broadcast(self, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+        if self._asked_of_buffers is not None or not self._is_compressed:
+            return list(buffers.values())
+        chosen = buffers.keys() - self._statistics if self.unequal_buffers is None else self.unequal_buffers
+        return [buffer for name, buffer in buffers.items() if name in chosen]
+
+    def _share_buffers(self) -> None:
+        """Take over the buffers of rank 0, because somebody may look at them.
+
+        Collective: all ranks.
+        """
+        if self._asked_of_buffers is not False and self.strategy.workers and not self.is_fit_over:
+            share_(self.strategy.trainer.lightning_module, self.strategy.ledger, self.strategy.root_device)
 
     @override
     def show(self) -> None:
-        self._batch_norm.show()
+        self._share_buffers()
 
     @override
     def end_validation(self) -> None:
-        if not self.strategy.trainer.sanity_checking:  # after which there may be nothing to train
-            self._batch_norm.hide()
         self.strategy.auto.times.restart_clock()
+
+    @override
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        self._share_buffers()
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -147,10 +187,4 @@ class Synchronous(Regime):
         self._check_late_faults()
         for worker in self.strategy.workers:
             leave_whole_velocities_(worker)
-        self._batch_norm.keep()  # without a batch since a resume
-        self._batch_norm.leave()
-
-    @override
-    def tear_down(self) -> None:
-        self._batch_norm.keep()
-        super().tear_down()
+        self._share_buffers()

@@ -29,7 +29,7 @@ class Viewing(Regime):
 
     @override
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.view.own_buffers(buffers)
+        return {**buffers, **self.view.own_buffers(buffers)}
 
     @override
     def begin_fit(self) -> None:

@@ -190,7 +190,7 @@ class Logged(pl.Callback):
         self.rows.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("traffic/")})
 
 
-def monitor(name: str) -> tuple[list[dict[str, float]], list[int], list[int]]:
+def monitor(name: str) -> tuple[list[dict[str, float]], list[int], list[int], int]:
     logged = Logged()
     model = Tiny()
     trainer = make_trainer(
@@ -198,13 +198,14 @@ def monitor(name: str) -> tuple[list[dict[str, float]], list[int], list[int]]:
     )
     trainer.fit(model, make_data(2, 8))
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    return logged.rows, [n for n in trained if n >= MIN_NUMEL], [n for n in trained if n < MIN_NUMEL]
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return logged.rows, [n for n in trained if n >= MIN_NUMEL], [n for n in trained if n < MIN_NUMEL], buffers
 
 
 @pytest.mark.parametrize("name", ["ddp", "dense", "dgc"])
 def test_bytes_are_those_of_the_formula(name: str) -> None:
-    for rows, sparse, dense in run_ranks(monitor, 2, name):
-        everything = all_reduce_bytes(4 * (sum(sparse) + sum(dense)), 2)
+    for rows, sparse, dense, buffers in run_ranks(monitor, 2, name):
+        everything = all_reduce_bytes(4 * (sum(sparse) + sum(dense)), 2) + buffers  # those of batch norm alone
         assert len(rows) == 8
         for step, row in enumerate(rows):
             if name == "dgc" and step >= 2:
@@ -228,7 +229,8 @@ def test_bytes_are_those_of_the_formula(name: str) -> None:
 
 def monitor_on_two_levels(method: Method) -> list[dict[str, float]]:
     logged = Logged()
-    strategy = Strategy(method, topology=[[0, 1], [2, 3]])
+    asked = {} if method.averages_weights else {"broadcast_buffers": False}
+    strategy = Strategy(method, topology=[[0, 1], [2, 3]], **asked)
     trainer = make_trainer(strategy, dist.get_world_size(), callbacks=[TrafficMonitor(), logged])
     trainer.fit(Tiny(), make_data(dist.get_world_size(), 8))
     return logged.rows

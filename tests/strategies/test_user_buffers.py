@@ -11,8 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowbw import NarrowGradients, Strategy
+from lightning_lowbw.strategies import synchronous
+from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer
 
@@ -119,16 +123,29 @@ def test_what_validation_sets_is_in_its_checkpoint(strategy: str, tmp_path: Path
         assert resumed == whole[3:]
 
 
-class WithScale(Tiny):
-    """Has a buffer beside the running statistics of batch norm."""
+class Buffers(Tiny):
+    """Has buffers that all ranks change alike, differently, or from step 5 on, beside those of batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("ema", torch.ones(100))
         self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("late", torch.ones(5))
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ema.lerp_(self.wide.bias.detach().mean().expand(100), 0.1)
+        self.scale.add_(self.global_rank)
+        self.late.add_(self.global_rank * (self.global_step >= 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.append(digest([self.ema, self.scale]))
+        return super().forward(x * self.scale.sum().sigmoid())
 
 
-def count_broadcasts(strategy: str) -> list[int]:
-    """Return the bytes of buffers that DDP sends in the forward passes of a fit."""
+def count_broadcasts(strategy: str, options: dict[str, Any]) -> tuple[list[int], list[int], list[str], list[str]]:
+    """Return the bytes of buffers before each forward pass, by DDP and the ledger; the buffers seen; what was said."""
     sent: list[int] = []
     broadcast = DistributedDataParallel._distributed_broadcast_coalesced
 
@@ -138,17 +155,42 @@ def count_broadcasts(strategy: str) -> list[int]:
         broadcast(model, tensors, *args)
 
     DistributedDataParallel._distributed_broadcast_coalesced = watched  # put back by `run_ranks`
-    num_ranks = dist.get_world_size()
-    make_trainer(strategy, num_ranks).fit(WithScale(), make_data(num_ranks, 4))  # type: ignore[arg-type]
-    return sent
+    num_ranks, model, said, counted = dist.get_world_size(), Buffers(), list[str](), list[int]()
+    synchronous.rank_zero_info = said.append  # put back as well
+    made = {"ddp": DDPStrategy, "int8": lambda **each: Strategy(NarrowGradients("int8"), **each)}[strategy](**options)
+
+    class Count(Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+            counted.append(trainer.strategy.ledger.sent_bytes)  # type: ignore[attr-defined]
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            counted.append(-trainer.strategy.ledger.sent_bytes)  # type: ignore[attr-defined]
+
+    callbacks = [Count()] if strategy != "ddp" else []
+    make_trainer(made, num_ranks, callbacks=callbacks).fit(model, make_data(num_ranks, 10))
+    return sent, [start + end for start, end in zip(counted[::2], counted[1::2], strict=True)], model.seen, said
 
 
-def test_only_buffers_that_the_training_reads_are_broadcast() -> None:
-    """Batch norm's statistics are not, whatever other buffers there are."""
-    for sent in run_ranks(count_broadcasts, 2, "int8"):
-        assert sent == [12] * 4
-    for sent in run_ranks(count_broadcasts, 2, "ddp"):
-        assert min(sent) > 12
+def test_buffers_that_ranks_change_differently_are_broadcast_and_counted() -> None:
+    """Not batch norm's statistics, nor what all ranks compute alike; this is looked at after steps 1, 2, 4 and 8."""
+    results = run_ranks(count_broadcasts, 2, "int8", {})
+    assert results[0][2] == results[1][2], "the training has read different buffers"
+    for sent, counted, _, _ in results:
+        assert sent == [4 * 108] + [4 * 3] * 7 + [4 * 8] * 2
+        assert counted == sent
+    first, second = results[0][3]
+    assert "differently: scale. " in first
+    assert "12 bytes" in first
+    assert "differently: late. " in second
+    assert "32 bytes" in second
+    assert "broadcast_buffers=False" in second
+
+
+def test_all_buffers_are_broadcast_or_none_where_that_is_asked() -> None:
+    for strategy in ("int8", "ddp"):
+        (everything, *_), _ = run_ranks(count_broadcasts, 2, strategy, {"broadcast_buffers": True})
+        assert min(everything) > 4 * 108
+        assert run_ranks(count_broadcasts, 2, strategy, {"broadcast_buffers": False})[0][0] == []
 
 
 class Replaces(Tiny):

@@ -1,0 +1,103 @@
+"""Running statistics are a rank's own in the sparse phase, and rank 0's in validation; other buffers as in DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import NarrowGradients, ShardedStrategy, Strategy
+from lightning_lowbw.where.agreement import digest
+from tests.ranks import run_ranks
+from tests.strategies.watching import STEPS, fit
+from tests.tiny import Tiny, make_data, make_strategy, make_trainer
+
+
+class Manual(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+KINDS: dict[str, tuple[Any, type[Tiny]]] = {
+    "ddp": (lambda: make_strategy("ddp"), Tiny),
+    "dgc": (lambda: make_strategy("dgc"), Tiny),
+    "dgc, broadcast_buffers": (lambda: make_strategy("dgc", broadcast_buffers=True), Tiny),
+    "dgc in manual optimization": (lambda: make_strategy("dgc"), Manual),
+    "int8": (lambda: Strategy(NarrowGradients("int8")), Tiny),
+    "sharded": (lambda: ShardedStrategy(NarrowGradients("int8"), topology=1), Tiny),
+}
+
+
+def buffers_while_looking(kind: str) -> tuple[list[str], list[str], list[str], str]:
+    """Return the buffers after each step, in validation, at the end of each epoch, and after the fit."""
+    num_ranks = dist.get_world_size()
+    make, make_model = KINDS[kind]
+    trained, validated, ended = list[str](), list[str](), list[str]()
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            trained.append(digest(module.buffers()))
+
+        def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            validated.append(digest(module.buffers()))
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            ended.append(digest(module.buffers()))
+
+    model = make_model()
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    trainer = make_trainer(make(), num_ranks, callbacks=[Watch()], **options)
+    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 1))
+    return trained, validated, ended, digest(model.buffers())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_are_those_of_rank_zero_wherever_somebody_looks(kind: str) -> None:
+    """Also at the end of an epoch with a validation: what is decided there is decided by all alike, as under ddp."""
+    (trained, *of_rank_0), (others, *of_rank_1) = run_ranks(buffers_while_looking, 2, kind)
+    assert all(a != b for a, b in zip(trained, others, strict=True)), "batch norm's statistics are sent in every step"
+    assert of_rank_0[:2] == of_rank_1[:2]
+    validated, ended, _ = of_rank_0
+    assert validated == trained[2::3]
+    assert ended == trained[STEPS - 1 :: STEPS]
+    if kind != "ddp":
+        assert of_rank_0 == of_rank_1
+
+
+class Codebook(Tiny):
+    """A buffer that the training reads: it must be the same on all ranks, unlike batch norm's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(digest([self.mean]))
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+def read_a_buffer() -> list[str]:
+    model = Codebook()
+    fit(model)
+    return model.seen
+
+
+def test_buffers_that_the_training_reads_are_those_of_rank_zero() -> None:
+    """Each forward begins with rank 0's, as in DDP; batch norm's are in another test."""
+    results = run_ranks(read_a_buffer, 2)
+    assert results[0] == results[1]
+    assert len(set(results[0])) == STEPS
