@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
+from packaging.requirements import Requirement
 
 from lightning_lowbw import Compression, EveryStep, Topology, cli
 from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
@@ -288,7 +290,7 @@ print(cli.find_conf_dir())
 """
 
 
-def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
+def test_the_wheel_carries_the_configuration_the_types_and_the_requirements(tmp_path: Path) -> None:
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("building a wheel without the network needs hatchling: pip install hatchling")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -299,6 +301,12 @@ def test_the_wheel_carries_the_configuration(tmp_path: Path) -> None:
     installed = tmp_path / "installed/lightning_lowbw"
     shipped = {path.relative_to(installed / "conf") for path in (installed / "conf").rglob("*.yaml")}
     assert shipped == {path.relative_to(CONF) for path in CONF.rglob("*.yaml")}
+    assert (installed / "py.typed").is_file()  # or type checkers ignore the annotations
+    (metadata,) = installed.parent.glob("*.dist-info/METADATA")
+    required = [Requirement(each) for each in re.findall("^Requires-Dist: (.*)", metadata.read_text(), re.MULTILINE)]
+    for package in ("lightning", "pytorch-lightning"):
+        (allowed,) = (each.specifier for each in required if each.name == package)
+        assert [*allowed.filter(["2.3.3", "2.4.0", "2.6.1", "2.6.2", "2.6.3", "2.6.4"])] == ["2.4.0", "2.6.1", "2.6.4"]
     script = tmp_path / "find_conf.py"
     script.write_text(FIND_CONF)
     assert Path(run_script(tmp_path, str(script), str(installed.parent)).strip()) == installed / "conf"
