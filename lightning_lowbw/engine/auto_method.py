@@ -25,7 +25,7 @@ from lightning_lowbw.engine.presets import LocalSGD, NarrowGradients
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
-NARROW = ("float16", "int8")
+NARROW = ("float16", "int8")  # each a name of `engine.presets`, too
 # benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.
 LOCAL_STEPS = 8
 
@@ -39,14 +39,14 @@ class Candidate:
         seconds: to the end of the run.
         found: the method; its schedule alone for DGC, whose payload is the user's; None for DDP.
         words: what it does.
-        code: the code that selects it; for DDP see `code_of_ddp`.
+        call: the call that selects it, flat; of DDP none.
     """
 
     name: str
     seconds: float
     found: Method | EveryStep | None
     words: str
-    code: str
+    call: str
 
 
 def pick(
@@ -103,13 +103,25 @@ def pick(
     sentence += f"; {others[0].replace(' ', ' would take ', 1)}" if others else ""
     sentence += "".join(f", {each}" for each in others[1:])
     sentence += "".join(f"; not {name}, because {reason}" for name, reason in refused.items())
-    code = chosen.code if topology == "flat" else f"{chosen.code} with topology={topology!r}"
-    return chosen.found, f"{sentence}. To write it down: {code if chosen.found else code_of_ddp(topology)}"
+    return chosen.found, f"{sentence}. To write it down: {_code(chosen, topology)}"
 
 
 def code_of_ddp(topology: TopologyChoice) -> str:
-    """Return the code that selects dense steps."""
-    return 'strategy="ddp"' if topology == "flat" else f"lowbw.HierarchicalStrategy(topology={topology!r})"
+    """Return the code that selects dense steps, as it can be typed."""
+    return 'strategy="ddp"' if topology == "flat" else f"lowbw.HierarchicalStrategy({_argument(topology)})"
+
+
+def _code(chosen: Candidate, topology: TopologyChoice) -> str:
+    """Return the code that selects a candidate, as it can be typed: a name, if one says all, or a class."""
+    if chosen.found is None:
+        return code_of_ddp(topology)
+    if chosen.name in NARROW and isinstance(topology, str):
+        return f'strategy="{chosen.name}{"_hierarchical" if topology == "auto" else ""}"'
+    return chosen.call if topology == "flat" else f"{chosen.call[:-1]}, {_argument(topology)})"
+
+
+def _argument(topology: TopologyChoice) -> str:
+    return f"topology={getattr(topology, 'nodes', topology)!r}"
 
 
 def _ddp(measured: Measured, run: Run) -> Candidate:
@@ -119,15 +131,14 @@ def _ddp(measured: Measured, run: Run) -> Candidate:
 def _narrow(value_dtype: str, measured: Measured, run: Run) -> Candidate:
     seconds = run.num_left * (measured.step_s + measured.narrow_s[value_dtype])
     method = NarrowGradients(value_dtype, rampup_begin_step=run.num_done)
-    code = 'strategy="int8"' if value_dtype == "int8" else f'lowbw.Strategy(lowbw.NarrowGradients("{value_dtype}"))'
-    return Candidate(value_dtype, seconds, method, "", code)
+    return Candidate(value_dtype, seconds, method, "", f'lowbw.Strategy(lowbw.NarrowGradients("{value_dtype}"))')
 
 
 def _dgc(when: EveryStep, words: str, measured: Measured, run: Run) -> Candidate:
     sparsity = ", ".join(f"{each:.4g}" for each in when.stairs)
-    code = f"lowbw.DGCStrategy(rampup_begin_step={when.rampup_begin_step}, rampup_step={when.rampup_step}, "
-    code += f"sparsity=[{sparsity}], keep_momentum=True)"
-    return Candidate("dgc", seconds_left(when, measured, run), when, words, code)
+    call = f"lowbw.DGCStrategy(rampup_begin_step={when.rampup_begin_step}, rampup_step={when.rampup_step}, "
+    call += f"sparsity=[{sparsity}], keep_momentum=True)"
+    return Candidate("dgc", seconds_left(when, measured, run), when, words, call)
 
 
 def _local(measured: Measured, run: Run) -> Candidate | None:
@@ -138,5 +149,5 @@ def _local(measured: Measured, run: Run) -> Candidate | None:
     seconds = run.num_left * (step_s + max(0.0, average_s - delay * step_s) / k)
     method = LocalSGD(k, run.num_done, delay_steps=delay)
     words = f"weights are averaged after every {k} steps, each average hidden behind {delay}"
-    code = f"lowbw.LocalSGDStrategy(k_steps={k}, begin_step={run.num_done}, delay_steps={delay})"
-    return Candidate("local_sgd", seconds, method, words, code)
+    call = f"lowbw.LocalSGDStrategy(k_steps={k}, begin_step={run.num_done}, delay_steps={delay})"
+    return Candidate("local_sgd", seconds, method, words, call)

@@ -174,6 +174,7 @@ DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
 STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": AUTO, "mixing": 0.5}
 PRESETS = {
     "dgc": Preset("dgc", {"sparsity": "auto"}),
+    "float16": Preset("narrow_gradients", {"value_dtype": "float16"}),
     "int8": Preset("narrow_gradients", {"value_dtype": "int8"}),
     "int4": Preset("narrow_gradients", {"value_dtype": "int4"}),
     "local_sgd": Preset("local_sgd", {}),

@@ -341,6 +341,8 @@ NAMES = {
     "streaming_diloco_hierarchical": LocalSGDStrategy,
     "adaptive_local_sgd_hierarchical": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
+    "float16": Strategy,
+    "float16_hierarchical": Strategy,
     "int8": Strategy,
     "int8_hierarchical": Strategy,
     "int4": Strategy,

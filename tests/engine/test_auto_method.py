@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import EveryStep, LocalSGD, Method, NarrowGradients
+import lightning_lowbw
+from lightning_lowbw import EveryStep, LocalSGD, Method, NarrowGradients, Topology, Whole
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, in_time, schedule, seconds_left
-from lightning_lowbw.engine.auto_method import LOCAL_STEPS, pick
+from lightning_lowbw.engine.auto_method import LOCAL_STEPS, NARROW, pick
 from lightning_lowbw.where.link import Link
 
 # As in test_auto.py, a model of 25M parameters on two nodes at 1 Gb/s.
@@ -132,10 +136,40 @@ def test_situations(situation: str) -> None:
     assert ("of 10000 steps, which are assumed" in reason) == (run.num_steps is None)
 
 
-def test_the_code_says_the_topology() -> None:
-    assert pick(SLOW, SHORT, 0.05, topology=2)[1].endswith('To write it down: strategy="int8" with topology=2')
-    _, reason = pick(ALL_AS_LONG, LONG, 0.05, topology="auto")
-    assert reason.endswith("To write it down: lowbw.HierarchicalStrategy(topology='auto')")
+HALF = replace(SLOW, sparse_s=dict.fromkeys(DENSITIES, 0.8), narrow_s={"float16": 0.4, "int8": 0.4})
+CANDIDATES: dict[str, tuple[Measured, Run, bool]] = {
+    "ddp": (ALL_AS_LONG, LONG, False),
+    "float16": (HALF, SHORT, False),
+    "int8": (SLOW, SHORT, False),
+    "dgc": (SLOW, LONG, False),
+    "local_sgd": (FAR, LONG, True),
+}
+
+
+@pytest.mark.parametrize("topology", ["flat", "auto", 2, Topology(((0, 1), (2, 3)))])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_what_is_to_be_written_down_can_be_typed(name: str, topology: Any) -> None:
+    assert [*CANDIDATES] == ["ddp", *NARROW, "dgc", "local_sgd"]
+    measured, run, allow_local = CANDIDATES[name]
+    found, reason = pick(measured, run, 0.05, allow_local=allow_local, topology=topology)
+    assert f": {name}, " in reason
+    given: dict[str, Any] = {}
+    code = reason.partition("To write it down: ")[2]
+    exec(code if code.startswith("strategy=") else f"strategy={code}", {"lowbw": lightning_lowbw}, given)
+    trainer = pl.Trainer(**given, accelerator="cpu", devices=4, logger=False, barebones=True)
+    if code == 'strategy="ddp"':
+        assert type(trainer.strategy) is DDPStrategy
+        return
+    method = trainer.strategy.method  # type: ignore[attr-defined]
+    assert method.where.topology == topology
+    if found is None:
+        assert (method.when, method.what) == (EveryStep(), Whole())
+    elif isinstance(found, EveryStep):
+        assert replace(method.when, sparsity=found.sparsity) == found
+        assert method.when.stairs == pytest.approx(found.stairs)
+    else:
+        assert method.what == found.what
+        assert name in NARROW or method.when == found.when
 
 
 def test_no_local_steps_where_none_would_be_averaged() -> None:

@@ -37,7 +37,7 @@ BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
 VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, Narrow, TopK, Topology, Where, Whole)}
 METHODS = {
     "ddp": Method(),
-    "float16 gradients": Method(what=Narrow(value_dtype="float16")),
+    "bfloat16 gradients": Method(what=Narrow(value_dtype="bfloat16")),
     "int4 averages": Method(when=EveryK(k_steps=4), what=Narrow(value_dtype="int4")),
     "chunked gradients": Method(when=EveryStep(rampup_begin_step=10), what=TopK(chunk=64, density=0.1)),
     "nodes": DGC(sparsity=[0.75, 0.999], rampup_step=10, exclude=["*.bias"], topology=Topology(NODES)),
@@ -229,7 +229,7 @@ def test_an_unknown_axis_raises() -> None:
         (lambda: LocalSGD(compression={"bits": 2}), r"compression has no bits: choose among density"),
         (lambda: AdaptiveLocalSGD(rule="fixed"), r"rule='fixed': use LocalSGD\(k_steps=...\)"),
         (lambda: AdaptiveLocalSGD(k_steps=2), r"k_steps=2: the first k is init_k_steps here"),
-        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, int8, int4, local_sgd"),
+        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, float16, int8, int4, local_sgd"),
     ],
 )
 def test_presets_refuse(make: Any, message: str) -> None:
