@@ -358,7 +358,7 @@ class GradientWorker(Worker):
         if not self._has_begun:
             self._list_slots(frozenset())
         numels = numels_of(sparse_of(self._slots))
-        if not numels or self.sparse.choose(numels, self.density, self.step) != "all_gather":
+        if not numels or self.sparse.choose(numels, self.density, self.step, self.device) != "all_gather":
             return
         given = set(parameters)
         if self.sparse_gradients.sent & given:

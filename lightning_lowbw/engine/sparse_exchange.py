@@ -216,17 +216,23 @@ class SparseExchange:
         for name, (positions, values) in selected.items():
             self.residuals[name].index_add_(0, positions, values.to(self.residuals[name].dtype))
 
-    def choose(self, numels: Mapping[str, int], density: float, step: int) -> str:
+    def choose(self, numels: Mapping[str, int], density: float, step: int, device: torch.device) -> str:
         """Return one of `where.link.EXCHANGES`, the same on all ranks; rank 0 logs a change.
 
         Collective: all ranks, where the link has to be measured.
+
+        Args:
+            numels: elements of each whole tensor.
+            density: the fraction that is sent.
+            step: for the log.
+            device: of the parameters; before the first sparse step there are no residuals, which would tell it.
         """
         kind = asked_for(self.payload, self.peers)
         if kind == "auto":
             sizes, num_ranks = list(numels.values()), self.peers.num_participants
             choice = predict(self.payload, sizes, density, num_ranks, self.link or Link(0.0, 1.0))
             if self.link is None and choice.name != "all_gather":  # which has the fewest rounds; else latency counts
-                self.link = measure_link(self.peers.group, next(iter(self.residuals.values()), torch.empty(0)).device)
+                self.link = measure_link(self.peers.group, device)
                 choice = predict(self.payload, sizes, density, num_ranks, self.link)
             kind = choice.name
             if kind != self._last_kind and self.link is not None and self.peers.rank == 0:

@@ -132,7 +132,8 @@ class SparseGradients:
         self.compress([slot for slot in rest if slot.name not in self._compressed], density)  # Adam counts its steps
         rest = [slot for slot in rest if slot.parameter.numel()]  # an empty shard: the peers have nothing of it either
         if rest:
-            self.begin(rest, density, self._exchange.choose(numels_of(rest), density, step))
+            kind = self._exchange.choose(numels_of(rest), density, step, rest[0].parameter.device)
+            self.begin(rest, density, kind)
         for _, work in self.begun:  # all of them, before the first weight changes: a rank may be gone
             work.finish()
         for mine, work in self.begun:

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.engine import sparse_exchange
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.link import Link
 from lightning_lowbw.where.peers import make_peers
 from tests.engine.problem import AWKWARD, NODES, backward, each, make_gradient_worker, make_parameters, message_of
 from tests.ranks import run_ranks
@@ -133,6 +136,28 @@ def test_what_two_levels_do_not_have_is_refused() -> None:
         for choices, message in zip(cases, messages, strict=True):
             assert "on two levels" in (message or "")
             assert next(iter(choices)) in (message or "")
+
+
+def begin_first_on_another_device() -> list[torch.device]:
+    """Return where the link is measured, before there are residuals, with parameters that are not on the CPU."""
+    parameter, devices = torch.nn.Parameter(torch.empty(1200, 1000, device="meta")), list[torch.device]()
+
+    def note(_: Any, device: torch.device) -> Link:
+        devices.append(device)
+        return Link(0.0, 1.0)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sparse_exchange, "measure_link", note)
+        # At a sparsity of 1/16 the elements of four ranks, with positions, are more than a dense all-reduce.
+        method = DGC(sparsity=[0.0625], overlap=True)
+        worker = make_gradient_worker(method, SGD([parameter], lr=0.5), {"p": parameter})
+        parameter.grad = torch.empty_like(parameter)
+        worker.begin([parameter])
+    return devices
+
+
+def test_the_link_is_measured_where_the_parameters_are() -> None:
+    assert run_ranks(begin_first_on_another_device, 4) == [[torch.device("meta")]] * 4
 
 
 def without_sparse_tensors() -> list[float]:
