@@ -41,6 +41,11 @@ def is_available() -> bool:
     return not _faults and _is_importable()
 
 
+def is_disabled() -> bool:
+    """Whether `disable` has been called."""
+    return bool(_faults)
+
+
 def disable(reason: str) -> None:
     """Use plain torch instead, in this process, from now on; see `dispatch.disable`."""
     _faults.append(reason)

@@ -65,19 +65,28 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
         uses: what the Triton kernels are compiled for; None: what `Uses` says by default.
 
     Returns:
-        None if the kernels work, or there are none; else one sentence with the reason.
+        None if the kernels work, if a device has none, or they are disabled; else one sentence with the reason.
     """
     if gpu.is_available(device):
         name = "Triton"
     elif device.type == "cpu" and compiler.is_installed():
         name = "numba"
     else:
-        return None
+        return _what_is_missing(device)
     try:
         trial.run_numba(device) if name == "numba" else trial.run_triton(device, uses or Uses())
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the caller is told
         cause = next(iter(str(error).strip().splitlines()), "")[:LONGEST_CAUSE]
         return f"The kernels of {name} do not work on {device}: {type(error).__name__}: {cause}".rstrip(": .") + "."
+    return None
+
+
+def _what_is_missing(device: torch.device) -> str | None:
+    """Return what is to be installed for kernels on a device; None if nothing is, or they are disabled."""
+    if device.type == "cpu" and not compiler.is_disabled():
+        return "numba is not installed: pip install numba."
+    if device.type == "cuda" and not gpu.is_disabled() and not gpu.has_triton():
+        return f"Triton {'.'.join(map(str, gpu.OLDEST_TRITON))} or newer is not installed: pip install triton."
     return None
 
 

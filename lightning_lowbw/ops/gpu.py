@@ -56,6 +56,20 @@ def is_available(device: torch.device) -> bool:
     return not _faults and _is_supported(device)
 
 
+def is_disabled() -> bool:
+    """Return whether `disable` has been called."""
+    return bool(_faults)
+
+
+def has_triton() -> bool:
+    """Return whether a Triton is installed that is new enough."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST_TRITON
+
+
 def disable(reason: str) -> None:
     """Use plain torch instead of the kernels, in this process, from now on; see `dispatch.disable`."""
     _faults.append(reason)
@@ -63,11 +77,7 @@ def disable(reason: str) -> None:
 
 @cache  # called in each step
 def _is_supported(device: torch.device) -> bool:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    import triton
-
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+    if device.type != "cuda" or not has_triton():
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 

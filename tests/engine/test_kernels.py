@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 
@@ -58,6 +59,36 @@ def test_ranks_of_another_group_are_not_asked() -> None:
         "",
         f"rank 1: {REASON}",
     ] * 2
+
+
+def prepare_twice(missing: tuple[int, ...]) -> tuple[list[str], bool]:
+    """Return what is said where numba and Triton are not installed on some ranks, and whether plain torch is used."""
+    said, logger, find_spec = Said(), logging.getLogger(LOGGER), importlib.util.find_spec
+    logger.addHandler(said)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() in missing:
+            hidden = ("numba", "triton")
+            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+        monkeypatch.setattr(compiler, "_faults", [])
+        for _ in range(2):  # of two optimizers
+            prepare_kernels(CPU, Uses())
+        is_plain = dispatch.kernels_for(torch.zeros(8)) is cpu
+    logger.removeHandler(said)
+    return said.messages, is_plain
+
+
+@pytest.mark.skipif(not compiler.is_installed(), reason="needs numba")
+def test_what_is_not_installed_is_told_once() -> None:
+    sentence = "All ranks compress in plain torch, which is slower. rank {}: numba is not installed: pip install numba."
+    assert run_ranks(prepare_twice, 2, (0, 1)) == [([sentence.format(0)], True), ([], True)]
+    assert run_ranks(prepare_twice, 2, (1,)) == [([sentence.format(1)], True), ([], True)]
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    reason = dispatch.prepare(torch.device("cuda", 77))
+    assert reason == "Triton 3.2 or newer is not installed: pip install triton."
+    assert dispatch.prepare(torch.device("meta")) is None  # for which there are no kernels
 
 
 def test_who_compiles_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def test_which_one_runs() -> None:
     assert kernels_for(torch.zeros(8, device="meta")) is reference
 
 
+@needs_numba
 def test_a_machine_in_order_has_nothing_to_say() -> None:
     assert dispatch.prepare(CPU) is None
 
@@ -61,7 +62,7 @@ def test_a_pass_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyP
 
 @needs_numba
 def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed, but not for this numpy, say. One that is not installed is no fault."""
+    """Installed, but not for this numpy, say; or not installed."""
     broken = types.ModuleType("numba")
     broken.__spec__ = sys.modules["numba"].__spec__
     monkeypatch.setitem(sys.modules, "numba", broken)
@@ -70,7 +71,7 @@ def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
     assert "ImportError" in str(dispatch.prepare(CPU)) or "ModuleNotFoundError" in str(dispatch.prepare(CPU))
     monkeypatch.setitem(sys.modules, "numba", None)  # as an import that fails
-    assert dispatch.prepare(CPU) is None
+    assert dispatch.prepare(CPU) == "numba is not installed: pip install numba."
 
 
 def test_disabling_one_device_leaves_the_other() -> None:
