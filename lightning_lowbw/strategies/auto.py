@@ -29,6 +29,8 @@ class AutoStrategy(Strategy):
             take.
         pretrained: whether the weights are trained already, as in `DGCStrategy`.
         topology: "flat", or two levels, as in `DGCStrategy`.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:

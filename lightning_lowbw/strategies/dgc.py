@@ -52,6 +52,8 @@ class DGCStrategy(Strategy):
             sparse steps); "error_feedback" uses error feedback with any optimizer.
         topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`, which treats each node as one worker: N counts nodes.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
             Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase each rank keeps its own running
             statistics of batch norm, and validation and the end of the fit use those of rank 0. True: all buffers are

@@ -24,6 +24,8 @@ class HierarchicalStrategy(Strategy):
             among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
             "leader" on nodes of different sizes.
         inter_dtype: "float32", or "bfloat16" for what is sent between nodes.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:

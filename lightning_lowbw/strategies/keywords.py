@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -25,6 +25,26 @@ from lightning_lowbw.strategies.checkpoint import Needs
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
+
+# What says how much is sent, by what the strategy has instead; "" is any other.
+HINTS = {
+    "density": {
+        "sparsity": "Give the fraction kept back, sparsity=[1 - density]: [0.999] sends 0.1 %.",
+        "compression": "Give compression={'density': ...}.",
+        "method": "Give it to the method, as in Strategy(DGC(density=...)).",
+        "": "DGCStrategy(sparsity=[1 - density]) and LocalSGDStrategy(compression={'density': ...}) send a fraction.",
+    },
+    "sparsity": {
+        "compression": "Give the fraction that is sent, compression={'density': 1 - sparsity}.",
+        "method": "Give it to the method, as in Strategy(DGC(sparsity=[0.999])).",
+        "": "DGCStrategy has it.",
+    },
+    "compression": {
+        "sparsity": "Here sparsity and value_dtype say what is sent; LocalSGDStrategy, of averages, has a compression.",
+        "method": "Give it to the method, as in Strategy(LocalSGD(compression=...)).",
+        "": "LocalSGDStrategy and AdaptiveLocalSGDStrategy have it.",
+    },
+}
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
@@ -157,11 +177,9 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
             )
         if name not in DDP_KEYWORDS:
             allowed = sorted(inspect.signature(strategy).parameters)
-            begins = [each for each in allowed if each.startswith(f"{name}_")]  # k is short for k_steps
-            close = begins or difflib.get_close_matches(name, allowed, n=1)
-            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise ConfigurationError(
-                f"{strategy.__name__}({name}=...): unknown keyword.{hint} Allowed: {', '.join(allowed)}."
+                f"{strategy.__name__}({name}=...): unknown keyword.{_hint(name, allowed)} Allowed: "
+                f"{', '.join(allowed)}."
             )
         if TYPES.get(name) in (bool, bool | None) and not isinstance(value, bool):
             raise ConfigurationError(f"{name}={value!r}: give True or False, or leave it out.")
@@ -172,6 +190,16 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
     if given.get("timeout") is not None:
         given["timeout"] = as_timeout(given["timeout"])
     return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release
+
+
+def _hint(name: str, allowed: Sequence[str]) -> str:
+    """Return what an unknown keyword may stand for, of those that are allowed."""
+    for other, hint in HINTS.get(name, {}).items():
+        if other in ("", *allowed):
+            return f" {hint}"
+    begins = [each for each in allowed if each.startswith(f"{name}_")]  # k is short for k_steps
+    close = begins or difflib.get_close_matches(name, allowed, n=1)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def as_timeout(value: object) -> timedelta:

@@ -58,6 +58,8 @@ class LocalSGDStrategy(Strategy):
             and nodes are averaged after every k-th step.
         node_k_steps: above 1: on two levels the ranks of a node also step alone, and average after this number of
             steps.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:
@@ -121,6 +123,8 @@ class AdaptiveLocalSGDStrategy(Strategy):
         begin_step: as in `LocalSGDStrategy`.
         rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.when.adaptive.PeriodSchedule`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
         **kwargs: all other arguments of `LocalSGDStrategy`, except `k_steps` and `num_fragments`.
 
     Raises:
