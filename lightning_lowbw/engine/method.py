@@ -199,7 +199,7 @@ class Method:
                 f"{narrow} with {self.what}, from step 0: it is about dense steps, and there are none. Leave it "
                 "out, or give rampup_begin_step > 0."
             )
-        if has_levels and isinstance(self.what, TopK):
+        if isinstance(self.what, TopK) and (has_levels or (has_levels is None and self.when.overlap)):
             check_two_levels(self.what, self.when)
 
     @property

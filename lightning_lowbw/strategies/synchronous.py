@@ -37,6 +37,7 @@ class Synchronous(Regime):
         self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
         self._compares_buffers = False  # before the next batch
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
+        self._check_overlap(None)
 
     @override
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -61,21 +62,32 @@ class Synchronous(Regime):
         method = self.strategy.method
         if not isinstance(method.when, EveryStep) or not method.compresses_gradients or self.strategy.world_size == 1:
             return
-        if method.when.overlap:
-            self._check_overlap(trainer)
+        self._check_overlap(trainer)
         self.strategy.auto.begin_training(trainer)
         if not method.when.is_auto and not self.is_search(trainer):
             warn_if_never_sparse(method.when, trainer, self.strategy.workers)
             tell_notes(self.strategy.workers)
             tell_what_stays_whole(self.strategy.workers)
 
-    def _check_overlap(self, trainer: pl.Trainer) -> None:
-        """Refuse settings that need whole gradients, or with which the step is not known during backward."""
-        ddp = self.strategy._ddp_kwargs
-        obstacles = {
-            "gradient clipping": self.strategy.clipping.is_asked_for,
-            "a GradScaler (precision='16-mixed')": scaler_of(self.strategy.precision_plugin) is not None,
-            "manual optimization": not trainer.lightning_module.automatic_optimization,
+    def _check_overlap(self, trainer: pl.Trainer | None) -> None:
+        """Refuse settings that need whole gradients, or with which the step is not known during backward.
+
+        Args:
+            trainer: None where the strategy is made: then its own arguments are all that is known.
+        """
+        when, ddp = self.strategy.method.when, self.strategy._ddp_kwargs
+        if not isinstance(when, EveryStep) or not when.overlap:
+            return
+        obstacles = (
+            {}
+            if trainer is None
+            else {
+                "gradient clipping": self.strategy.clipping.is_asked_for,
+                "a GradScaler (precision='16-mixed')": scaler_of(self.strategy.precision_plugin) is not None,
+                "manual optimization": not trainer.lightning_module.automatic_optimization,
+            }
+        )
+        obstacles |= {
             "find_unused_parameters=True": bool(ddp.get("find_unused_parameters")),  # buckets hold unused ones, too
             "static_graph=True": bool(ddp.get("static_graph")),
         }

@@ -146,6 +146,6 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
         if after < before:
             raise ConfigurationError(
                 f"sparsity={list(stairs)}: {after} follows {before}, so more would be sent after the warm-up than in "
-                "it. Give values that rise, as in [0.75, 0.9375, 0.999]."
+                "it. Give values that rise, as in [0.75, 0.9375, 0.999]: the fraction kept back, not the one sent."
             )
     return stairs
