@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,16 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     from lightning_lowbw.engine.gradients import GradientWorker
+    from lightning_lowbw.engine.worker import Worker
 
 Payload = Whole | Narrow | TopK
+
+LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by torchrun, srun, mpirun
+LITTLE_KEPT = 0.5  # of the elements: what is less than that is hardly meant to be kept back, and the rest to be sent
 
 
 def check_two_levels(what: TopK, when: EveryStep) -> None:
@@ -104,6 +110,46 @@ def _ranks_of(group: dist.ProcessGroup | None) -> set[int]:
         return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
     except (KeyError, ValueError):  # of a world that has been destroyed
         return set()
+
+
+def warn_if_alone(peers: Peers) -> None:
+    """Warn if there is only one rank, in a plain loop; of a strategy `strategies.advice` says it."""
+    if peers.num_ranks > 1:
+        return
+    found = [f"{name} is {number}" for name in LAUNCHED if (number := os.environ.get(name, "1")) not in ("", "1")]
+    started = f" {found[0]}, so other processes were started, and each trains alone." if found else ""
+    missing = "with one rank" if dist.is_initialized() else "without a process group"
+    warnings.warn(
+        f"attach {missing}: there is no other rank to communicate with, so this trains as without it.{started} Start "
+        "several ranks, as with torchrun, and call torch.distributed.init_process_group in each before attach.",
+        stacklevel=3,  # the caller of `Method.attach`
+    )
+
+
+def warn_if_mostly_sent(worker: Worker) -> None:
+    """Warn, on rank 0, if most of the elements are sent: perhaps a density was given as a sparsity, or the reverse."""
+    what, when, peers = worker.method.what, worker.method.when, worker.peers
+    if not isinstance(what, TopK) or peers.num_participants == 1 or peers.rank > 0:
+        return
+    stairs = when.stairs if isinstance(when, EveryStep) else ()
+    kept = [each for each in stairs if 0.0 < each < LITTLE_KEPT]  # 0 is a dense stair, and says so
+    if kept:
+        given, few = f"sparsity={list(stairs)}", f"sparsity={[round(1.0 - each, 12) for each in kept]}"
+        sent, dense = [1.0 - each for each in kept], ", and for a dense stair 0"
+    elif not stairs and what.density > 1.0 - LITTLE_KEPT:
+        given, few = f"density={what.density}", f"density={round(1.0 - what.density, 12)}"
+        sent, dense = [what.density], ""
+    else:
+        return
+    warnings.warn(
+        f"{given}: {_in_percent(sent)} of the elements are sent. Sparsity is the fraction that is kept back, density "
+        f"the fraction that is sent. To send {_in_percent([1.0 - each for each in sent])} give {few}{dense}.",
+        stacklevel=3,  # the caller of `Method.attach`
+    )
+
+
+def _in_percent(fractions: Sequence[float]) -> str:
+    return ", ".join(f"{100.0 * each:.4g} %" for each in fractions)
 
 
 def warn_if_incomplete(worker: GradientWorker) -> None:

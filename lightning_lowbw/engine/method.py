@@ -20,7 +20,9 @@ from lightning_lowbw.engine.checks import (
     check_current_device,
     check_not_in_ddp,
     check_two_levels,
+    warn_if_alone,
     warn_if_incomplete,
+    warn_if_mostly_sent,
 )
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.plain_loop import wrap_step
@@ -389,6 +391,8 @@ class Method:
                 "this trains as DDP. To compress between all ranks, leave the topology out.",
                 stacklevel=2,
             )
+        warn_if_alone(peers)
+        warn_if_mostly_sent(worker)
         if method.uses_kernels(worker.device):
             prepare_kernels(worker.device, uses_of([worker]), process_group)
         if isinstance(worker, GradientWorker):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_lowbw.engine.checks import warn_if_mostly_sent
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.worker import Worker
 
@@ -74,6 +75,7 @@ class Regime:
         """Called when the state of a resume has been loaded, and callbacks have set schedules."""
         for worker in self.strategy.workers:
             worker.check_schedule()
+            warn_if_mostly_sent(worker)
         device = self.strategy.root_device
         if self.strategy.method.uses_kernels(device) and self.strategy.world_size > 1:
             prepare_kernels(device, uses_of(self.strategy.workers, measures=self.strategy.auto.measures))

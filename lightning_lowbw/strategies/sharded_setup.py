@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_lowbw.engine.checks import warn_if_mostly_sent
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.local_view import LocalTensors, LocalView, local_parameters
 from lightning_lowbw.engine.replicas import ReplicaWorker
@@ -98,6 +99,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
     method = strategy.method
     for worker in strategy.workers:
         worker.check_schedule()
+        warn_if_mostly_sent(worker)
         if isinstance(worker, ReplicaWorker):
             worker.begin_local()
     if strategy.groups.topology.num_nodes > 1:

@@ -467,6 +467,37 @@ def test_a_launched_rank_without_a_process_group_is_refused(monkeypatch: pytest.
         DGC().attach(SGD(parameters, lr=0.1), [("weight", parameters[0])])
 
 
+def warned_by_attach(method: Method, environment: dict[str, str]) -> list[str]:
+    parameters = plain_parameters()
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as monkeypatch:
+        warnings.simplefilter("always")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        method.attach(SGD(parameters, lr=0.1), [("weight", parameters[0])])
+    assert {each.filename for each in caught} <= {__file__}
+    return [str(each.message) for each in caught]
+
+
+def test_a_rank_alone_is_told() -> None:
+    alone, started = ("attach {}: there is no other rank to communicate with", "is 2, so other processes were started")
+    for method in (DGC(), LocalSGD(), Hierarchical()):
+        (message,) = warned_by_attach(method, {})
+        assert message.startswith(alone.format("without a process group"))
+        assert started not in message
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        (message,) = warned_by_attach(DGC(), {name: "2"})
+        assert f" {name} {started}, and each trains alone." in message
+    ((message,),) = run_ranks(warned_by_attach, 1, DGC(), {"WORLD_SIZE": "2"})  # each made a group of its own
+    assert message.startswith(alone.format("with one rank"))
+    assert f"WORLD_SIZE {started}" in message
+
+
+def test_a_density_that_was_given_as_a_sparsity_is_told() -> None:
+    (message,), other = run_ranks(warned_by_attach, 2, DGC(sparsity=[0.001]), {})
+    assert message.startswith("sparsity=[0.001]: 99.9 % of the elements are sent.")
+    assert other == []
+
+
 def warn_of_one_node() -> list[str]:
     parameters = plain_parameters()
     with warnings.catch_warnings(record=True) as caught:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import AutoStrategy, DGCStrategy, LocalSGDStrategy, Strategy
+from lightning_lowbw import DGC, AutoStrategy, DGCStrategy, LocalSGDStrategy, SparsityWarmup, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 
@@ -102,6 +104,35 @@ def test_one_rank_alone_is_told(cls: type[Strategy]) -> None:
             "Set Trainer(devices=..., num_nodes=...) for more."
         ]
     ]
+
+
+MOSTLY_SENT: list[tuple[Callable[[], Strategy], list[pl.Callback], str]] = [
+    (lambda: make_strategy("dgc", sparsity=[0.001]), [], "sparsity=[0.001]: 99.9 % of"),
+    (lambda: make_strategy("dgc", sparsity=[0, 0.1, 0.25, 0.5]), [], "sparsity=[0.0, 0.1, 0.25, 0.5]: 90 %, 75 % of"),
+    (lambda: Strategy(DGC(sparsity=[0.01])), [], "sparsity=[0.01]: 99 % of the elements are sent. Sparsity is"),
+    (lambda: make_strategy("dgc"), [SparsityWarmup(begin_step=0, sparsity=[0.002])], "give sparsity=[0.998], and for"),
+    (lambda: Strategy(DGC(density=0.999)), [], "density=0.999: 99.9 % of the elements are sent. Sparsity is the "),
+    (lambda: LocalSGDStrategy(2, compression={"density": 0.9}), [], "To send 10 % give density=0.1."),
+    (lambda: make_strategy("dgc", sparsity=[0, 0.5, 0.9]), [], ""),
+    (lambda: LocalSGDStrategy(2, compression={"density": 0.5}), [], ""),
+]
+
+
+def warned_of_what_is_sent() -> list[list[str]]:
+    said = []
+    for make, callbacks, _ in MOSTLY_SENT:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(make(), 2, callbacks=callbacks, max_steps=1).fit(Tiny(), make_data(2, 1))
+        said.append([message for each in caught if "elements are sent" in (message := str(each.message))])
+    return said
+
+
+def test_a_density_that_was_given_as_a_sparsity_is_told() -> None:
+    first, second = run_ranks(warned_of_what_is_sent, 2)
+    assert second == [[]] * len(MOSTLY_SENT)
+    for said, (_, _, words) in zip(first, MOSTLY_SENT, strict=True):
+        assert [words in each for each in said] == [True] * bool(words)
 
 
 def messages_of_fit(strategy: DDPStrategy, model: Tiny) -> list[str]:
