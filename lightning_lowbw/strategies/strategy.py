@@ -234,6 +234,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
             time.sleep(SETTLE_S)
             self.barrier()
+            if self.signals.is_ending_all:  # rank 0 may have the store; and a launcher would end ranks that still save
+                DDPStrategy.barrier(self)
 
     # The step ---------------------------------------------------------------------------------------------------
 

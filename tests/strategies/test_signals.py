@@ -106,6 +106,25 @@ def test_it_is_said_after_which_step_they_end(name: str, tmp_path: Path) -> None
         assert said == [f"A rank has received SIGTERM: all ranks end after optimizer step {step}."]
 
 
+class SavesSlowly(pl.Callback):
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.5)
+
+
+def end_of_a_slow_save() -> float:
+    trainer = make_trainer(make("sparse"), 2, callbacks=[KillAfter([1]), SavesSlowly()])
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Tiny(), make_data(2, STEPS))
+    return time.monotonic()
+
+
+def test_no_rank_ends_before_all_have_saved() -> None:
+    """Threads of the others would wait in a store that ends, and a launcher would end those that still save."""
+    first, second = run_ranks(end_of_a_slow_save, 2)
+    assert abs(first - second) < 0.3
+
+
 @pytest.mark.stock("SIGTERM on one rank, or on all")
 def test_stock_ddp_and_a_sigterm(record_property: Any, tmp_path: Path) -> None:
     ends = [outcome_of(fit_until_killed, "ddp", ranks, str(tmp_path)) for ranks in ([1], [0, 1])]
