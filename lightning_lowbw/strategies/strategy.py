@@ -42,6 +42,7 @@ from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
 from lightning_lowbw.strategies.interruption import Interruptible
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
+from lightning_lowbw.strategies.launcher import Launcher
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.optimizers import OptimizerWorkers
@@ -134,6 +135,12 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     # Setting up -------------------------------------------------------------------------------------------------
 
     @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = Launcher(self, start_method=self._start_method)
+
+    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
@@ -211,6 +218,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self._launcher, Launcher):
+            self._launcher.end_exception()
         explain_(exception, self)  # before Lightning would do so
         self.lost_peers.explain_(exception)
         super().on_exception(exception)
