@@ -80,10 +80,18 @@ def agree_on_optimizers(
     optimizers: Sequence[Optimizer],
     named_parameters: Iterable[tuple[str, Tensor]],
     group: dist.ProcessGroup | None = None,
+    *,
+    topic: str = "optimizers",
 ) -> None:
     """Check that the optimizers, their param groups and the plain values in these are the same on all ranks.
 
     Collective: all ranks of the group, blocking.
+
+    Args:
+        optimizers: of the model.
+        named_parameters: of the model.
+        group: None is the world.
+        topic: what these are, for the message.
 
     Raises:
         DisagreementError: on all ranks.
@@ -95,7 +103,7 @@ def agree_on_optimizers(
             prefix = f"optimizer {number}, param group {index}"
             facts[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in of_group["params"]]
             facts |= {f"{prefix}, {key}": value for key, value in plain_values(of_group).items()}
-    agree("optimizers", facts, group)
+    agree(topic, facts, group)
 
 
 def agree_on_beginning(worker: Worker) -> None:

@@ -152,6 +152,21 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
     agree_on_optimizers(optimizers, named_parameters)
 
 
+def agree_on_hyperparameters(trainer: pl.Trainer) -> None:
+    """Check that learning rates and the like are the same on all ranks, whose weights would part otherwise.
+
+    Collective: all ranks, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    topic = (
+        f"optimizers after step {trainer.global_step} (a scheduler may follow a metric of which each rank has its own "
+        "value: log that with sync_dist=True)"
+    )
+    agree_on_optimizers(trainer.optimizers, trainer.lightning_module.named_parameters(), topic=topic)
+
+
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:
     """Raise ConfigurationError where a layer has gradients of torch's sparse layout."""
     for name, layer in module.named_modules():

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.engine.checks import warn_if_mostly_sent
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -118,13 +119,15 @@ class Regime:
         """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
 
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
-        """Average the metrics that callbacks monitor, if ranks have their own; called after validation, before them."""
+        """Average the metrics that callbacks and schedulers monitor; called after validation, and at epochs' ends."""
+        agree_on_monitored(trainer, self.strategy.root_device)
 
     def end_validation(self) -> None:
         """Called after validation, after all other callbacks."""
 
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Called at the end of an epoch, before the callbacks."""
+        self.agree_on_metrics(trainer)
 
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the weights for a checkpoint."""

@@ -19,12 +19,7 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import num_steps_of_fit, warn_if_never_local
-from lightning_lowbw.strategies.callback_agreement import (
-    agree_on_averages_,
-    agree_on_monitored,
-    agree_on_weights_,
-    weights_of,
-)
+from lightning_lowbw.strategies.callback_agreement import agree_on_averages_, agree_on_weights_, weights_of
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.quiet import Quiet
@@ -210,15 +205,11 @@ class Replicas(Viewing):
         self.uneven.begin_epoch(trainer)
 
     @override
-    def agree_on_metrics(self, trainer: pl.Trainer) -> None:
-        agree_on_monitored(trainer, self.strategy.root_device)
-
-    @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Agree on monitored metrics; the epoch may have ended without a last batch."""
         self.quiet.pause_audit()
         self.uneven.finish_epoch(is_over(trainer))
-        self.agree_on_metrics(trainer)
+        super().end_epoch(trainer)
 
     @override
     def leave_consensus(self) -> None:

@@ -26,8 +26,9 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
+from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.strategies.consensus_view import ConsensusView
+from lightning_lowbw.strategies.facts import agree_on_hyperparameters
 from lightning_lowbw.strategies.sharding import reshard_
 from lightning_lowbw.strategies.shared_buffers import share_
 from lightning_lowbw.strategies.viewing import Viewing
@@ -183,12 +184,13 @@ class ShardedRegime(Viewing):
 
     @override
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
-        if self.strategy.replicas:
-            agree_on_monitored(trainer, self.strategy.root_device)
+        super().agree_on_metrics(trainer)
+        if not self.strategy.replicas:
+            agree_on_hyperparameters(trainer)
 
     @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
-        self.agree_on_metrics(trainer)
+        super().end_epoch(trainer)
         if not self.strategy.replicas:
             share_(trainer.lightning_module, self.strategy.ledger, self.strategy.root_device)
 

@@ -236,15 +236,15 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         module = self.lightning_module
-        meets = module is not None and module._trainer is not None and not self.is_interrupted
+        has_trained = module is not None and module._trainer is not None
+        meets = has_trained and (self.signals.is_ending_all or not self.is_interrupted)
         super().teardown()
         if meets:
             # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
             # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
             time.sleep(SETTLE_S)
+            # And no rank ends before all have saved: rank 0 may have the store, and a launcher may end the others.
             self.barrier()
-            if self.signals.is_ending_all:  # rank 0 may have the store; and a launcher would end ranks that still save
-                DDPStrategy.barrier(self)
 
     # The step ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
-from lightning_lowbw.strategies.facts import agree_on_length
+from lightning_lowbw.strategies.facts import agree_on_hyperparameters, agree_on_length
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
@@ -179,7 +179,13 @@ class Synchronous(Regime):
         self.strategy.auto.times.restart_clock()
 
     @override
+    def agree_on_metrics(self, trainer: pl.Trainer) -> None:
+        super().agree_on_metrics(trainer)
+        agree_on_hyperparameters(trainer)
+
+    @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
+        super().end_epoch(trainer)
         self._share_buffers()
 
     @override

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from torch import Tensor, nn
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
 
 from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
@@ -78,37 +78,6 @@ def test_all_ranks_see_the_same_buffers(accumulate: int) -> None:
     first, second = run_ranks(look_at_buffers, 2, accumulate)
     assert len(first) > 12
     assert first == second
-
-
-class Biased(Tiny):
-    """Each rank logs a number of its own, without sync_dist."""
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        epoch = self.trainer.current_epoch
-        values = [[5.0, 1.0], [1.0, 3.0], [4.0, 4.5], [5.0, 5.0]][min(epoch, 3)]  # means 3, 2, 4.25, 5
-        self.log("val_own", torch.tensor(values[self.global_rank]))
-
-
-def fit_monitored(folder: str) -> dict[str, Any]:
-    num_ranks = dist.get_world_size()
-    best = ModelCheckpoint(folder, monitor="val_own", filename="{epoch}")
-    stop = EarlyStopping("val_own", patience=1)
-    trainer = make_trainer(
-        LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[best, stop], max_epochs=6, enable_checkpointing=True
-    )
-    trainer.fit(Biased(), make_data(num_ranks, 3), make_data(num_ranks, 1))
-    return {
-        "path": Path(best.best_model_path).name,
-        "score": float(best.best_model_score or 0),
-        "stopped": stop.stopped_epoch,
-        "epochs": trainer.current_epoch,
-    }
-
-
-def test_monitored_metrics_are_means_over_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(fit_monitored, 2, str(tmp_path))
-    assert first == second
-    assert first == {"path": "epoch=1.ckpt", "score": 2.0, "stopped": 2, "epochs": 3}
 
 
 def fit_with_swa() -> list[str]:
