@@ -19,10 +19,11 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw.engine.average import LOSS, LR, NUM_LOSSES, WEIGHT, Average, Done, Fragment
 from lightning_lowbw.engine.buffers import ReplicaBuffers, wide_copies
-from lightning_lowbw.engine.control import MODULUS, Control, control_message, counts_of, make_mark
+from lightning_lowbw.engine.control import Control, control_message, counts_of, make_mark
 from lightning_lowbw.engine.faults import OF_WEIGHTS, check_faults, weight_fault
 from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.engine.offload import Offload
+from lightning_lowbw.engine.same_training import raise_at_other_batches
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
 from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
@@ -195,7 +196,7 @@ class Averaging:
         device = worker.device
         fault = weight_fault(worker, parameters)
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
-        count = 0 if worker.weighs_samples else worker.step
+        count = 0 if worker.weighs_samples else worker.step + worker.common_batch
         mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
         sums = [weight, 0.0, 0.0, worker.phase.lr, *counts_of(worker.requests)]
         message = control_message(sums, fault, mark, self._peers.rank, self._peers.num_ranks, device)
@@ -262,10 +263,7 @@ class Averaging:
     def _check(self, control: Control, parameters: list[Parameter], begun_at: int) -> None:
         counts, checksums = control.differences()
         if counts:
-            raise DisagreementError(
-                f"The ranks average after different steps: their counts are, modulo {MODULUS}, {counts}. Each rank "
-                "must take the same optimizer steps."
-            )
+            raise_at_other_batches(self._worker, self._peers.group, {"average begun after steps": begun_at})
         if checksums:
             raise DisagreementError(
                 f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "

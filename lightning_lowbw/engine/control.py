@@ -24,7 +24,7 @@ from lightning_lowbw.ops.table import upload
 from lightning_lowbw.where.agreement import checksum
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
-BY_CLIPPING = MODULUS // 2  # added to the count of backward passes in an exchange before clipping by hand
+BY_CLIPPING = MODULUS // 2  # added to the number of the batch in an exchange before clipping by hand
 STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
 EXACT = 1 << 24  # integers below are exact in float32
 
@@ -110,27 +110,30 @@ def requests_of(num_stop: float, num_save: float) -> int:
     return STOP * (num_stop > 0) | SAVE * (num_save > 0)
 
 
-def flags(requests: int, device: torch.device, fault: Tensor | None = None) -> Tensor:
-    """Return a message without sums and marks: float32, shape (3,); its maximum over ranks is read by `read_flags`.
+def flags(requests: int, device: torch.device, fault: Tensor | None = None, batch: int = 0) -> Tensor:
+    """Return a message without sums and marks: float32, shape (5,); its maximum over ranks is read by `read_flags`.
 
     Args:
         requests: of this rank.
         device: of the message.
         fault: the number of this rank's first fault; a scalar. None counts as 0.
+        batch: the number of this rank's batch.
     """
-    message = upload([0.0, *counts_of(requests)], torch.float32, device)
+    batch %= MODULUS
+    message = upload([0.0, *counts_of(requests), float(batch), -float(batch)], torch.float32, device)
     if fault is not None:
         message[0] = fault
     return message
 
 
-def read_flags(message: Tensor) -> tuple[int, int]:
-    """Return the largest fault number of any rank, and the requests of all; waits for the device."""
-    fault, *counts = message.tolist()
-    return round(fault), requests_of(*counts)
+def read_flags(message: Tensor) -> tuple[int, int, bool]:
+    """Return the largest fault number of any rank, the requests of all, and whether all are at one batch; waits for
+    the device."""
+    fault, num_stop, num_save, last, first = message.tolist()
+    return round(fault), requests_of(num_stop, num_save), last == -first
 
 
 def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
-    """Return a count of steps or backward passes and, where weights are given, a checksum of them, as one number."""
+    """Return a count of steps or batches and, where weights are given, a checksum of them, as one number."""
     mark = count % MODULUS
     return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)

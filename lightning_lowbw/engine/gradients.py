@@ -69,7 +69,7 @@ class GradientWorker(Worker):
     """One rank's exchange of gradients for one optimizer; see `Worker` for a step.
 
     Attributes:
-        num_backwards: the backward passes before this step, as the caller has counted them.
+        by_clipping: whether the gradients of this step are exchanged before it, to be clipped by hand.
         last_density: the fraction of elements that the last step sent of a sparse tensor; 1.0 in the dense phase.
         sparse_gradients: the sparse tensors of the step in progress; None unless the payload is `TopK`.
         orders: the order of a parameter's elements in its residual, by name.
@@ -86,7 +86,7 @@ class GradientWorker(Worker):
         super().__init__(method, optimizer, named_parameters, peers)
         assert isinstance(method.when, EveryStep)
         what = method.what
-        self.last_density, self.num_backwards = 1.0, 0
+        self.last_density, self.by_clipping = 1.0, False
         self._last_residual_norm: float | None = None
         self._slots: list[Slot] = []  # of the step in progress
         self.fault: Tensor | None = None
@@ -210,8 +210,8 @@ class GradientWorker(Worker):
     # One step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
-        self.is_prepared, self.num_backwards = True, num_backwards
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
+        self.is_prepared, self.by_clipping = True, by_clipping
         self._slots, self.fault = [], None
         if not self._has_begun:
             self._take_back()  # an exchange that failed

@@ -43,11 +43,11 @@ from lightning_lowbw.engine.average import (
 from lightning_lowbw.engine.averaging import Averaging
 from lightning_lowbw.engine.checks import check_replaced
 from lightning_lowbw.engine.consensus import Consensus
-from lightning_lowbw.engine.control import Control, counts_of, requests_of
+from lightning_lowbw.engine.control import EXACT, Control, counts_of, requests_of
 from lightning_lowbw.engine.delay import Delay
 from lightning_lowbw.engine.phase import Phase
 from lightning_lowbw.engine.running_loss import RunningLoss
-from lightning_lowbw.engine.same_training import agree_on_end
+from lightning_lowbw.engine.same_training import agree_on_end, raise_at_other_batches
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.top_k import TopK
@@ -134,6 +134,11 @@ class ReplicaWorker(Worker):
         return self.is_local and self.peers.is_two_level and self.when.node_k_steps == 1
 
     @property
+    def common_batch(self) -> int:
+        """The number of the batch, which ranks have in common unless their data are uneven; then 0."""
+        return self.batch if self.meet is None else 0
+
+    @property
     def k_steps(self) -> int:
         """The period in use; 1 while synchronous."""
         return self.phase.k_steps if self.is_local else 1
@@ -184,7 +189,7 @@ class ReplicaWorker(Worker):
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
         self.check_schedule()
         check_replaced(self.method.what, self._made_for)
         self.is_prepared, self._reduced = True, frozenset(reduced)
@@ -208,6 +213,7 @@ class ReplicaWorker(Worker):
 
         Raises:
             ConfigurationError: on all ranks that average; a gradient is sparse.
+            DisagreementError: on all ranks; they are at different batches.
         """
         if not self.is_prepared:
             self.list_gradients()
@@ -220,8 +226,14 @@ class ReplicaWorker(Worker):
             if self.reduces_in_node and mine:
                 average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
             return True
-        flags = [*counts_of(self.requests), float(self.phase.note_lr())]
-        num_stop, num_save, num_decayed = average_gradients_(mine, flags, self.peers, self.device, dense_only=True)
+        own_batch = [0.0] * self.peers.num_ranks
+        own_batch[self.peers.rank] = float(self.common_batch % EXACT)
+        flags = [*counts_of(self.requests), float(self.phase.note_lr()), *own_batch]
+        num_stop, num_save, num_decayed, *batches = average_gradients_(
+            mine, flags, self.peers, self.device, dense_only=True
+        )
+        if len(set(batches)) > 1:
+            raise_at_other_batches(self, self.peers.group)
         self.peers.count_dense(sum(p.nbytes for p in mine))
         self.agree_on(requests_of(num_stop, num_save))
         if num_decayed:
@@ -236,7 +248,7 @@ class ReplicaWorker(Worker):
 
         Raises:
             NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing was averaged.
-            DisagreementError: on all ranks; they are at different steps.
+            DisagreementError: on all ranks; they are at different steps or batches.
             ConfigurationError: on all ranks; an adaptive rule has seen no loss.
         """
         was_local = self.is_local

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_lowbw.errors import DisagreementError
 from lightning_lowbw.where.agreement import agree, checksum, digest, failing_together
 
 if TYPE_CHECKING:
@@ -143,6 +145,29 @@ def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
     device = next(iter(plain.values())).device
     sums = torch.stack([torch.as_tensor(checksum([tensor]), device=device) for tensor in plain.values()])
     return {title.format(name): number for name, number in zip(plain, sums.tolist(), strict=True)}
+
+
+def raise_at_other_batches(
+    worker: Worker, group: dist.ProcessGroup | None, facts: Mapping[str, object] = MappingProxyType({})
+) -> NoReturn:
+    """Say which rank is where: some have left out a step, or taken one more, and would mix batches or hang.
+
+    Collective: all ranks of the group, blocking; all have found that they are at different places.
+
+    Args:
+        worker: that communicates.
+        group: None is the world.
+        facts: more about this rank's place.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    topic = (
+        "batch (of the epoch) of an optimizer step. A rank in a later one has left out optimizer.step(), and all must "
+        "take the same steps. Before the exchange .grad is a rank's own: never branch on it, to skip a step or to clip"
+    )
+    agree(topic, {"batch": worker.batch, "optimizer steps": worker.step, **facts}, group)
+    raise DisagreementError(f"Step {worker.step}: the ranks were at different batches, and are not any more.")
 
 
 def agree_on_end(worker: Worker) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.control import BY_CLIPPING, MODULUS, Control, control_message, make_mark
+from lightning_lowbw.engine.control import BY_CLIPPING, Control, control_message, make_mark
 from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, first_reported, gradient_error, numbers_of
+from lightning_lowbw.engine.same_training import raise_at_other_batches
 from lightning_lowbw.engine.slots import Slot
 from lightning_lowbw.errors import DisagreementError
 from lightning_lowbw.ops.lists import copy_all_
@@ -59,7 +60,7 @@ def agree_on_step(
     means, summed = MeanWork(gradients, _message(worker, slots), 1.0 / peers.num_ranks, peers, exact=exact).wait()
     control = Control.read(summed, peers.num_ranks)
     worker.agree_on(control.requests)
-    _check_marks(control, worker.step)
+    _check_marks(control, worker)
     numbers = numbers_of(OF_GRADIENTS, len(slots))
     fault = first_reported(control.faults, numbers)
     if fault is not None:
@@ -75,22 +76,18 @@ def _message(worker: GradientWorker, slots: Sequence[Slot]) -> Tensor:
     peers, device = worker.peers, worker.fault.device
     used = [float(slot.parameter.grad is not None) for slot in slots]
     weights = None if worker.step % CHECK_EVERY_STEPS else (slot.parameter for slot in slots)
-    mark = make_mark(worker.num_backwards, weights)
+    mark = make_mark(worker.batch % BY_CLIPPING + BY_CLIPPING * worker.by_clipping, weights)
     return control_message(used, worker.fault, mark, peers.rank, peers.num_ranks, device, worker.requests)
 
 
-def _check_marks(control: Control, step: int) -> None:
+def _check_marks(control: Control, worker: GradientWorker) -> None:
     counts, checksums = control.differences()
     if counts:
-        raise DisagreementError(
-            f"Step {step}: the ranks have come here after different numbers of backward passes (modulo {MODULUS}: "
-            f"{counts}), or only some of them by clip_gradients, which adds {BY_CLIPPING}. In the sparse phase .grad "
-            "is a rank's own until the exchange: never branch on it, for instance to skip a step or to clip, because "
-            "ranks that disagree hang."
-        )
+        before = "clip_gradients" if worker.by_clipping else "optimizer.step"
+        raise_at_other_batches(worker, worker.peers.group, {"exchange before": before})
     if checksums:
         raise DisagreementError(
-            f"Step {step}: the weights differ between the ranks, or one has left out a step; checksums are "
+            f"Step {worker.step}: the weights differ between the ranks, or one has left out a step; checksums are "
             f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
         )
 

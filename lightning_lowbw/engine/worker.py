@@ -45,6 +45,8 @@ class Worker:
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         whole_numels: elements of the parameters of which this rank has shards.
         torn: what an exception has interrupted, in words; empty when the next step is complete.
+        batch: the number of the batch in its epoch, counted by the caller; 0 in a plain loop. Ranks that exchange in
+            different batches, because one has left out a step that the others take, raise an error.
         stop_requested: set it on any rank to stop all ranks.
         stop_agreed: whether the last control message contains a request to stop; equal on all ranks.
         save_requested: set it on any rank to save on all ranks.
@@ -75,7 +77,7 @@ class Worker:
             )
         self.method, self.optimizer, self.peers = method, optimizer, peers
         self._made_for = method.what
-        self.step = 0
+        self.step = self.batch = 0
         self.torn = ""
         self.sparse: SparseExchange | None = None
         self.narrow: NarrowExchange | None = None
@@ -152,12 +154,12 @@ class Worker:
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+    def prepare(self, *, reduced: Collection[Parameter] = ()) -> None:
         """List the gradients of this step and check them, before the caller clips them: both calls below."""
-        self.list_gradients(reduced=reduced, num_backwards=num_backwards)
+        self.list_gradients(reduced=reduced)
         self.check_gradients()
 
-    def list_gradients(self, *, reduced: Collection[Parameter] = (), num_backwards: int = 0) -> None:
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
         """List the tensors of this step; `exchange` calls it if the caller has not.
 
         In place:
@@ -168,8 +170,7 @@ class Worker:
         Args:
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, over the node where
                 `reduces_in_node`.
-            num_backwards: counted by the caller. If ranks call this after different numbers of backward passes, because
-                one has skipped a step that the others take, all ranks raise an error.
+            by_clipping: whether gradients are exchanged before the step, to be clipped by hand: on all ranks or none.
         """
         raise NotImplementedError
 

@@ -1,8 +1,7 @@
-"""Counts the backward passes of a fit, to detect ranks that differ, and gradients that would be exchanged twice."""
+"""Counts the backward passes of a fit, to detect gradients that would be exchanged twice."""
 
 from __future__ import annotations
 
-from lightning_lowbw.engine.control import BY_CLIPPING
 from lightning_lowbw.engine.worker import Worker
 
 
@@ -21,10 +20,6 @@ class Backwards:
         """Begin to count."""
         self.num = 0
         self._num_exchanged.clear()
-
-    def marked(self, is_clipping: bool) -> int:
-        """Return the number, and another one for an exchange before clipping: all ranks clip, or none does."""
-        return self.num + BY_CLIPPING * is_clipping
 
     def take_new(self, worker: Worker) -> bool:
         """Return whether there has been a backward pass since the last call for this optimizer; until the next, False.

@@ -65,7 +65,7 @@ def adopt(strategy: Strategy, method: Method) -> None:
         strategy.groups.make_for_averages(method, strategy._timeout)
     strategy._make_workers()
     for worker, old in zip(strategy.workers, before, strict=True):
-        worker.step = old.step
+        worker.step, worker.batch = old.step, old.batch
         worker.requests = old.requests
     if strategy.regime is not regime:
         strategy.regime.set_up(strategy.trainer)

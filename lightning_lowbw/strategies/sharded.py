@@ -273,6 +273,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self.note_batch(batch_idx)
         self._checkpoints.begin_batch()
         self.regime.view.hide()  # the last consensus view may not have ended
 
@@ -340,7 +341,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         view = self._views[id(worker)]
         view.refresh()
         view.take_gradients()
-        worker.list_gradients(num_backwards=self._backwards.marked(self.clipping.is_exchanging))
+        worker.list_gradients(by_clipping=self.clipping.is_exchanging)
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
         self.regime.agree_in_node(worker)
         if self.clipping.comes_before_exchange(worker):

@@ -25,6 +25,7 @@ from lightning_lowbw.engine.faults import (
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.same_training import raise_at_other_batches
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.strategies.consensus_view import ConsensusView
@@ -98,31 +99,35 @@ class ShardedRegime(Viewing):
     def agree_in_node(self, worker: Worker) -> None:
         """Exchange requests, and faults of the gradients, with the other shards of the node.
 
-        Collective: the ranks of the node, blocking; three numbers.
+        Collective: the ranks of the node, blocking; five numbers.
         """
         fault = worker.fault if isinstance(worker, GradientWorker) else None
-        message = flags(worker.requests, worker.device, fault)
+        message = flags(worker.requests, worker.device, fault, worker.batch)
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.strategy.groups.node)
         if fault is not None:
             assert isinstance(worker, GradientWorker)
             worker.fault = message[0]
-        _, worker.requests = read_flags(message)
+        _, worker.requests, is_same_batch = read_flags(message)
+        if not is_same_batch:
+            raise_at_other_batches(worker, self.strategy.groups.node)
         if worker.peers.num_ranks == 1:
             worker.agree_on(worker.requests)
 
     def agree_in_world(self, worker: ReplicaWorker) -> None:
         """Exchange requests, and faults of the weights, between all ranks before an average.
 
-        Collective: all ranks, blocking; three numbers.
+        Collective: all ranks, blocking; five numbers.
 
         Raises:
             NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
         """
         parameters = [each for each in worker.parameters() if each.requires_grad]
         fault = weight_fault(worker, parameters)
-        message = flags(worker.requests, worker.device, fault)
+        message = flags(worker.requests, worker.device, fault, worker.batch)
         dist.all_reduce(message, op=dist.ReduceOp.MAX)
-        is_faulty, requests = read_flags(message)
+        is_faulty, requests, is_same_batch = read_flags(message)
+        if not is_same_batch:
+            raise_at_other_batches(worker, None)
         if is_faulty:
             number, rank = _first_in_world(fault, numbers_of(OF_WEIGHTS, len(parameters)))
             node = self.strategy.groups.topology.node_of(rank)
@@ -132,7 +137,7 @@ class ShardedRegime(Viewing):
     def check_late_faults(self) -> None:
         """Report the faults that the last step has found after its control message; see `engine.late_faults`.
 
-        Collective: all ranks, blocking; three numbers for each optimizer whose gradients are exchanged. `show` does it
+        Collective: all ranks, blocking; five numbers for each optimizer whose gradients are exchanged. `show` does it
         for the others.
 
         Raises:
@@ -212,7 +217,7 @@ def _check_late_faults(worker: Worker) -> None:
     fault = last_fault(worker)
     message = flags(0, worker.device, fault)
     dist.all_reduce(message, op=dist.ReduceOp.MAX)
-    is_faulty, _ = read_flags(message)
+    is_faulty, _, _ = read_flags(message)
     if is_faulty:
         parameters = worker.parameters()
         number, rank = _first_in_world(fault, numbers_of(OF_LAST, len(parameters)))

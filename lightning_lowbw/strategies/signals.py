@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_lowbw.engine.control import SAVE, STOP, flags, read_flags
+from lightning_lowbw.engine.same_training import raise_at_other_batches
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.side_queue import side_stream
 
@@ -43,7 +44,7 @@ class Signals:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._loop: Any = None  # Lightning's, in which a broadcast is replaced
-        self._asked: tuple[dist.Work, Tensor] | None = None  # a message that has been begun
+        self._asked: tuple[dist.Work, Tensor, Worker] | None = None  # a message that has been begun, and for which
         self._have_agreed = False  # to stop
         self.save_is_due = False
 
@@ -96,7 +97,7 @@ class Signals:
     def end_step(self, worker: Worker) -> None:
         """Read the requests of all ranks; send this rank's own if the coming step has no control message.
 
-        Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of three
+        Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of five
         numbers is begun if DDP reduces the coming gradients, and the one begun a step ago is waited for.
         """
         if self._strategy.world_size == 1:
@@ -107,10 +108,10 @@ class Signals:
         self.read_requests(worker)
         worker.agree_on(0)  # a step without a control message would repeat it
         if worker.reduces_in_backward and not agreed & STOP:
-            message = flags(worker.requests, worker.device)
+            message = flags(worker.requests, worker.device, batch=worker.batch)
             work = dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True)
             assert work is not None
-            self._asked = work, message
+            self._asked = work, message, worker
 
     def settle(self) -> int:
         """Wait for the message that has been begun, if any; return its requests.
@@ -119,14 +120,16 @@ class Signals:
         """
         if self._asked is None:
             return 0
-        work, message = self._asked
+        work, message, worker = self._asked
         self._asked = None
         # On its own stream; otherwise the host would wait for the whole step that has been launched meanwhile.
         is_cuda = message.device.type == "cuda"
         with torch.cuda.stream(side_stream(message.device, "signals")) if is_cuda else contextlib.nullcontext():
             work.wait()
-            _, requests = read_flags(message)
-            return requests
+            _, requests, is_same_batch = read_flags(message)
+        if not is_same_batch:
+            raise_at_other_batches(worker, None)
+        return requests
 
     def read_requests(self, worker: Worker) -> None:
         """Read the requests to stop or to save from the last control message."""

@@ -251,6 +251,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self.note_batch(batch_idx)
         self._checkpoints.begin_batch()
         self.regime.begin_batch(batch)
 
@@ -311,7 +312,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
         self._hook.forget(worker.parameters())
-        worker.list_gradients(reduced=reduced, num_backwards=self._backwards.marked(self.clipping.is_exchanging))
+        worker.list_gradients(reduced=reduced, by_clipping=self.clipping.is_exchanging)
         clips = self.clipping.comes_before_exchange(worker)
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.

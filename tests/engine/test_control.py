@@ -76,9 +76,11 @@ def test_requests_are_told_beside_the_largest_mark_at_no_cost(rank: int) -> None
 def test_requests_are_told_as_counts_and_as_flags(requests: int) -> None:
     assert requests_of(*(sum(each) for each in zip(counts_of(requests), counts_of(0), strict=True))) == requests
     rows = [flags(0, CPU), flags(requests, CPU, torch.tensor(5)), flags(0, CPU, torch.tensor(3.0))]
-    assert all(row.dtype == torch.float32 and row.shape == (3,) for row in rows)
-    assert read_flags(torch.stack(rows).amax(0)) == (5, requests)
-    assert read_flags(flags(requests, CPU)) == (0, requests)
+    assert all(row.dtype == torch.float32 and row.shape == (5,) for row in rows)
+    assert read_flags(torch.stack(rows).amax(0)) == (5, requests, True)
+    batches = [flags(requests, CPU, batch=batch) for batch in (MODULUS - 1, MODULUS - 1, MODULUS)]
+    assert read_flags(torch.stack(batches[:2]).amax(0)) == (0, requests, True)
+    assert read_flags(torch.stack(batches).amax(0)) == (0, requests, False)
 
 
 def test_marks_tell_counts_and_weights_apart() -> None:

@@ -170,7 +170,8 @@ def reach_the_exchange_out_of_step(topology: Any) -> str | None:
     where = Where(topology=topology, inter_dtype="float32" if topology == "flat" else "bfloat16")
     worker = Method(when=EveryStep(1), what=TopK(min_numel=1), where=where).attach(sgd, parameters.items())
     backward(parameters, 0)
-    worker.prepare(num_backwards=300 + (dist.get_rank() == 3))
+    worker.batch = 300 + (dist.get_rank() == 3)
+    worker.prepare()
     return message_of(worker.exchange, DisagreementError)
 
 
@@ -178,7 +179,8 @@ def test_ranks_out_of_step_are_found_out() -> None:
     """Half types between nodes round no number of the control message."""
     for messages in run_ranks(each, 4, reach_the_exchange_out_of_step, [(NODES["blocks"],), ("flat",)]):
         assert all(
-            "Step 0: the ranks have come here after different numbers" in (message or "") for message in messages
+            "batch: rank 0 has 300, rank 1 has 300, rank 2 has 300, rank 3 has 301" in (message or "")
+            for message in messages
         )
 
 

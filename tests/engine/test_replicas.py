@@ -371,4 +371,4 @@ def test_a_rank_that_diverges_or_is_at_another_step_is_named_on_all_ranks() -> N
         assert "rank 1" in message
         assert "'b'" in message
     for message in results["out of step"]:
-        assert "4 on rank 0, 5 on rank 1" in message
+        assert "optimizer steps: rank 0 has 4, rank 1 has 5" in message

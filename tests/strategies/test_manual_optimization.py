@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_lowbw import (
     DGCStrategy,
+    DisagreementError,
     HierarchicalStrategy,
     LocalSGD,
     LocalSGDStrategy,
@@ -26,6 +27,8 @@ from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 SPARSE: dict[str, Any] = {"sparsity": [0.9], "min_numel": MIN_NUMEL}
 STRATEGIES: dict[str, Any] = {
     "dgc, dense at first": lambda: DGCStrategy(rampup_begin_step=4, **SPARSE),
+    "dgc": lambda: DGCStrategy(**SPARSE),
+    "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
     "dgc on two levels": lambda: DGCStrategy(topology=2, **SPARSE),
     "hierarchical": lambda: HierarchicalStrategy(topology=2),
     "int8": lambda: Strategy(NarrowGradients("int8")),
@@ -72,7 +75,7 @@ def train(name: str) -> list[tuple[str, list[Tensor]]]:
     "plain `loss.backward()` in manual optimization",
     "the same means as after `manual_backward`: the weights stay equal",
 )
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ddp"])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("ddp", "dgc", "local_sgd")])
 def test_a_plain_backward_is_as_good_as_manual_backward(name: str) -> None:
     ranks = run_ranks(train, 4, name)
     for (first, expected), *others in zip(*ranks, strict=True):
@@ -85,3 +88,51 @@ def test_a_plain_backward_is_as_good_as_manual_backward(name: str) -> None:
 def test_stock_ddp_and_a_plain_backward(record_property: Any) -> None:
     first, second = (weights for (_, (weights, _), *_) in run_ranks(train, 2, "ddp"))
     record_property("ddp", "equal weights" if first == second else "the ranks end with different weights, and no error")
+
+
+class LeavesOut(Tiny):
+    """Rank 1 leaves out a step in one batch, with its backward pass or without."""
+
+    def __init__(self, does_backward: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.does_backward = does_backward
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        is_left_out = batch_idx == 3 and self.global_rank == 1
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        if not is_left_out or self.does_backward:
+            self.manual_backward(loss)
+        if not is_left_out:
+            optimizer.step()
+
+
+def leave_out_a_step(name: str, does_backward: bool) -> tuple[str, int]:
+    num_ranks = dist.get_world_size()
+    trainer = make_trainer(STRATEGIES[name](), num_ranks)
+    with pytest.raises(DisagreementError) as caught:
+        trainer.fit(LeavesOut(does_backward), make_data(num_ranks, 2 * STEPS))
+    return str(caught.value), trainer.strategy.workers[0].step  # type: ignore[attr-defined]
+
+
+ALSO_WITH_BACKWARD = ["dgc", "int8", "local_sgd"]  # in others DDP's all-reduce meets another message
+
+
+@pytest.mark.fault(
+    "a rank leaves out `optimizer.step()` in manual optimization", "an error on all ranks, with the batch of each"
+)
+@pytest.mark.parametrize(
+    ("name", "does_backward"),
+    [
+        (name, False) for name in STRATEGIES if name not in ("ddp", "sharded")
+    ],  # FSDP's own messages wait + [(name, True) for name in ALSO_WITH_BACKWARD],
+)
+def test_a_step_that_a_rank_leaves_out_is_found(name: str, does_backward: bool) -> None:
+    """In that step or, where DDP reduces it or steps are local, in the next one that communicates."""
+    num_ranks = 4 if "two levels" in name or name == "hierarchical" else 2
+    for message, step in run_ranks(leave_out_a_step, num_ranks, name, does_backward, fresh=True):
+        assert "batch: rank 0 has" in message
+        assert "A rank in a later one has left out optimizer.step()" in message
+        assert 3 <= step <= 8
