@@ -94,10 +94,13 @@ def agree_on_resume(trainer: pl.Trainer) -> None:
     agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": found})
 
 
-def agree_on_length(trainer: pl.Trainer) -> None:
+def agree_on_length(trainer: pl.Trainer) -> bool:
     """Refuse known numbers of batches that differ; with `max_steps` warn, because the training may end before.
 
     Collective: all ranks, blocking.
+
+    Returns:
+        Whether it is known that all ranks end an epoch at the same batch.
 
     Raises:
         DisagreementError: on all ranks.
@@ -105,7 +108,7 @@ def agree_on_length(trainer: pl.Trainer) -> None:
     lengths = gather(float(trainer.num_training_batches), "number of batches")  # infinity where it is not known
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest or longest == math.inf:
-        return
+        return longest < math.inf
     counts = ", ".join(f"rank {rank} has {length:.0f}" for rank, length in enumerate(lengths))
     message = (
         f"The ranks have different numbers of batches per epoch: {counts}. They communicate in every step, so those "
@@ -116,6 +119,7 @@ def agree_on_length(trainer: pl.Trainer) -> None:
     if trainer.max_steps < 0:
         raise DisagreementError(message)
     rank_zero_warn(message)
+    return False
 
 
 def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:

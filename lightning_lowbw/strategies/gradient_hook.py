@@ -33,7 +33,7 @@ class GradientHook:
         self._strategy = strategy
         self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
         self._handles: list[RemovableHandle] = []
-        self._means: set[Tensor] = set()  # those whose gradients have been reduced since, in manual optimization
+        self._means: set[Tensor] = set()  # those whose gradients have been reduced, for the next step
 
     def register(self, model: DistributedDataParallel, *, is_manual: bool) -> None:
         """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently.
@@ -53,9 +53,9 @@ class GradientHook:
         while self._handles:
             self._handles.pop().remove()
 
-    def has_reduced(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether DDP has reduced these gradients since they were last accumulated, and since `forget`."""
-        return self._means.issuperset(parameters)
+    def reduced_of(self, parameters: Iterable[Parameter]) -> set[Tensor]:
+        """Return those whose gradients DDP has reduced since `forget`, and since they were last accumulated."""
+        return self._means.intersection(parameters)
 
     def forget(self, parameters: Iterable[Parameter]) -> None:
         """Note that an optimizer has stepped with the gradients."""

@@ -29,6 +29,7 @@ IS_LOST = re.compile(rf"{OF_BACKEND.pattern}|Connection (closed|reset|refused)|B
 IS_OTHER = re.compile("DataLoader|CUDA error")
 FROM_TORCH = ("torch.", "lightning_lowbw.")  # modules
 LOST = "a peer was lost"
+NO_GRAPH = "returned a loss that depends on no parameter, which a dense step needs of all ranks"
 OTHER_SIZE = "Received data size doesn't match"  # gloo's last words before it ends the process
 FIT = "_call_and_handle_interrupt"  # of Lightning, the outermost
 # By the name of a function on the stack, the innermost first.
@@ -139,7 +140,7 @@ class LostPeers:
                 told += (
                     f' If it ends in "{OTHER_SIZE}", the ranks were at different places: they have different numbers '
                     "of batches (Trainer(limit_train_batches=...) makes them equal), or one alone has saved a "
-                    "checkpoint or stopped."
+                    f"checkpoint, stopped, left out a step, or {NO_GRAPH}."
                 )
             return told
         there = [
@@ -155,8 +156,8 @@ class LostPeers:
             )
         return (
             f"all other ranks answer ({'; '.join(there)}), so the network failed, or they did not come within the "
-            "timeout. Ranks in other places than this one have taken another branch, or are slow: give a longer "
-            "timeout=... (seconds) to the strategy."
+            f"timeout. Ranks in other places than this one have taken another branch, have {NO_GRAPH}, or are slow: "
+            "give a longer timeout=... (seconds) to the strategy."
         )
 
     def _without_store(self) -> str:

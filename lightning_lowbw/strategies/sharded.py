@@ -189,6 +189,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.lost_peers.begin_fit()
+            agree("strategy", {"class": type(self).__name__})
         settings = facts.settings_of(self.trainer) if fitting else {}
         with failing_together():
             if fitting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -195,8 +196,10 @@ class ShardedRegime(Viewing):
 
     @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
-        super().end_epoch(trainer)
-        if not self.strategy.replicas:
+        if self.strategy.replicas:
+            super().end_epoch(trainer)
+        elif math.isfinite(trainer.num_training_batches):  # else the others may be in a step
+            super().end_epoch(trainer)
             share_(trainer.lightning_module, self.strategy.ledger, self.strategy.root_device)
 
     @override

@@ -29,6 +29,7 @@ from typing_extensions import Unpack, override
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.same_training import plain_values
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
@@ -52,7 +53,7 @@ from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.velocities import with_whole_velocities
 from lightning_lowbw.strategies.words import in_words, where_in_words
-from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
@@ -145,6 +146,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         super().setup_environment()
         if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
             self.lost_peers.begin_fit()
+            agree("strategy", {"class": type(self).__name__})  # others do other things from here on
             settings = facts.settings_of(self.trainer, takes_uneven=self.method.averages_weights)
             others = {**plain_values(self._ddp_kwargs), **settings}
             facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
@@ -303,10 +305,23 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
     def _has_reduced(self, worker: Worker) -> bool:
-        """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`."""
-        if not self.regime.ddp_reduces(worker) or self.trainer.lightning_module.automatic_optimization:
-            return self.regime.ddp_reduces(worker)
-        return self._hook.has_reduced(self._reduced_by_ddp.intersection(worker.parameters()))
+        """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`.
+
+        Raises:
+            ConfigurationError: on this rank, which the others then name; it has not taken part in DDP's reduction.
+        """
+        if not self.regime.ddp_reduces(worker):
+            return False
+        is_automatic = self.trainer.lightning_module.automatic_optimization
+        parameters = self._reduced_by_ddp.intersection(worker.parameters())
+        reduced = self._hook.reduced_of(parameters)
+        if is_automatic and worker.reduces_in_backward and parameters and not reduced:
+            raise ConfigurationError(
+                f"Step {worker.step}: the loss that training_step returned on this rank depends on no parameter that "
+                "is trained, and in a dense step the others wait for its gradients, as under DDP. Return a loss that "
+                "depends on them: where there is nothing to learn, the output of the model times 0."
+            )
+        return is_automatic or reduced == parameters
 
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""

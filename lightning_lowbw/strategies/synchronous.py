@@ -36,6 +36,7 @@ class Synchronous(Regime):
         self._asked_of_buffers = asked_of_buffers(strategy._ddp_kwargs)
         self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
         self._compares_buffers = False  # before the next batch
+        self._meets_at_epoch_end = False  # else the others may be in a step
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
         self._check_overlap(None)
 
@@ -58,7 +59,7 @@ class Synchronous(Regime):
     @override
     def begin_training(self, trainer: pl.Trainer) -> None:
         super().begin_training(trainer)
-        agree_on_length(trainer)
+        self._meets_at_epoch_end = agree_on_length(trainer)
         method = self.strategy.method
         if not isinstance(method.when, EveryStep) or not method.compresses_gradients or self.strategy.world_size == 1:
             return
@@ -185,8 +186,9 @@ class Synchronous(Regime):
 
     @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
-        super().end_epoch(trainer)
-        self._share_buffers()
+        if self._meets_at_epoch_end:
+            super().end_epoch(trainer)
+            self._share_buffers()
 
     @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -25,9 +25,11 @@ from lightning_lowbw import (
     DGC,
     AveragingSchedule,
     ConfigurationError,
+    DGCStrategy,
     DisagreementError,
     LocalSGD,
     LocalSGDStrategy,
+    ShardedStrategy,
     SparsityWarmup,
     Strategy,
 )
@@ -399,3 +401,16 @@ def test_two_optimizers_of_one_parameter_are_refused() -> None:
     for message, step in run_ranks(meet_an_error, 2, Shares, 2):
         assert "parameter in common" in message
         assert step == 0
+
+
+def begin_with_other_strategies() -> str:
+    rank = dist.get_rank()
+    strategy = ShardedStrategy(DGC(), topology=1) if rank else DGCStrategy()
+    with pytest.raises(DisagreementError) as caught:
+        make_trainer(strategy, dist.get_world_size()).fit(Tiny(), make_data(2, 2))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_strategies_of_other_classes_are_named() -> None:
+    for message in run_ranks(begin_with_other_strategies, 2):
+        assert "class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'" in message

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,7 +22,7 @@ from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
 from lightning_lowbw.where.roll_call import Answers
 from tests.programs import free_port
 from tests.ranks import run_ranks
-from tests.reliability import without_places
+from tests.reliability import outcome_of, without_places
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 
 STOPPED_S = 12.0  # longer than a timeout and the answers take, on a busy machine, too
@@ -30,6 +31,7 @@ STRATEGIES: dict[str, Any] = {
     "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2, timeout=1),
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=2),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=2, timeout=2),
+    "dense": lambda: DGCStrategy(sparsity=[0.9], rampup_begin_step=100, timeout=20),
     "ddp": lambda: DDPStrategy(timeout=timedelta(seconds=2)),
 }
 
@@ -59,6 +61,14 @@ class Trouble(pl.Callback):
             dist.barrier()
 
 
+class NoGraph(Tiny):
+    """A loss that depends on no parameter, for the fourth step of one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return torch.zeros((), requires_grad=True) if batch_idx == 3 and self.global_rank == 1 else loss
+
+
 def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, float]:
     num_ranks, own = dist.get_world_size(), dist.get_rank()
     data = make_data(num_ranks, 8)
@@ -68,7 +78,7 @@ def lose_a_rank(port: int, name: str, rank: int, what: str) -> tuple[str, str, f
     trainer = make_trainer(STRATEGIES[name](), num_ranks, callbacks=[Trouble(rank, what)])
     begin = time.monotonic()
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        trainer.fit(Tiny(), data)
+        trainer.fit(NoGraph() if what == "no graph" else Tiny(), data)
     seconds = time.monotonic() - begin
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -106,6 +116,19 @@ def test_a_rank_that_fails_is_named_with_its_reason(name: str, record_property: 
     assert "gloo" in cause
     assert seconds < 30.0
     record_property("seconds", seconds)
+
+
+@pytest.mark.fault("a loss without a graph on one rank, in a dense step", "the others name it, with its error, and end")
+def test_a_loss_without_a_graph_is_named(record_property: Any) -> None:
+    (message, _, seconds), (own, _, _) = run_ranks(lose_a_rank, 2, free_port(), "dense", 1, "no graph", timeout_s=60.0)
+    assert "the loss that training_step returned on this rank depends on no parameter" in own
+    assert f"has failed: ConfigurationError in the optimizer's step after step 3: {own}" in message
+    record_property("seconds", seconds)
+
+
+@pytest.mark.stock("a loss without a graph on one rank, in a dense step")
+def test_stock_ddp_and_a_loss_without_a_graph(record_property: Any) -> None:
+    record_property("ddp", outcome_of(lose_a_rank, free_port(), "ddp", 1, "no graph"))
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
