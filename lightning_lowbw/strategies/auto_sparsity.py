@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_lowbw.engine.auto import Measured, Run, in_time, plan, plan_anew, why_dense
+from lightning_lowbw.engine.auto import ASSUMED_STEPS, Measured, Run, in_time, plan, plan_anew, why_dense
 from lightning_lowbw.engine.auto_method import code_of_ddp, pick
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.link_watch import WATCHED_STEPS, LinkWatch
@@ -53,6 +53,7 @@ class AutoSparsity:
         self._given: Method | None = None  # with "auto" in it
         self._chosen: dict[str, Any] | None = None  # what replaces it; see `described`
         self._adopted: Method | None = None  # that, as a method
+        self._timed: Measured | None = None  # the first steps, until there is a choice
         self._link_watch: LinkWatch | None = None
         self._epoch_of_watch = -1  # in which it has found a change last
         self._is_pretrained = self._is_resumed = False
@@ -67,7 +68,7 @@ class AutoSparsity:
         self._given = strategy.method if isinstance(when, EveryStep) and when.is_auto else None
         self._chosen, self._adopted = None, None
         self.times.is_timing = self._is_pretrained = self._is_resumed = False
-        self._link_watch, self._epoch_of_watch = None, -1
+        self._timed, self._link_watch, self._epoch_of_watch = None, None, -1
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what has been chosen, for the checkpoint; None where nothing has been."""
@@ -161,14 +162,18 @@ class AutoSparsity:
         if self._link_watch is not None:
             self._watch(worker, trainer)
         if self.times.end_step():
-            self._decide(worker, trainer)
+            self._timed = Measured(*self.times.medians(), sparse_s={}, link=Link(0.0, math.inf))
+        if self._timed is not None and not may_learn_length(trainer):
+            timed, self._timed = self._timed, None
+            self._decide(timed, worker, trainer)
 
-    def _decide(self, worker: Worker, trainer: pl.Trainer) -> None:
+    def _decide(self, timed: Measured, worker: Worker, trainer: pl.Trainer) -> None:
         strategy = self._strategy
-        timed = Measured(*self.times.medians(), sparse_s={}, link=Link(0.0, math.inf))
         measured, run = agreed(timed, self._run(trainer), worker.peers, strategy.root_device)
         chosen: Method | EveryStep | None = None
         reason = why_dense(measured.step_s, measured.dense_s, run, self._schedule.budget, or_else=self._picks)
+        if any(gather(strategy._guard.has_allowed, "steps past Lightning")):
+            reason = "whole gradients are sent, because the training calls step() past Lightning's optimizers"
         if reason is not None and self._picks:
             reason += f". To write it down: {code_of_ddp(strategy.method.where.topology)}"
         if reason is None:
@@ -308,6 +313,18 @@ class AutoSparsity:
         else:
             adopt(strategy, method)
         self._adopted = method
+
+
+def may_learn_length(trainer: pl.Trainer) -> bool:
+    """Return whether the end of the first epoch will tell how long the run is, and it may be shorter than is assumed.
+
+    The same on all ranks, whose epochs are equally long.
+    """
+    max_epochs = trainer.max_epochs or 0
+    if math.isfinite(trainer.num_training_batches) or trainer.current_epoch or max_epochs < 2:
+        return False
+    is_long = (trainer.global_step + 1) * max_epochs >= ASSUMED_STEPS
+    return math.isnan(num_steps_of(trainer)) and not is_long
 
 
 def described(when: EveryStep | None, measured: Measured) -> dict[str, Any]:

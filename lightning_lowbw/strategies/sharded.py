@@ -157,7 +157,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self.clipping = Clipping(self, self._exchange_unscaled, has_means=lambda _: False)  # type: ignore[arg-type]
         self.auto = NothingChosen()
         self._default = DefaultSharding(self._options["blocks"])
-        self._guard = BypassGuard()
+        self._guard = BypassGuard(lambda _: None)
         self._backwards = Backwards()
         self.lost_peers = LostPeers(self)  # type: ignore[arg-type]
         self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]

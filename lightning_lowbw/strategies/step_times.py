@@ -85,14 +85,18 @@ class StepTimes:
         """Return what is known of the run, after a step of the optimizer that is timed; on this rank."""
         worker = self._worker
         assert worker is not None
-        total = self._num_steps_of(trainer)
+        total, steps_per_epoch = self._num_steps_of(trainer), steps_per_epoch_of(trainer)
+        max_epochs = trainer.max_epochs or 0
+        if math.isnan(total) and math.isinf(trainer.num_training_batches) and trainer.current_epoch and max_epochs > 0:
+            steps_per_epoch = max(1, trainer.global_step // trainer.current_epoch)  # learnt from those that have ended
+            total = steps_per_epoch * max_epochs
         num_done = trainer.global_step + 1  # it does not count this one yet
         share = self._num_steps / max(1, num_done - self._first_step)  # of the Trainer's steps, that of this optimizer
         left = (total - num_done) * min(1.0, share)
         return Run(
             num_done=worker.step,
             num_steps=worker.step + max(0, int(left)) if math.isfinite(left) else None,
-            steps_per_epoch=steps_per_epoch_of(trainer),
+            steps_per_epoch=steps_per_epoch,
             is_pretrained=is_pretrained,
             is_adam=isinstance(worker.optimizer, (Adam, AdamW)),
         )

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -118,7 +119,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         self.auto = AutoSparsity(self)
         self.signals = Signals(self)
         self._hook = GradientHook(self)
-        self._guard = BypassGuard()
+        self._guard = BypassGuard(self._stepping_past_lightning)
         self._backwards = Backwards()
         self.lost_peers = LostPeers(self)
         self._checkpoints = Checkpoints(self, self._options["resume"])
@@ -283,6 +284,19 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
         self.regime.end_step(worker)
         return result
+
+    def _stepping_past_lightning(self, optimizer: Optimizer) -> AbstractContextManager[None] | None:
+        """Return what encloses a dense step that the user's code takes by itself; in no other can it be taken so."""
+        worker = self.worker_of(optimizer)
+        return self._dense_step(worker) if worker.reduces_in_backward else None
+
+    @contextmanager
+    def _dense_step(self, worker: Worker) -> Iterator[None]:
+        with worker.stepping():
+            with torch.no_grad():
+                self._exchange(worker)
+            yield
+        self.regime.end_step(worker)
 
     @torch.no_grad()
     def _end_closure(self, worker: Worker) -> None:

@@ -400,3 +400,35 @@ def test_the_choice_is_a_schedule_in_plain_values(trained: Any) -> None:
     """It goes into the checkpoint, which loads without this package."""
     result = trained("slow")[1][0]
     assert all(isinstance(value, (int, float, bool, tuple)) for value in dataclasses.asdict(result["when"]).values())
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Batches whose number is not known."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def lengths_of_streams(max_epochs: int, assumed: int) -> list[tuple[int, int | None]]:
+    """Return after how many steps a run of epochs of 12 batches is planned, and how long it is thought to be."""
+    num_ranks, runs = dist.get_world_size(), list[Run]()
+    data = torch.utils.data.DataLoader(Stream(make_data(num_ranks, 12)), batch_size=None)
+    trainer = make_trainer(DGCStrategy(min_numel=MIN_NUMEL), num_ranks, max_epochs=max_epochs)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        give_measured(monkeypatch, SLOW)
+        monkeypatch.setattr(auto_sparsity, "ASSUMED_STEPS", assumed)
+        monkeypatch.setattr(auto_sparsity, "why_dense", lambda step_s, dense_s, run, *_, **__: runs.append(run))
+        trainer.fit(Tiny(), data)
+    return [(run.num_done, run.num_steps) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "assumed", "known"),
+    [(3, 10_000, [(13, 36)]), (10, 100, [(10, None)]), (1, 10_000, [(7, None)])],
+    ids=["learnt from the first epoch", "the first epoch is long", "there is one epoch"],
+)
+def test_the_length_of_a_stream_is_learnt(max_epochs: int, assumed: int, known: list[Any]) -> None:
+    assert run_ranks(lengths_of_streams, 2, max_epochs, assumed) == [known] * 2
