@@ -19,7 +19,7 @@ def is_gradient_seen(trainer: pl.Trainer, optimizer: Optimizer, guard: BypassGua
     In manual optimization the user's own code follows the step, and may read them as well.
     """
     module = trainer.lightning_module
-    if not module.automatic_optimization or has_step_hooks(optimizer, but=[guard.check]):
+    if not module.automatic_optimization or has_step_hooks(optimizer, but=[guard.check, guard.end]):
         return True
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return any(

@@ -77,14 +77,13 @@ def test_the_scaler_unscales_after_the_closure() -> None:
     assert source.index("closure()") < source.index("unscale_(") < source.index("_after_closure(")
 
 
-def test_ddp_asks_one_method_whether_to_broadcast_buffers() -> None:
-    assert "will_sync_module_buffers" in inspect.getsource(DistributedDataParallel._check_sync_bufs_pre_fwd)
-
-
-def test_ddp_broadcasts_the_buffers_of_one_list() -> None:
-    assert "self.modules_buffers" in inspect.getsource(DistributedDataParallel._default_broadcast_coalesced)
-    assert "self.modules_buffers" in inspect.getsource(DistributedDataParallel._assign_modules_buffers)
+def test_ddp_broadcasts_buffers_by_one_method() -> None:
+    assert "self._sync_buffers()" in inspect.getsource(DistributedDataParallel._pre_forward)
     assert "self._assign_modules_buffers()" in inspect.getsource(DistributedDataParallel._sync_buffers)
+    assert "self.named_module_buffers" in inspect.getsource(DistributedDataParallel._assign_modules_buffers)
+    source = inspect.getsource(DistributedDataParallel._default_broadcast_coalesced)
+    assert "bufs = self.modules_buffers" in source
+    assert "self._distributed_broadcast_coalesced(bufs, bucket_size, authoritative_rank)" in source
 
 
 def test_sgd_runs_the_closure_before_it_reads_its_groups() -> None:
