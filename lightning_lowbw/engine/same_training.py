@@ -163,7 +163,7 @@ def raise_at_other_batches(
         DisagreementError: on all ranks.
     """
     topic = (
-        "batch (of the epoch) of an optimizer step. A rank in a later one has left out optimizer.step(), and all must "
+        "batch (of the run) of an optimizer step. A rank in a later one has left out optimizer.step(), and all must "
         "take the same steps. Before the exchange .grad is a rank's own: never branch on it, to skip a step or to clip"
     )
     agree(topic, {"batch": worker.batch, "optimizer steps": worker.step, **facts}, group)

@@ -45,7 +45,7 @@ class Worker:
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         whole_numels: elements of the parameters of which this rank has shards.
         torn: what an exception has interrupted, in words; empty when the next step is complete.
-        batch: the number of the batch in its epoch, counted by the caller; 0 in a plain loop. Ranks that exchange in
+        batch: the number of the batch in the run, counted by the caller; 0 in a plain loop. Ranks that exchange in
             different batches, because one has left out a step that the others take, raise an error.
         stop_requested: set it on any rank to stop all ranks.
         stop_agreed: whether the last control message contains a request to stop; equal on all ranks.

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
 from lightning_lowbw.engine.worker import Worker
 
 
@@ -30,3 +35,21 @@ class Backwards:
         last = self._num_exchanged.get(id(worker.optimizer), 0)
         self._num_exchanged[id(worker.optimizer)] = self.num
         return last != self.num
+
+
+def reaches(graph: Any, parameters: Collection[Tensor]) -> bool:
+    """Return whether a loss depends on some of the parameters; also after its backward pass.
+
+    Args:
+        graph: the loss's `grad_fn`.
+    """
+    waiting, seen = [graph], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) in parameters:
+            return True
+        waiting += [each for each, _ in node.next_functions]
+    return False

@@ -30,7 +30,7 @@ class BypassGuard:
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Check each step of some optimizers, until `release`."""
-        self.has_allowed = False
+        self.has_allowed, self._past = False, None
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self.check))
             self._handles.append(optimizer.register_step_post_hook(self.end))

@@ -55,9 +55,9 @@ class DGCStrategy(Strategy):
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
-            Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase each rank keeps its own running
-            statistics of batch norm, and validation and the end of the fit use those of rank 0. True: all buffers are
-            broadcast in every forward pass. False: never.
+            Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase only buffers are broadcast which
+            the ranks change differently, and no running statistics of batch norm; validation, ends of epochs and the
+            end of the fit have those of rank 0. True: all are broadcast in every forward pass. False: never.
 
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.

@@ -81,7 +81,10 @@ class Launcher(_MultiProcessingLauncher):
             if self._received is None:
                 self._received = signum
                 name = signal.Signals(signum).name
-                rank_zero_info(f"{name}: all ranks save and end, as after a SIGTERM. Another Ctrl-C kills them.")
+                rank_zero_info(
+                    f"{name}: all ranks end after one step, with the checkpoints that callbacks save on exceptions. "
+                    f"{'Another' if signum == signal.SIGINT else 'A'} Ctrl-C kills them at once."
+                )
                 self.kill(signal.SIGTERM)
             elif signum == signal.SIGINT:
                 self.kill(signal.SIGKILL)

@@ -68,10 +68,10 @@ class OptimizerWorkers(ParallelStrategy):
             )
         return self._workers[id(optimizer)]
 
-    def note_batch(self, batch_idx: int) -> None:
+    def note_batch(self) -> None:
         """Number the batch, by which ranks are found that have left out a step."""
         for worker in self.workers:
-            worker.batch = batch_idx + 1
+            worker.batch = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def reconfigure(self, method: Method) -> None:
         """Replace the method's configuration, for the next steps.

@@ -154,10 +154,10 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.regime: ShardedRegime = ShardedRegime(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
-        self.clipping = Clipping(self, self._exchange_unscaled, has_means=lambda _: False)  # type: ignore[arg-type]
+        self.clipping = Clipping(self, self._exchange_unscaled, _has_no_means)  # type: ignore[arg-type]
         self.auto = NothingChosen()
         self._default = DefaultSharding(self._options["blocks"])
-        self._guard = BypassGuard(lambda _: None)
+        self._guard = BypassGuard(_refuse_bypass)
         self._backwards = Backwards()
         self.lost_peers = LostPeers(self)  # type: ignore[arg-type]
         self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.note_batch(batch_idx)
+        self.note_batch()
         self._checkpoints.begin_batch()
         self.regime.view.hide()  # the last consensus view may not have ended
 
@@ -393,3 +393,12 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             with torch.no_grad():
                 self._checkpoints.load_shards(checkpoint, checkpoint_path)
         return checkpoint
+
+
+# Not lambdas: a strategy is pickled.
+def _has_no_means(worker: Worker) -> bool:
+    return False
+
+
+def _refuse_bypass(optimizer: Optimizer) -> None:
+    return None

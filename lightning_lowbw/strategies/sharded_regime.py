@@ -32,7 +32,7 @@ from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.facts import agree_on_hyperparameters
 from lightning_lowbw.strategies.sharding import reshard_
-from lightning_lowbw.strategies.shared_buffers import share_
+from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
 from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.where.agreement import gather
 from lightning_lowbw.where.collectives import broadcast_flat_
@@ -60,7 +60,16 @@ class ShardedView(ConsensusView):
                 self._take_those_of_first_rank(worker)
             self._remember_shown(module)
         elif not is_interrupted:
-            share_(module, self._strategy.ledger, self._strategy.root_device)
+            self.share_statistics(module)
+
+    def share_statistics(self, module: pl.LightningModule) -> None:
+        """Take over the running statistics of rank 0; FSDP leaves each rank its own buffers.
+
+        Collective: all ranks.
+        """
+        names = statistics_of(module)
+        statistics = {name: buffer for name, buffer in module.named_buffers() if name in names}
+        share_(statistics, self._strategy.ledger, self._strategy.root_device)
 
     def _take_those_of_first_rank(self, worker: ReplicaWorker) -> None:
         node, buffers = self._strategy.groups.node, worker.averaging.buffers
@@ -87,7 +96,7 @@ class ShardedRegime(Viewing):
 
     def __init__(self, strategy: ShardedStrategy) -> None:
         super().__init__(strategy)  # type: ignore[arg-type]  # of which it asks what both have
-        self.view = ShardedView(strategy)
+        self.view: ShardedView = ShardedView(strategy)
 
     @override
     def set_up(self, trainer: pl.Trainer) -> None:
@@ -200,7 +209,7 @@ class ShardedRegime(Viewing):
             super().end_epoch(trainer)
         elif math.isfinite(trainer.num_training_batches):  # else the others may be in a step
             super().end_epoch(trainer)
-            share_(trainer.lightning_module, self.strategy.ledger, self.strategy.root_device)
+            self.view.share_statistics(trainer.lightning_module)
 
     @override
     def end_training(self) -> None:
@@ -210,6 +219,8 @@ class ShardedRegime(Viewing):
         """
         self.strategy.lost_peers.come_to_end()
         self.check_late_faults()
+        if not self.strategy.replicas:
+            agree_on_hyperparameters(self.strategy.trainer)
         for worker in self.strategy.replicas:
             shards = [each.detach() for each in worker.parameters() if each.numel()]
             agree_on_weights_(shards, worker.peers, worker.device)

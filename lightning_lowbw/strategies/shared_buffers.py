@@ -1,7 +1,9 @@
 """Buffers where gradients are exchanged: those of rank 0, as under DDP, at the lowest price.
 
 Whoever looks at them (in validation, at the end of an epoch or of the fit, in a checkpoint) finds those of rank 0 on
-all ranks, and the training goes on with them. In a dense step DDP broadcasts all of them before the forward pass. In a
+all ranks, and the training goes on with them, as it does before each forward pass of DDP. Where a forward pass
+broadcasts none, in manual optimization and with FSDP, that holds for running statistics alone: a training step does not
+read them, so that a validation changes nothing. In a dense step DDP broadcasts all before the forward pass. In a
 compressed one they may be more than the gradients (4 MB of a moving average; 213 KB of statistics in ResNet-50): then
 those are broadcast which the ranks have been found to change differently, without the running statistics of batch norm,
 which no training step reads.
@@ -22,6 +24,13 @@ from lightning_lowbw.where.collectives import broadcast_flat_
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 
 CHECK_EVERY_STEPS = 100
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that DDP would broadcast, by name."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    strided = {name: buffer for name, buffer in module.named_buffers() if buffer.layout == torch.strided}
+    return {name: buffer for name, buffer in strided.items() if name not in ignored}
 
 
 def statistics_of(module: nn.Module) -> frozenset[str]:
@@ -49,12 +58,11 @@ def unequal(buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
 
 
 @torch.no_grad()
-def share_(module: nn.Module, ledger: TrafficLedger, device: torch.device) -> None:
+def share_(buffers: Mapping[str, Tensor], ledger: TrafficLedger, device: torch.device) -> None:
     """Take over the buffers of rank 0 that differ.
 
     Collective: all ranks, blocking; as `unequal`, and a broadcast for each dtype of those that differ.
     """
-    buffers = dict(module.named_buffers())
 
     def broadcast_(flat: Tensor) -> None:
         dist.broadcast(flat, src=0)
@@ -80,12 +88,12 @@ def choose_buffers(
     broadcast = model._distributed_broadcast_coalesced
 
     def broadcast_chosen(buffers: Sequence[Tensor], *args: int) -> None:
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        ledger.dense_bytes += nbytes
-        ledger.dense_inter_bytes += nbytes if level == "inter" else 0
         chosen = choose(model.named_module_buffers)
         if chosen:
             broadcast(chosen, *args)
             ledger.record(sum(buffer.nbytes for buffer in chosen), level)
+            nbytes = sum(buffer.nbytes for buffer in buffers)
+            ledger.dense_bytes += nbytes
+            ledger.dense_inter_bytes += nbytes if level == "inter" else 0
 
     model._distributed_broadcast_coalesced = broadcast_chosen  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
-from lightning_lowbw.strategies.backwards import Backwards
+from lightning_lowbw.strategies.backwards import Backwards, reaches
 from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
@@ -108,6 +108,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         self.ledger = TrafficLedger()
         self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
         self._workers = {}
+        self._graph: Any = None  # of the last loss, until the gradients are exchanged
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
         self._make_parts()
 
@@ -204,7 +205,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         level: Level | None = None if self.groups.topology is None else "inter"
-        choose_buffers(self.model, lambda buffers: self.regime.buffers_to_broadcast(buffers), self.ledger, level)
+        if self.world_size > 1:
+            choose_buffers(self.model, lambda buffers: self.regime.buffers_to_broadcast(buffers), self.ledger, level)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -254,7 +256,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.note_batch(batch_idx)
+        self.note_batch()
         self._checkpoints.begin_batch()
         self.regime.begin_batch(batch)
 
@@ -263,6 +265,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         super().pre_backward(closure_loss)
         self._backwards.num += 1
         self.clipping.begin_backward()
+        self._graph = closure_loss.grad_fn
         self.regime.begin_backward(closure_loss)
 
     @override
@@ -328,8 +331,9 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             return False
         is_automatic = self.trainer.lightning_module.automatic_optimization
         parameters = self._reduced_by_ddp.intersection(worker.parameters())
-        reduced = self._hook.reduced_of(parameters)
-        if is_automatic and worker.reduces_in_backward and parameters and not reduced:
+        trained, reduced = {p for p in parameters if p.requires_grad}, self._hook.reduced_of(parameters)
+        graph, self._graph = self._graph, None
+        if is_automatic and worker.reduces_in_backward and trained and not reduced and not reaches(graph, trained):
             raise ConfigurationError(
                 f"Step {worker.step}: the loss that training_step returned on this rank depends on no parameter that "
                 "is trained, and in a dense step the others wait for its gradients, as under DDP. Return a loss that "

@@ -20,7 +20,7 @@ from lightning_lowbw.strategies.facts import agree_on_hyperparameters, agree_on_
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.regime import Regime
 from lightning_lowbw.strategies.scaling import scaler_of
-from lightning_lowbw.strategies.shared_buffers import is_check_due, share_, statistics_of, unequal
+from lightning_lowbw.strategies.shared_buffers import buffers_of, is_check_due, share_, statistics_of, unequal
 from lightning_lowbw.strategies.velocities import leave_whole_velocities_
 from lightning_lowbw.when.every_step import EveryStep
 
@@ -124,7 +124,7 @@ class Synchronous(Regime):
         Collective: all ranks, after the same steps.
         """
         self._compares_buffers, known = False, self.unequal_buffers or []
-        buffers = dict(self.strategy.trainer.lightning_module.named_buffers())
+        buffers = buffers_of(self.strategy.trainer.lightning_module)
         unknown = {name: b for name, b in buffers.items() if name not in self._statistics and name not in known}
         new = unequal(unknown, self.strategy.root_device)
         self.unequal_buffers = [*known, *new]
@@ -168,8 +168,15 @@ class Synchronous(Regime):
 
         Collective: all ranks.
         """
-        if self._asked_of_buffers is not False and self.strategy.workers and not self.is_fit_over:
-            share_(self.strategy.trainer.lightning_module, self.strategy.ledger, self.strategy.root_device)
+        if self._asked_of_buffers is False or not self.strategy.workers or self.is_fit_over:
+            return
+        if self._compares_buffers:  # before they are made equal
+            self._compare_buffers()
+        module = self.strategy.trainer.lightning_module
+        buffers = buffers_of(module)
+        if not module.automatic_optimization:
+            buffers = {name: buffer for name, buffer in buffers.items() if name in self._statistics}
+        share_(buffers, self.strategy.ledger, self.strategy.root_device)
 
     @override
     def show(self) -> None:
@@ -183,6 +190,11 @@ class Synchronous(Regime):
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
         super().agree_on_metrics(trainer)
         agree_on_hyperparameters(trainer)
+
+    @override
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        if self._meets_at_epoch_end:  # before a step: schedulers may have followed what an epoch's end has logged
+            agree_on_hyperparameters(trainer)
 
     @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
@@ -205,6 +217,7 @@ class Synchronous(Regime):
         self.strategy.signals.settle()
         self.strategy.lost_peers.come_to_end()
         self._check_late_faults()
+        agree_on_hyperparameters(self.strategy.trainer)
         for worker in self.strategy.workers:
             leave_whole_velocities_(worker)
         self._share_buffers()

@@ -27,7 +27,7 @@ class TrafficLedger:
         received_bytes: bytes received; the same in the ring algorithms used here.
         intra_bytes: of the bytes sent, those inside a node, with a topology.
         inter_bytes: of the bytes sent, those between nodes, with a topology.
-        dense_bytes: bytes plain DDP would have sent for the gradients of the same steps, and for buffers before them.
+        dense_bytes: bytes plain DDP would have sent for the gradients of the same steps, and for buffers.
         dense_inter_bytes: bytes that "hierarchical" would have sent between nodes for them, with a topology.
         exposed_s: seconds in which the training waited for an exchange. On CUDA measured with events, a few steps
             late and without the dense phase, whose communication runs beside the backward pass.

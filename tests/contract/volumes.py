@@ -96,7 +96,7 @@ class Volumes:
             turns: after which step, from 1, which fragment's average is begun, and after which it is applied.
         """
         assert isinstance(when.begin_step, int)
-        synchronous = self.whole(NUMEL + len(NUMELS) + 4)
+        synchronous = self.whole(NUMEL + len(NUMELS) + 4 + self.row.num_ranks)
         by_step = [synchronous if step < when.begin_step else 0 for step in range(num_steps)]
         by_step[max(0, when.begin_step - 1)] += FLOAT_BYTES * BUFFERS  # where changes of them are measured from
         for begun, fragment, applied in turns:

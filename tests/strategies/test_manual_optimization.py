@@ -125,9 +125,9 @@ ALSO_WITH_BACKWARD = ["dgc", "int8", "local_sgd"]  # in others DDP's all-reduce 
 )
 @pytest.mark.parametrize(
     ("name", "does_backward"),
-    [
-        (name, False) for name in STRATEGIES if name not in ("ddp", "sharded")
-    ],  # FSDP's own messages wait + [(name, True) for name in ALSO_WITH_BACKWARD],
+    # Inside a node FSDP's own messages wait.
+    [(name, False) for name in STRATEGIES if name not in ("ddp", "sharded")]
+    + [(name, True) for name in ALSO_WITH_BACKWARD],
 )
 def test_a_step_that_a_rank_leaves_out_is_found(name: str, does_backward: bool) -> None:
     """In that step or, where DDP reduces it or steps are local, in the next one that communicates."""
