@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbw import (
     DGCStrategy,
@@ -97,16 +98,30 @@ def test_stock_ddp_and_a_metric_of_its_own(record_property: Any, tmp_path: Path)
     record_property("ddp", f"goes on with different {' and '.join(different)}" if different else "the same")
 
 
-def fit_by_steps(name: str) -> str:
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Batches whose number is not known."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def fit_by_steps(name: str, is_stream: bool) -> str:
     num_ranks = dist.get_world_size()
+    data = make_data(num_ranks, 6)
+    if is_stream:
+        data = DataLoader(Stream(data), batch_size=None)
     with pytest.raises(DisagreementError) as caught:
-        make_trainer(STRATEGIES[name](), num_ranks).fit(Biased("step"), make_data(num_ranks, 6))
+        make_trainer(STRATEGIES[name](), num_ranks).fit(Biased("step"), data)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["epoch", "stream"])
 @pytest.mark.parametrize("name", ["dgc", "hierarchical", "sharded"])
-def test_learning_rates_that_part_between_two_epochs_are_an_error(name: str) -> None:
-    first, second = run_ranks(fit_by_steps, 2, name)
+def test_learning_rates_that_part_between_two_epochs_are_an_error(name: str, is_stream: bool) -> None:
+    first, second = run_ranks(fit_by_steps, 2, name, is_stream)
     assert first == second
     assert "after step 6" in first
     assert "sync_dist=True" in first

@@ -75,6 +75,39 @@ def test_buffers_are_those_of_rank_zero_wherever_somebody_looks(kind: str) -> No
         assert of_rank_0 == of_rank_1
 
 
+class Own(Manual):
+    """Buffers of each rank that the training reads, and one that DDP does not know and could not send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+        for name in ("own", "read"):
+            self.register_buffer(name, torch.zeros(16))
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+        self._ddp_params_and_buffers_to_ignore.append("graph")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.own.fill_(self.global_rank)
+            self.read.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.read)
+
+
+def validate_or_not(validates: bool) -> tuple[str, float]:
+    num_ranks, model = dist.get_world_size(), Own()
+    options: dict[str, Any] = {"val_check_interval": 2} if validates else {"limit_val_batches": 0}
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, num_sanity_val_steps=0, **options)
+    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 1))
+    return digest(model.parameters()), float(model.own[0])
+
+
+def test_in_manual_optimization_a_validation_changes_no_buffer_that_the_training_reads() -> None:
+    """Lightning's DDP broadcasts none there; and what DDP is told to ignore is left alone anywhere."""
+    (validated, *_), (quiet, *_) = (run_ranks(validate_or_not, 2, validates) for validates in (True, False))
+    assert validated[0] == quiet[0]
+    assert [own for _, own in run_ranks(validate_or_not, 2, True)] == [0.0, 1.0]
+
+
 class Codebook(Tiny):
     """A buffer that the training reads: it must be the same on all ranks, unlike batch norm's statistics."""
 

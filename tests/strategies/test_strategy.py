@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -193,6 +194,45 @@ def test_a_layer_unfrozen_later_stays_the_same_on_all_ranks() -> None:
         assert results[0][1]
     stock = run_ranks(unfreeze, 2, "ddp")
     assert stock[0][0] != stock[1][0]
+
+
+class Swapping(Thawing):
+    """Then freeze all that DDP has wrapped: it reduces nothing any more."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Tiny, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        if batch_idx == 1:
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name.startswith("frozen"))
+
+
+class SkipsBackward(Tiny):
+    """Leaves out backward passes on all ranks."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.global_step > 1:
+            super().backward(loss, *args, **kwargs)
+
+
+def train_unusually(what: str) -> tuple[str, int]:
+    num_ranks, model = dist.get_world_size(), SkipsBackward() if what == "no backward" else Tiny()
+    options: dict[str, Any] = {"callbacks": [Swapping()]} if what == "swapped layers" else {}
+    length = STEPS
+    if what == "other lengths":  # each in an epoch of its own at the same step
+        options, length = {"max_steps": 20, "max_epochs": -1}, 5 + 2 * dist.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the lengths
+        trainer = make_trainer(make_strategy("dgc", rampup_begin_step=10), num_ranks, **options)
+        trainer.fit(model, make_data(num_ranks, length))
+    return weights_of(model), trainer.global_step
+
+
+@pytest.mark.parametrize("what", ["swapped layers", "no backward", "other lengths"])
+def test_unusual_trainings_are_no_errors(what: str) -> None:
+    """In dense steps, and the last one in sparse ones, too."""
+    first, second = run_ranks(train_unusually, 2, what)
+    assert first == second
+    assert first[1] == (20 if what == "other lengths" else STEPS)
 
 
 def average_weights() -> str:
