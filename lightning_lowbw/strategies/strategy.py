@@ -265,7 +265,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         super().pre_backward(closure_loss)
         self._backwards.num += 1
         self.clipping.begin_backward()
-        self._graph = closure_loss.grad_fn
+        if self.trainer.lightning_module.automatic_optimization:  # else the user's code may want to keep graphs
+            self._graph = closure_loss.grad_fn
         self.regime.begin_backward(closure_loss)
 
     @override
@@ -327,12 +328,12 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         Raises:
             ConfigurationError: on this rank, which the others then name; it has not taken part in DDP's reduction.
         """
+        graph, self._graph = self._graph, None
         if not self.regime.ddp_reduces(worker):
             return False
         is_automatic = self.trainer.lightning_module.automatic_optimization
         parameters = self._reduced_by_ddp.intersection(worker.parameters())
         trained, reduced = {p for p in parameters if p.requires_grad}, self._hook.reduced_of(parameters)
-        graph, self._graph = self._graph, None
         if is_automatic and worker.reduces_in_backward and trained and not reduced and not reaches(graph, trained):
             raise ConfigurationError(
                 f"Step {worker.step}: the loss that training_step returned on this rank depends on no parameter that "
