@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowbw.engine.whole_gradients import CHECK_EVERY_STEPS
 from lightning_lowbw.where.agreement import differ
 from lightning_lowbw.where.collectives import broadcast_flat_
 from lightning_lowbw.where.ledger import Level, TrafficLedger
-
-CHECK_EVERY_STEPS = 100
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
