@@ -88,7 +88,6 @@ POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, 
 DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], selection="exact", **COMMON), 1, 0.01)
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
 DGC_TORCH = replace(DGC, name="dgc, plain torch", is_compiled=False)
-DGC_OVERLAP = replace(DGC, name="dgc, overlap", make=lambda: DGCStrategy(sparsity=[0.999], overlap=True, **COMMON))
 NARROW = [
     Contestant(dtype, lambda dtype=dtype: lowbw.Strategy(lowbw.NarrowGradients(dtype), **COMMON), 1, share)
     for dtype, share in (("int8", 1 / 4), ("int4", 1 / 8))
@@ -105,7 +104,7 @@ HIDDEN_LOCAL_SGD = Contestant(
     LOCAL_STEPS + 2,  # the second average waits for nothing: its predecessor has landed
 )
 
-COMPRESSING = [*POWER_SGD, DGC_EXACT, DGC_TORCH, DGC, DGC_OVERLAP]
+COMPRESSING = [*POWER_SGD, DGC_EXACT, DGC_TORCH, DGC]
 ALL = [
     ALONE,
     NO_COMMUNICATION,

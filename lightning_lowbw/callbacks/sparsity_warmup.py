@@ -105,8 +105,7 @@ class SparsityWarmup(Callback):
         )
         given = strategy.method.when
         assert isinstance(given, EveryStep)
-        schedule = dataclasses.replace(schedule, overlap=given.overlap)
-        defaults = [EveryStep(sparsity=each, overlap=given.overlap) for each in (AUTO, DGC_SPARSITY)]
+        defaults = [EveryStep(sparsity=each) for each in (AUTO, DGC_SPARSITY)]
         if given not in (*defaults, schedule):
             rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
         strategy.reconfigure(dataclasses.replace(strategy.method, when=schedule))

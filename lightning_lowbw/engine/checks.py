@@ -29,17 +29,13 @@ LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_S
 LITTLE_KEPT = 0.5  # of the elements: what is less than that is hardly meant to be kept back, and the rest to be sent
 
 
-def check_two_levels(what: TopK, when: EveryStep) -> None:
-    """Check that a payload and a schedule go with nodes of several ranks."""
-    for name, given, allowed in (
-        ("exchange", what.exchange, ("auto", "all_gather")),
-        ("overlap", when.overlap, (False,)),
-    ):
-        if given not in allowed:
-            raise ConfigurationError(
-                f"{name}={given!r} does not exist on two levels (a topology, a name that ends in _hierarchical). There "
-                f"give {' or '.join(map(repr, allowed))}."
-            )
+def check_two_levels(what: TopK) -> None:
+    """Check that a payload goes with nodes of several ranks."""
+    if what.exchange not in ("auto", "all_gather"):
+        raise ConfigurationError(
+            f"exchange={what.exchange!r} does not exist on two levels (a topology, a name that ends in _hierarchical). "
+            "There give 'auto' or 'all_gather'."
+        )
 
 
 def check_replaced(what: Payload, made_for: Payload) -> None:

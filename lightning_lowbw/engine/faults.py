@@ -225,7 +225,7 @@ def error_of(
 
 
 def gradient_error(
-    worker: GradientWorker, number: int, rank: int, slots: Sequence[Slot], *, is_sent: bool
+    worker: GradientWorker, number: int, rank: int, slots: Sequence[Slot]
 ) -> ValueError | NonFiniteGradientError:
     """Return the error that all ranks raise for a fault `OF_GRADIENTS`.
 
@@ -234,7 +234,6 @@ def gradient_error(
         number: not 0.
         rank: who has reported it.
         slots: of the step.
-        is_sent: whether other gradients have been sent during backward.
     """
     kind, index = _find(number, numbers_of(OF_GRADIENTS, len(slots)))
     peers = worker.peers
@@ -248,13 +247,12 @@ def gradient_error(
         where = f"of node {node} (ranks {list(peers.topology.nodes[node])})"
     elif peers.nodes is not None:
         where = f"of node {rank} (ranks {list(peers.nodes[rank])})"
-    sent = "What was sent during backward is not applied."  # each rank takes its own back
     is_from_start = slot.is_sparse and worker.when.rampup_begin_step == 0 and len(worker.when.stairs) <= 1
     warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
     return NonFiniteGradientError(
         f"Step {worker.step}: the gradient of {slot.name!r} {where} is not finite"
         f"{', or too large to be added to the residual' if slot.is_sparse else ''}. "
-        f"{sent if is_sent else 'Nothing was exchanged.'} "
+        f"Nothing was exchanged. "
         f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
         "(precision='16-mixed') such steps are skipped."
     )

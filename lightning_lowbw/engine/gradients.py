@@ -42,7 +42,6 @@ from lightning_lowbw.engine.slots import (
     by_group,
     list_slots,
     numels_by_kind,
-    numels_of,
     sparse_of,
 )
 from lightning_lowbw.engine.sparse_exchange import SparseExchange
@@ -104,7 +103,7 @@ class GradientWorker(Worker):
             self.narrow = NarrowExchange(what.value_dtype, peers)
         if isinstance(what, TopK):
             if peers.is_two_level:
-                check_two_levels(what, method.when)
+                check_two_levels(what)
             what.check_names(self._names.values())
             self.sparse = SparseExchange(what, peers)
             self.narrow = None if what.dense_dtype == "float32" else NarrowExchange(what.dense_dtype, peers)
@@ -150,16 +149,7 @@ class GradientWorker(Worker):
 
     @property
     def clip_factor(self) -> float:
-        """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8).
-
-        Raises:
-            ConfigurationError: gradients have been sent during backward, so clipping them now would have no effect.
-        """
-        if self._has_begun:
-            raise ConfigurationError(
-                f"overlap=True: gradients of step {self.step} have been sent during backward, and clipping comes "
-                "before that. Leave out the clipping, or set overlap=False."
-            )
+        """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8)."""
         return math.sqrt(self.peers.num_participants) if self.is_sparse else 1.0
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
@@ -213,8 +203,7 @@ class GradientWorker(Worker):
     def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
         self.is_prepared, self.by_clipping = True, by_clipping
         self._slots, self.fault = [], None
-        if not self._has_begun:
-            self._take_back()  # an exchange that failed
+        self._take_back()  # an exchange that failed
         if self.peers.num_ranks == 1:
             return
         reduced = frozenset(reduced)
@@ -250,10 +239,10 @@ class GradientWorker(Worker):
 
         Wire:
             Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
-            Sparse: `TopK.nbytes` of each rank's parts; with `overlap` of each call of `begin`.
+            Sparse: `TopK.nbytes` of each rank's parts.
 
         Args:
-            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising; not with `overlap`.
+            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising.
             applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
                 with them: then no dense gradient is made, and `.grad` is None afterwards.
 
@@ -265,11 +254,6 @@ class GradientWorker(Worker):
             DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
-        if self._has_begun and skip_nonfinite:
-            raise ConfigurationError(
-                "overlap=True: the gradients have been sent during backward, which a step that is skipped "
-                "(skip_nonfinite) cannot take back. Leave out one of them."
-            )
         if not self.is_prepared:
             self.list_gradients()
         if skip_nonfinite and self.fault is None:
@@ -286,8 +270,7 @@ class GradientWorker(Worker):
             self.check_gradients()  # the others; these have been checked
         if self._slots:
             whole = [slot for slot in self._slots if not slot.is_sparse and not self._is_narrow]
-            sent = set() if self.sparse_gradients is None else self.sparse_gradients.sent
-            stepped = agree_on_step(self, self._slots, whole, sent, skip_nonfinite=skip_nonfinite)
+            stepped = agree_on_step(self, self._slots, whole, skip_nonfinite=skip_nonfinite)
             if stepped is None:
                 return False
             self._slots = stepped
@@ -340,45 +323,7 @@ class GradientWorker(Worker):
         self.found.now.clear()
         return self.sparse_gradients is not None and self.sparse_gradients.take_back()
 
-    @torch.no_grad()
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Begin the exchange of gradients that the backward pass has completed; does nothing if `overlap` is off.
-
-        In place:
-            The residuals and velocities of the sparse tensors among them; inf and NaN do not enter them: `exchange`
-            reports the fault to all ranks, and raises.
-
-        Collective: all ranks, with the same parameters in the same order of calls; waits for none of them.
-
-        Raises:
-            ConfigurationError: a second backward pass before the step; elements of the first have been sent already.
-        """
-        if self.sparse is None or self.sparse_gradients is None or not self.when.overlap or not self.is_sparse:
-            return
-        if not self._has_begun:
-            self._list_slots(frozenset())
-        numels = numels_of(sparse_of(self._slots))
-        if not numels or self.sparse.choose(numels, self.density, self.step, self.device) != "all_gather":
-            return
-        given = set(parameters)
-        if self.sparse_gradients.sent & given:
-            raise ConfigurationError(
-                f"overlap=True: a second backward pass before step {self.step}, whose gradients have been sent during "
-                "the first. Let Trainer(accumulate_grad_batches=...) accumulate, or set overlap=False."
-            )
-        slots = [slot for slot in sparse_of(self._slots) if slot.parameter in given]
-        for slot in slots:
-            if slot.parameter.grad is None:
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
-        if slots:
-            self.sparse_gradients.begin(slots, self.density)
-
     # The tensors of a step ------------------------------------------------------------------------------------------
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether gradients of this step have been sent during backward."""
-        return self.sparse_gradients is not None and bool(self.sparse_gradients.begun)
 
     @property
     def _is_narrow(self) -> bool:

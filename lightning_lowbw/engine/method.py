@@ -134,16 +134,6 @@ class Method:
                 f"sparsity={list(when.stairs) or when.sparsity} with {self.what}: stairs of sparsity say how many "
                 "elements TopK sends. Leave them out, or send the largest elements with what=TopK()."
             )
-        if when.overlap and not isinstance(self.what, TopK):
-            raise ConfigurationError(
-                f"overlap=True with {self.what}: only the largest elements (what=TopK()) are sent during backward; "
-                "whole gradients are overlapped by DDP itself. Leave it out."
-            )
-        if when.overlap and isinstance(self.what, TopK) and self.what.exchange in ("reduce_scatter", "dense"):
-            raise ConfigurationError(
-                f"overlap=True with exchange={self.what.exchange!r}: only the messages of an all-gather are sent "
-                "during backward. Leave one of them out."
-            )
         if when.rampup_begin_step and isinstance(self.what, Whole):
             raise ConfigurationError(
                 f"rampup_begin_step={when.rampup_begin_step} with {self.what}: every step is dense. Leave it out."
@@ -201,8 +191,8 @@ class Method:
                 f"{narrow} with {self.what}, from step 0: it is about dense steps, and there are none. Leave it "
                 "out, or give rampup_begin_step > 0."
             )
-        if isinstance(self.what, TopK) and (has_levels or (has_levels is None and self.when.overlap)):
-            check_two_levels(self.what, self.when)
+        if isinstance(self.what, TopK) and has_levels:
+            check_two_levels(self.what)
 
     @property
     def averages_weights(self) -> bool:
@@ -362,11 +352,6 @@ class Method:
             raise ConfigurationError(
                 "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
                 "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
-            )
-        if isinstance(method.when, EveryStep) and method.when.overlap:
-            raise ConfigurationError(
-                "overlap=True in a plain loop: gradients are sent during backward by DDP's communication hook, which a "
-                "Lightning strategy registers, and here nothing would be. Leave it out, or train with strategy='dgc'."
             )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         check_current_device(trained[0].device, process_group)

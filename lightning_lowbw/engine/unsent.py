@@ -43,7 +43,7 @@ def apply_unsent(worker: GradientWorker, *, skip_nonfinite: bool) -> bool:
     if fault:
         if skip_nonfinite and fault in numbers_of(OF_GRADIENTS, len(slots))[Kind.GRADIENT]:
             return False
-        raise gradient_error(worker, fault, worker.peers.rank, slots, is_sent=False)
+        raise gradient_error(worker, fault, worker.peers.rank, slots)
     correction.take_over([slot.parameter for slot in sparse_of(slots)])
     for group, parameters in by_group(sparse_of(slots)):
         correction.decay_weights(parameters, group)

@@ -5,12 +5,11 @@ After it all ranks know whether the step is taken, and which parameters it steps
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_lowbw.engine.control import BY_CLIPPING, Control, control_message, make_mark
 from lightning_lowbw.engine.faults import OF_GRADIENTS, Kind, first_reported, gradient_error, numbers_of
@@ -30,7 +29,6 @@ def agree_on_step(
     worker: GradientWorker,
     slots: Sequence[Slot],
     whole: Sequence[Slot],
-    sent: Collection[Parameter],
     *,
     skip_nonfinite: bool,
 ) -> list[Slot] | None:
@@ -45,7 +43,6 @@ def agree_on_step(
         worker: of the gradients, which has checked them.
         slots: of the step.
         whole: of these, the ones that are averaged here.
-        sent: the parameters that have been sent during backward.
         skip_nonfinite: whether a gradient with inf or NaN means that the step is not taken, instead of an error.
 
     Raises:
@@ -66,8 +63,8 @@ def agree_on_step(
     if fault is not None:
         if skip_nonfinite and fault[0] in numbers[Kind.GRADIENT]:
             return None
-        raise gradient_error(worker, *fault, slots, is_sent=bool(sent))
-    return _stepped(slots, control.sums, dict(zip((slot.name for slot in whole), means, strict=True)), sent)
+        raise gradient_error(worker, *fault, slots)
+    return _stepped(slots, control.sums, dict(zip((slot.name for slot in whole), means, strict=True)))
 
 
 def _message(worker: GradientWorker, slots: Sequence[Slot]) -> Tensor:
@@ -92,16 +89,14 @@ def _check_marks(control: Control, worker: GradientWorker) -> None:
         )
 
 
-def _stepped(
-    slots: Sequence[Slot], num_users: Sequence[float], means: Mapping[str, Tensor], sent: Collection[Parameter]
-) -> list[Slot]:
+def _stepped(slots: Sequence[Slot], num_users: Sequence[float], means: Mapping[str, Tensor]) -> list[Slot]:
     """Take means over the ranks as gradients; return the slots that are stepped.
 
     Parameters that no rank has used are not changed, as in DDP.
     """
     stepped, targets, sources = [], [], []
     for slot, number in zip(slots, num_users, strict=True):
-        if round(number) or slot.parameter in sent:
+        if round(number):
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
             if slot.name in means:

@@ -151,9 +151,6 @@ class Worker:
 
     # A step, in the order of its calls ------------------------------------------------------------------------------
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Begin the exchange of gradients that backward has completed, where the method can; returns at once."""
-
     def prepare(self, *, reduced: Collection[Parameter] = ()) -> None:
         """List the gradients of this step and check them, before the caller clips them: both calls below."""
         self.list_gradients(reduced=reduced)

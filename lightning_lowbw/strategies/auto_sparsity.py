@@ -300,7 +300,7 @@ class AutoSparsity:
         if chosen["when"] is not None or measures_dense:
             self._link_watch = LinkWatch(chosen["predicted_s"], self._schedule.budget * chosen["step_s"])
         if chosen["when"] is not None:
-            when = EveryStep(**chosen["when"], overlap=self._schedule.overlap)
+            when = EveryStep(**chosen["when"])
             what = self._given.what
             if isinstance(what, TopK) and what.keep_momentum is None and what.correction == "auto":
                 what = dataclasses.replace(what, keep_momentum=True)

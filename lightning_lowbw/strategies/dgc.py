@@ -45,9 +45,6 @@ class DGCStrategy(Strategy):
             `lightning_lowbw.DGC`.
         dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": the type in which small tensors are sent in
             sparse steps; rounding errors are sent later.
-        overlap: whether sparse tensors are selected and sent during backward. Not with clipping, a GradScaler, manual
-            optimization, `find_unused_parameters`, `static_graph` or two levels. A change of `.grad` after it is sent,
-            as by a module's `on_after_backward`, has no effect on these tensors.
         correction: "auto" corrects the momentum of SGD, Adam and AdamW (for the last two with a beta1 of at most 0.7 in
             sparse steps); "error_feedback" uses error feedback with any optimizer.
         topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
@@ -87,7 +84,6 @@ class DGCStrategy(Strategy):
         value_dtype: str = "bfloat16",
         exchange: str = "auto",
         dense_dtype: str = "float32",
-        overlap: bool = False,
         correction: str = "auto",
         topology: TopologyChoice = "flat",
         **kwargs: Unpack[StrategyKeywords],
@@ -108,7 +104,6 @@ class DGCStrategy(Strategy):
             value_dtype=value_dtype,
             exchange=exchange,
             dense_dtype=dense_dtype,
-            overlap=overlap,
             correction=correction,
             topology=topology,
         )

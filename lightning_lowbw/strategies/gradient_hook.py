@@ -67,8 +67,6 @@ class GradientHook:
         Collective: all ranks (inside the node: those of the node), in the same order of buckets; waits for none.
         """
         workers = self._strategy.workers
-        for worker in workers:
-            worker.begin(bucket.parameters())
         reductions = {self._reduction(worker) for worker in workers} or {self._all_reduce}
         self._means.update(bucket.parameters())
         if len(reductions) > 1:

@@ -41,7 +41,6 @@ def between_nodes(method: Method) -> Method:
         refused = {
             "sparsity='auto'": when.is_auto
             and "it measures steps of DDP. Give the numbers, as in DGC(sparsity=[0.99], rampup_begin_step=100)",
-            "overlap=True": when.overlap and "gradients are there when FSDP has reduced them in the node",
         }
     else:
         refused = {

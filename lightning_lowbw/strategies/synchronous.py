@@ -14,12 +14,10 @@ from typing_extensions import override
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
 from lightning_lowbw.strategies.facts import agree_on_hyperparameters, agree_on_length
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.regime import Regime
-from lightning_lowbw.strategies.scaling import scaler_of
 from lightning_lowbw.strategies.shared_buffers import buffers_of, is_check_due, share_, statistics_of, unequal
 from lightning_lowbw.strategies.velocities import leave_whole_velocities_
 from lightning_lowbw.when.every_step import EveryStep
@@ -38,7 +36,6 @@ class Synchronous(Regime):
         self._compares_buffers = False  # before the next batch
         self._meets_at_epoch_end = False  # else the others may be in a step
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
-        self._check_overlap(None)
 
     @override
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,41 +60,11 @@ class Synchronous(Regime):
         method = self.strategy.method
         if not isinstance(method.when, EveryStep) or not method.compresses_gradients or self.strategy.world_size == 1:
             return
-        self._check_overlap(trainer)
         self.strategy.auto.begin_training(trainer)
         if not method.when.is_auto and not self.is_search(trainer):
             warn_if_never_sparse(method.when, trainer, self.strategy.workers)
             tell_notes(self.strategy.workers)
             tell_what_stays_whole(self.strategy.workers)
-
-    def _check_overlap(self, trainer: pl.Trainer | None) -> None:
-        """Refuse settings that need whole gradients, or with which the step is not known during backward.
-
-        Args:
-            trainer: None where the strategy is made: then its own arguments are all that is known.
-        """
-        when, ddp = self.strategy.method.when, self.strategy._ddp_kwargs
-        if not isinstance(when, EveryStep) or not when.overlap:
-            return
-        obstacles = (
-            {}
-            if trainer is None
-            else {
-                "gradient clipping": self.strategy.clipping.is_asked_for,
-                "a GradScaler (precision='16-mixed')": scaler_of(self.strategy.precision_plugin) is not None,
-                "manual optimization": not trainer.lightning_module.automatic_optimization,
-            }
-        )
-        obstacles |= {
-            "find_unused_parameters=True": bool(ddp.get("find_unused_parameters")),  # buckets hold unused ones, too
-            "static_graph=True": bool(ddp.get("static_graph")),
-        }
-        found = [name for name, is_there in obstacles.items() if is_there]
-        if found:
-            raise ConfigurationError(
-                f"overlap=True sends gradients during backward, which cannot be combined with {', '.join(found)}: "
-                "leave out one of them."
-            )
 
     @override
     def begin_batch(self, batch: Any) -> None:
@@ -112,9 +79,9 @@ class Synchronous(Regime):
 
     def _choose_backward_sync(self) -> DistributedDataParallel:
         """Let DDP fill no buckets and search for no unused parameters where it reduces nothing; return it."""
-        model, when = self.strategy.model, self.strategy.method.when
+        model = self.strategy.model
         assert isinstance(model, DistributedDataParallel)
-        needs_buckets = (isinstance(when, EveryStep) and when.overlap) or bool(model.static_graph)
+        needs_buckets = bool(model.static_graph)
         model.require_backward_grad_sync = needs_buckets or any(map(self.ddp_reduces, self.strategy.workers))
         return model
 

@@ -50,8 +50,6 @@ def _gradients_in_words(when: EveryStep, what: object) -> str:
     words = _measured_in_words(when, what) if when.is_auto else _stairs_in_words(when, what)
     if what.exchange != "auto":
         words.append(f"by {what.exchange}")
-    if when.overlap:
-        words.append("sent during backward")
     if what.correction != "auto":
         words.append(f"with {what.correction}")
     return ", ".join(["every step", *words])

@@ -29,8 +29,6 @@ class EveryStep:
         sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
             None: no warm-up, and the payload's own density from `rampup_begin_step` on. "auto": a Lightning strategy
             takes some dense steps, measures, and replaces this schedule by one of numbers; see `engine.auto`.
-        overlap: whether sparse tensors are selected and sent during backward, as their gradients are there, instead
-            of after it; where the exchange is the all-gather. Not with clipping, nor on two levels.
         budget: with "auto", the fraction of a step that its exchange may take, in (0, 1].
         pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 
@@ -47,7 +45,6 @@ class EveryStep:
     rampup_begin_step: int = 0
     rampup_step: int = 1
     sparsity: Sequence[float] | str | None = None
-    overlap: bool = False
     budget: float = 0.05
     pretrained: bool = False
 
@@ -71,8 +68,7 @@ class EveryStep:
                 "several values to be spread over these steps, as in sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]. "
                 "Give them, or leave rampup_step out."
             )
-        for name in ("overlap", "pretrained"):
-            check_flag(name, getattr(self, name))
+        check_flag("pretrained", self.pretrained)
         if not is_number(self.budget) or not 0 < self.budget <= 1:
             raise ConfigurationError(
                 f"budget={self.budget!r}: give the share of a step that its exchange may take, above 0 and up to 1."

@@ -289,7 +289,6 @@ def test_the_strategy_hands_every_argument_on() -> None:
         "value_dtype": "float16",
         "exchange": "all_gather",
         "dense_dtype": "bfloat16",
-        "overlap": True,
         "topology": 1,
     }
     others = {"correction": "error_feedback"}, {"sparsity": "auto", "budget": 0.5, "pretrained": True}

@@ -148,7 +148,7 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
 
 
 def make_gradient_worker(method: Method, optimizer: Optimizer, parameters: Parameters) -> GradientWorker:
-    """Return a worker as a strategy makes it, whose hook calls `begin`; `attach` refuses `overlap`."""
+    """Return a worker as a strategy makes it."""
     worker = method.make_worker(optimizer, parameters.items(), method.make_peers())
     assert isinstance(worker, GradientWorker)
     wrap_step(worker)

@@ -57,19 +57,15 @@ def train(
     optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
     worker = make_gradient_worker(method_for(**changes).at(nodes), optimizer, parameters)
     assert worker.sparse_gradients is not None
-    num_begun = []
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(parameters, step, sign=sign)
-        worker.begin([parameters["matrix"], parameters["large"]])  # nothing but with overlap
-        num_begun.append(len(worker.sparse_gradients.begun))
         with worker.stepping():
             worker.exchange()
             optimizer.step()
         assert "_init_group" not in vars(optimizer)
     return {
         "digest": digest(parameters.values()),
-        "begun": num_begun,
         "weights": {name: p.detach().clone() for name, p in parameters.items()},
         "steps": [float(optimizer.state[parameters[name]]["step"]) for name in ("large", "vector")],
     }
@@ -160,14 +156,6 @@ def test_with_the_other_choices_replicas_are_equal() -> None:
     choices = [{"selection": "sampled"}, {"value_dtype": "bfloat16"}]
     for first, second in zip(*run_ranks(each, 2, train, [("AdamW", {}, changes) for changes in choices]), strict=True):
         assert first["digest"] == second["digest"]
-
-
-def test_sent_during_backward_it_is_the_same_to_the_bit() -> None:
-    results = run_ranks(each, 2, train, [("AdamW", {}, {"overlap": overlap}) for overlap in (False, True)])
-    for plain, overlapped in results:
-        assert plain["begun"] == [0] * STEPS
-        assert overlapped["begun"] == [int(step >= BEGIN) for step in range(STEPS)]
-    assert len({result["digest"] for by_case in results for result in by_case}) == 1
 
 
 def resume(states: list[Any], first: int, last: int, nodes: Nodes) -> Any:

@@ -190,7 +190,6 @@ def test_the_users_values_come_back_though_the_step_raised() -> None:
         ({"value_dtype": "int3"}, r"value_dtype='int3': choose one of float32, bfloat16, float16"),
         ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of"),
         ({"momentum_masking": "no"}, r"momentum_masking='no': give True, False or None"),
-        ({"overlap": None}, r"overlap=None: give True or False"),
         ({"dense_dtype": "int2"}, r"dense_dtype='int2': choose one of float32, bfloat16, float16, int8, int4"),
         ({"correction": "frozen_variance"}, r"correction='frozen_variance': choose one of auto, error_feedback"),
         ({"correction": None}, r"correction=None: choose one of"),
@@ -439,7 +438,6 @@ def fail_in_the_exchange(options: dict[str, Any]) -> tuple[str, int, str]:
 
     def exchange() -> None:
         with worker.stepping():
-            worker.begin(parameters.values())
             worker.exchange()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -461,7 +459,6 @@ def fail_in_the_exchange(options: dict[str, Any]) -> tuple[str, int, str]:
         {"exchange": "all_gather", "value_dtype": "int8"},
         {"exchange": "reduce_scatter", "value_dtype": "float32"},
         {"exchange": "dense", "value_dtype": "float32"},
-        {"overlap": True, "exchange": "all_gather"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -112,7 +112,7 @@ def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) ->
     parameters = make_parameters(dtypes)
     ours = OPTIMIZERS[optimizer](parameters)
     at_nodes, named = method.at(nodes), [(str(i), each) for i, each in enumerate(parameters)]
-    worker: Any = at_nodes.make_worker(ours, named, at_nodes.make_peers())  # by `attach` there is no overlap
+    worker: Any = at_nodes.make_worker(ours, named, at_nodes.make_peers())
     prepare_kernels(worker.device, uses_of([worker]))
     assert gpu.is_available(torch.device("cpu"))
     at_start = {*seen}
@@ -122,7 +122,6 @@ def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) ->
             parameter.grad = draw_gradient(parameter, step)
             if number == step and dist.get_rank() == 0:
                 parameter.grad = None  # this rank has one tensor less
-        worker.begin(parameters[:2])  # does nothing without overlap
         with worker.stepping():
             if worker.exchange(applies=step % 3 == 0):
                 ours.step()
@@ -143,7 +142,6 @@ CASES: dict[str, tuple[str, list[torch.dtype], Any, Any]] = {
     "int8": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), "flat"),
     "float32": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="float32"), "flat"),
     "reduce-scatter": ("momentum", [FLOAT32], DGC(**STAIRS, exchange="reduce_scatter"), "flat"),
-    "overlap": ("momentum", [FLOAT32], DGC(**STAIRS, exchange="all_gather", overlap=True), "flat"),
     "error feedback": ("RMSprop", [BFLOAT16], DGC(**STAIRS), "flat"),
     "exact selection": ("momentum", [FLOAT32], DGC(**STAIRS, selection="exact"), "flat"),
     "local SGD": ("AdamW", [BFLOAT16], LOCAL, "flat"),

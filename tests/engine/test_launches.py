@@ -242,17 +242,14 @@ def fake_buffers(model: str) -> dict[str, Tensor]:
 def count_step(
     monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
 ) -> Counter[str]:
-    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer.
-
-    What waits inside DDP's hook, with `overlap`, has "in the hook" in its name.
-    """
-    has_scaler, num_buckets = also == GRAD_SCALER, NUM_BUCKETS if also == OVERLAP else 0
+    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer."""
+    has_scaler = also == GRAD_SCALER
     count = stand_in(monkeypatch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count):
         parameters = fake_parameters(model)
         ours = optimizer(parameters)
         worker = GradientWorker(
-            DGC(exchange="all_gather", overlap=num_buckets > 0),
+            DGC(exchange="all_gather"),
             ours,
             [(str(i), each) for i, each in enumerate(parameters)],
             peers,
@@ -264,14 +261,6 @@ def count_step(
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             count.clear()
-            size = len(parameters) // max(1, num_buckets)
-            for number in range(num_buckets):  # as DDP's hook calls it; a few tensors come after backward
-                worker.begin(parameters[number * size : (number + 1) * size])
-                assert len(worker.sparse_gradients.begun) == number + 1  # type: ignore[union-attr]
-            waits = {name: number for name, number in count.items() if name.startswith("wait")}
-            for name, number in waits.items():
-                count[f"{name} in the hook"] = number
-                del count[name]
             with worker.stepping():
                 reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
 
@@ -351,8 +340,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
 }
 FLAT, NESTED = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64)}, {"2 nodes of 4": (8, 2)}
 NESTED["8 nodes of 8"] = (64, 8)
-NUM_BUCKETS = 3
-GRAD_SCALER, OVERLAP = "GradScaler", f"overlap in {NUM_BUCKETS} buckets"
+GRAD_SCALER = "GradScaler"
 CELLS = [
     *(("SGD", "ResNet-50", where, "") for where in {**FLAT, **NESTED}),
     *(("AdamW", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
@@ -364,7 +352,6 @@ CELLS = [
     ("AdamW", "transformer", "8 ranks", GRAD_SCALER),
     ("AdamW(fused=True)", "ResNet-50", "8 ranks", GRAD_SCALER),
     ("AdamW(capturable=True)", "ResNet-50", "8 ranks", ""),
-    ("SGD", "ResNet-50", "8 ranks", OVERLAP),
 ]
 
 
@@ -390,7 +377,7 @@ def test_launches(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not one more than the table in docs/launches.md says, never more than is promised, and no wait in DDP's hook."""
+    """Not one more than the table in docs/launches.md says, and never more than is promised."""
     (make, most), (num_ranks, num_nodes) = OPTIMIZERS[optimizer], {**FLAT, **NESTED}[where]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
@@ -399,9 +386,8 @@ def test_launches(
         dist.destroy_process_group()
     num_waits = sum(number for name, number in count.items() if name.startswith("wait"))
     num_launches = count.total() - num_waits
-    assert num_launches <= most * (NUM_BUCKETS if also == OVERLAP else 1), count
+    assert num_launches <= most, count
     assert num_waits == 1, count
-    assert not any(name.endswith("in the hook") for name in count), count
     name = ", ".join([optimizer, model, where, *[also] * bool(also)])
     check_row(name, num_launches, num_waits, rows, request)
 

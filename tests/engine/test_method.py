@@ -68,7 +68,6 @@ def test_describe_names_everything() -> None:
             "rampup_begin_step": 0,
             "rampup_step": 10,
             "sparsity": (0.75, 0.999),
-            "overlap": False,
             "budget": 0.05,
             "pretrained": False,
         },
@@ -133,12 +132,6 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
     [
         ({"what": Narrow(), "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Narrow\(.*what=TopK\(\)"),
         ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
-        ({"when": EveryStep(overlap=True)}, r"overlap=True with Whole\(\): .*overlapped by DDP itself"),
-        ({"what": Narrow(), "when": EveryStep(overlap=True)}, r"overlap=True with Narrow"),
-        (
-            {"what": TopK(exchange="reduce_scatter"), "when": EveryStep(overlap=True)},
-            r"overlap=True with exchange='reduce_scatter': only the messages of an all-gather",
-        ),
         (
             {"what": {"payload": "top_k", "correction": "error_feedback", "momentum_masking": True}},
             r"momentum_masking=True with correction='error_feedback': .*there are none",
@@ -185,10 +178,6 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
         (
             {"what": TopK(exchange="reduce_scatter"), "where": NODES},
             r"exchange='reduce_scatter' does not exist on two levels",
-        ),
-        (
-            {"what": TopK(), "when": EveryStep(overlap=True), "where": 2},
-            r"overlap=True does not exist on two levels .* False",
         ),
         (
             {"what": {"payload": "top_k", "exchange": "dense", "value_dtype": "int4"}},

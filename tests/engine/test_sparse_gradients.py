@@ -136,11 +136,11 @@ def test_hooks_of_the_step_see_dense_gradients() -> None:
                     assert gradient.equal(mine[name]), name  # type: ignore[arg-type]
 
 
-def meet_a_fault(kind: str, name: str, overlap: bool, nodes: Nodes) -> tuple[str | None, bool, bool]:
+def meet_a_fault(kind: str, name: str, nodes: Nodes) -> tuple[str | None, bool, bool]:
     """Return the message, and whether weights stay as they are, and whether all that is kept is finite."""
     parameters = make_parameters(SHAPES)
     optimizer = OPTIMIZERS[kind](parameters.values())
-    worker = make_gradient_worker(METHOD.replace(overlap=overlap).at(nodes), optimizer, parameters)
+    worker = make_gradient_worker(METHOD.at(nodes), optimizer, parameters)
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(parameters, step)
@@ -152,16 +152,15 @@ def meet_a_fault(kind: str, name: str, overlap: bool, nodes: Nodes) -> tuple[str
         gradient = parameters[name].grad
         assert gradient is not None
         gradient.view(-1)[0] = torch.nan
-    worker.begin(parameters.values())
     message = message_of(optimizer.step, NonFiniteGradientError)  # type: ignore[arg-type]
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     kept = [*worker.residuals.values(), *states]
     return message, digest(parameters.values()) == before, all(bool(tensor.isfinite().all()) for tensor in kept)
 
 
-@pytest.mark.parametrize(("nodes", "overlap"), [(FLAT, False), (FLAT, True), (NODES["blocks"], False)])
-def test_what_is_not_finite_enters_no_state_and_ends_the_training_on_all_ranks(nodes: Nodes, overlap: bool) -> None:
-    cases = [(kind, name, overlap, nodes) for kind in ("sgd", "adamw", "rmsprop") for name in ("matrix", "vector")]
+@pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]])
+def test_what_is_not_finite_enters_no_state_and_ends_the_training_on_all_ranks(nodes: Nodes) -> None:
+    cases = [(kind, name, nodes) for kind in ("sgd", "adamw", "rmsprop") for name in ("matrix", "vector")]
     results = run_ranks(each, sum(map(len, nodes)), meet_a_fault, cases)
     for (kind, name, *_), *of_case in zip(cases, *results, strict=True):
         assert len({message for message, _, _ in of_case}) == 1

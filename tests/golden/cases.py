@@ -132,10 +132,6 @@ dgc("dense-four-ranks-bf16", {"exchange": "dense"}, ranks=4, precision="bf16-mix
 
 dgc("dense-dtype", {"dense_dtype": "bfloat16", **STAIRS}, optimizer="nesterov")
 dgc("dense-dtype-float16-clip-int8", {"dense_dtype": "float16", "value_dtype": "int8"}, trainer=CLIP_NORM)
-dgc("overlap", {"overlap": True}, optimizer="nesterov")
-dgc("overlap-adamw-int8-stairs", {"overlap": True, **STAIRS, "value_dtype": "int8"}, optimizer="adamw", model=Conv)
-dgc("overlap-accumulate-four-ranks", {"overlap": True}, ranks=4, trainer=ACCUMULATE)
-dgc("overlap-bf16-wide", {"overlap": True, "sparsity": (0.98,)}, model=Wide, precision="bf16-mixed", steps=6)
 dgc("no-masking", {"momentum_masking": False})
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
 dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
@@ -166,7 +162,6 @@ dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4
 dgc("resume-scaler", {"dense_dtype": "bfloat16"}, precision="scaler", resume_at=4, optimizer="adam")
 dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
 dgc("resume-wide", {"sparsity": (0.98,)}, model=Wide, resume_at=3, steps=6)
-dgc("resume-overlap", {"overlap": True, "value_dtype": "int4"}, resume_at=4, optimizer="nesterov")
 
 for _name, _options, _fields in (
     ("interleaved", {"topology": INTERLEAVED}, {"optimizer": "nesterov"}),

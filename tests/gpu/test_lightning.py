@@ -25,7 +25,6 @@ HALVES = ((0, 1), (2, 3))
 
 STRATEGIES: dict[str, Any] = {
     "dgc": partial(DGCStrategy, **SPARSE),
-    "dgc, overlap": partial(DGCStrategy, **SPARSE, overlap=True),
     "dgc, reduce_scatter": partial(DGCStrategy, **SPARSE, exchange="reduce_scatter"),
     "dgc, int4 values": partial(DGCStrategy, **SPARSE, value_dtype="int4"),
     "dgc, two levels": partial(DGCStrategy, **SPARSE, topology=HALVES),
@@ -94,7 +93,7 @@ ON_GPU = [pytest.param(optimizer, "cuda", marks=pytest.mark.gpu) for optimizer i
 @pytest.mark.parametrize(("optimizer", "device"), [("SGD", "cpu"), *ON_GPU])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_exchange(name: str, optimizer: str, device: str, tmp_path: Path) -> None:
-    num_ranks, clip = 4 if "levels" in name else 2, None if "overlap" in name or optimizer == "AdamW" else 1.0
+    num_ranks, clip = 4 if "levels" in name else 2, None if optimizer == "AdamW" else 1.0
     arguments = (name, optimizer, "32-true", clip)
     weights = check(run_ranks(fit, num_ranks, str(tmp_path / "store"), device, *arguments))
     if device == "cuda":

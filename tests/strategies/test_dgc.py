@@ -45,9 +45,6 @@ from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
         ({"sparsity": "auto", "rampup_begin_step": 100}, "these are chosen, too"),
         ({"rampup_begin_step": False}, "integer >= 0"),
         ({"sparsity": [0.1, 0.01, 0.001], "rampup_step": 3}, "the fraction kept back, not the one sent"),
-        ({"overlap": True, "static_graph": True}, "^overlap=True .* static_graph=True: leave out one"),
-        ({"overlap": True, "find_unused_parameters": True}, "^overlap=True .* find_unused_parameters=True: leave out"),
-        ({"overlap": True, "topology": "auto"}, "^overlap=True does not exist on two levels"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:

@@ -41,10 +41,6 @@ KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "state in every step"),
     "offload": (lambda: ShardedStrategy(LocalSGD(k_steps=2), offload_state=1), "give True or False"),
     "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers, as in DGC(sparsity=[0.99]"),
-    "overlap": (
-        lambda: ShardedStrategy(DGC(sparsity=[0.99]).replace(overlap=True)),
-        "overlap=True with a sharded model: gradients are there when FSDP has reduced them",
-    ),
     "delay": (lambda: ShardedStrategy(LocalSGD(delay_steps="auto")), "Give a number of steps"),
     "rule": (lambda: ShardedStrategy(AdaptiveLocalSGD(rule="fleet")), "Take 'fixed' or 'qsr'"),
     "fragments": (

@@ -26,9 +26,9 @@ from lightning_lowbw import (
             "bfloat16; topology='flat')",
         ),
         (
-            DGCStrategy(budget=0.1, pretrained=True, exchange="all_gather", overlap=True, correction="error_feedback"),
+            DGCStrategy(budget=0.1, pretrained=True, exchange="all_gather", correction="error_feedback"),
             "DGCStrategy(every step, as many of the largest elements of each tensor as cost 10 % of a step, as "
-            "bfloat16, without a warm-up, by all_gather, sent during backward, with error_feedback; topology='flat')",
+            "bfloat16, without a warm-up, by all_gather, with error_feedback; topology='flat')",
         ),
         (
             DGCStrategy(sparsity=[0.999]),

@@ -95,7 +95,6 @@ def test_a_list_is_taken_and_compares_equal() -> None:
         ({"sparsity": (math.inf,)}, r"inf is outside \[0, 1\)"),
         ({"sparsity": (0.5, 0.0)}, r"sparsity=\[0\.5, 0\.0\]: a dense stair \(0\) may only come before"),
         ({"sparsity": (0.5, 0.999, 0.9)}, r"0\.9 follows 0\.999, so more would be sent after the warm-up than in it"),
-        ({"overlap": 1}, r"overlap=1: give True or False"),
         ({"sparsity": (0.0, 0.5, 0.0, 0.9)}, r"a dense stair \(0\) may only come before"),
     ],
 )
