@@ -13,7 +13,18 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import lightning_lowbw as lowbw
-from tests.golden.models import ChannelsLast, Conv, Dropout, Golden, Groups, MakeOptimizer, Tied, TwoOptimizers, Wide
+from tests.golden.models import (
+    ChannelsLast,
+    Conv,
+    Dropout,
+    Golden,
+    Groups,
+    MakeOptimizer,
+    Sharded,
+    Tied,
+    TwoOptimizers,
+    Wide,
+)
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(SGD, lr=0.1),
@@ -358,3 +369,24 @@ for _name, _options, _fields in (
     ("resume", {"inter_dtype": "bfloat16"}, {"resume_at": 4, "optimizer": "nesterov", "model": Dropout}),
 ):  # fmt: skip
     add(f"hierarchical/{_name}", lowbw.HierarchicalStrategy, {"topology": 2, **_options}, ranks=4, **_fields)
+
+# Sharded inside nodes ---------------------------------------------------------------------------------------------
+
+FSDP_DGC = {**STAIRS, "min_numel": 50}
+FSDP_LOCO = {"density": 0.1, "chunk": 64, "min_numel": 50}
+for _name, _method, _fields in (
+    ("dense-interleaved", lowbw.Hierarchical(INTERLEAVED), {"optimizer": "adamw"}),
+    ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC), {"optimizer": "nesterov", "trainer": CLIP_NORM}),
+    ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
+     {"optimizer": "adamw", "model": Tied, "precision": "bf16-mixed"}),
+    ("dgc-resume", lowbw.DGC(**FSDP_DGC), {"resume_at": 4, "model": Dropout}),
+    ("int8-adamw-conv", lowbw.NarrowGradients(), {"optimizer": "adamw", "model": Conv, "trainer": VALIDATE}),
+    ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": Sharded, "trainer": ACCUMULATE}),
+    ("qsr-int8", lowbw.AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1, value_dtype="int8"), {"lr_milestones": (5,)}),
+    ("diloco-delayed-resume", lowbw.LocalSGD(3, 0, outer="nesterov", delay_steps=1),
+     {"optimizer": "adamw", "resume_at": 5, "steps": 10}),
+    ("sparse-loco-resume", lowbw.LocalSGD(2, 0, compression=FSDP_LOCO),
+     {"optimizer": "adamw", "resume_at": 5, "steps": 10, "model": Sharded}),
+):  # fmt: skip
+    _topology = INTERLEAVED if "interleaved" in _name else 2
+    add(f"fsdp/{_name}", lowbw.ShardedStrategy, {"method": _method, "topology": _topology}, ranks=4, **_fields)

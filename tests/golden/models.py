@@ -137,6 +137,18 @@ class Groups(Golden):
         return self.make_optimizer([{"params": weights}, {"params": others, "lr": 0.02, "weight_decay": 0.0}])
 
 
+class Sharded(Golden):
+    """Shards itself inside a node, one layer as a block of its own."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard  # which the oldest torch does not have
+
+        body, mesh = self.body, self.device_mesh["data_parallel"]  # type: ignore[index]
+        assert isinstance(body, nn.Sequential)
+        fully_shard(body[0], mesh=mesh)
+        fully_shard(body, mesh=mesh)
+
+
 class TwoOptimizers(Golden):
     """Manual optimization; the second optimizer steps every other time."""
 

@@ -26,10 +26,16 @@ END = "end"
 DIGITS = 12
 
 
+def own(value: Any) -> Any:
+    """Return a rank's part of what is sharded."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def digest(named: Iterable[tuple[object, object]]) -> str:
     """Return a digest of names, types, shapes and bits, in the order in which they come."""
     sha = hashlib.sha256()
-    for name, value in named:
+    for name, given in named:
+        value = own(given)
         sha.update(repr(name).encode())
         if isinstance(value, Tensor):
             sha.update(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -51,7 +57,7 @@ def optimizer_digest(trainer: pl.Trainer) -> str:
 
 def row(trainer: pl.Trainer, step: int | str, nbytes: int | list[int] | None) -> list[Any]:
     module = trainer.lightning_module
-    norm = sum(float(p.detach().double().square().sum()) for p in module.parameters())
+    norm = sum(float(own(p.detach()).double().square().sum()) for p in module.parameters())
     return [
         step,
         digest(module.named_parameters()),
