@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-oldest test-clients reliability surface bench gpu lint clean
+.PHONY: help venv demo test test-slow test-oldest test-clients reliability surface bench gpu lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -27,16 +27,22 @@ demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a pl
 # Three at a time: a test of several ranks waits much of the time for their messages. A file's tests share their ranks, and
 # the long files come first (tests/conftest.py). What measures time runs by itself; only files with such tests are read.
 # Bytecode is kept even where it is not otherwise: each of some hundred processes would compile what it imports.
-test: export PYTHONDONTWRITEBYTECODE =
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)  ## run the tests
-	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
-	$(RUN) -m pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(RUN) -m pytest $(PARALLEL) -m "not alone and not slow"
+	$(RUN) -m pytest -m "alone and not slow" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 
-# Warnings of old releases about each other are not errors of ours.
+test-slow: $(STAMP)  ## before a release: what takes long, the oldest releases, and the documents that runs write
+	$(RUN) -m pytest $(PARALLEL) -m "slow and not alone"
+	$(RUN) -m pytest -m "slow and alone" $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(MAKE) test-oldest reliability surface test-clients
+
+# Warnings of old releases about each other are not errors of ours; and their fake tensors cannot count launches.
 test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
-	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default
+	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default --ignore tests/engine/test_launches.py
 
 # Other people's projects bring half of PyPI: an environment of their own.
 test-clients:  ## train with other people's projects, and write docs/compatibility.md (under 40 minutes)
@@ -49,7 +55,7 @@ reliability: $(STAMP)  ## run the tests of faults, also under Lightning's ddp, a
 	$(RUN) -m pytest -m "fault or stock" --rewrite-reliability tests
 
 surface: $(STAMP)  ## try what Lightning offers with every strategy, and write docs/lightning.md
-	$(RUN) -m pytest tests/test_surface.py -k runs_find --rewrite-surface
+	$(RUN) -c "from tests import surface; surface.write_page()"
 
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)
 	$(RUN) benchmarks/slow_link.py

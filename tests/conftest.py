@@ -43,7 +43,6 @@ if hasattr(os, "SCHED_BATCH"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="record the golden trajectories anew")
     parser.addoption("--rewrite-reliability", action="store_true", help="write docs/reliability.md anew")
-    parser.addoption("--rewrite-surface", action="store_true", help="write docs/lightning.md anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,8 +1,8 @@
 """What of Lightning's Trainer works with which strategy: docs/lightning.md, as short runs find it.
 
 A row is a function that runs on every rank: it trains, and fails where a callback or setting has not done its work.
-What it returns is what differs from what Lightning says of it; None where nothing does. `tests/test_surface.py` runs
-them, and `--rewrite-surface` writes the page anew.
+What it returns is what differs from what Lightning says of it; None where nothing does. `make surface` runs them
+all, and writes the page anew.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import re
+import tempfile
 import time
 import traceback
 import warnings
@@ -878,17 +879,17 @@ def in_words(error: BaseException) -> str:
     return sentence if isinstance(error, AssertionError) else f"{type(error).__name__}: {sentence}"
 
 
-def survey(column: str, names: list[str], folder: str) -> dict[str, str]:
+def survey(column: str, folder: str) -> dict[str, str]:
     """Return the cells of a column, on every rank."""
     cells = {}
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    for number, name in enumerate(names):
+    for number, (name, row_of) in enumerate(ROWS.items()):
         own = Path(folder) / f"{number}"
         own.mkdir(exist_ok=True)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                cells[name] = ROWS[name](Run(column, own)) or YES
+                cells[name] = row_of(Run(column, own)) or YES
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the cell
             cells[name] = in_words(error)
             traceback.print_exc()  # if it is this rank's alone, the others will hang
@@ -898,18 +899,24 @@ def survey(column: str, names: list[str], folder: str) -> dict[str, str]:
     return cells
 
 
-def run_survey(columns: Iterable[str], folder: Path, names: Iterable[str] = (*ROWS, NOTEBOOK)) -> Cells:
+def run_survey(columns: Iterable[str], folder: Path) -> Cells:
     """Return what two ranks find, by row and column."""
     cells: Cells = {}
     for column in columns:
         own = folder / column
         own.mkdir()
-        ranks = run_ranks(survey, 2, column, [name for name in names if name in ROWS], str(own), timeout_s=150.0)
-        if NOTEBOOK in names:
-            (noted,) = run_ranks(in_notebook, 1, column, str(own), fresh=True)
-            ranks = [{**each, **noted} for each in ranks]
-        cells |= {(name, column): " / ".join({each[name]: None for each in ranks}) for name in names}
+        ranks = run_ranks(survey, 2, column, str(own), timeout_s=300.0)
+        (noted,) = run_ranks(in_notebook, 1, column, str(own), fresh=True)
+        for name in (*ROWS, NOTEBOOK):
+            cells[name, column] = " / ".join({{**each, **noted}[name]: None for each in ranks})
     return cells
+
+
+def write_page() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = table(run_survey(COLUMNS, Path(folder)))
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index("| |")] + found)
 
 
 def table(cells: Cells) -> str:

@@ -232,7 +232,6 @@ def test_sparse_local_sgd_from_the_command_line(tmp_path: Path) -> None:
     assert read_metric(output / "csv/metrics.csv", "val_loss")
 
 
-@pytest.mark.slow
 def test_the_command_of_the_documentation(tmp_path: Path) -> None:
     run_script(
         tmp_path,

@@ -40,7 +40,6 @@ def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SHORT_COMMANDS))
 def test_examples_run(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, ()):

@@ -43,7 +43,6 @@ from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.ops.triton_kernels")
 triton_messages = pytest.importorskip("lightning_lowbw.ops.triton_messages")
-pytestmark = pytest.mark.slow  # and the fake tensors of the oldest releases answer less
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
 BEFORE = Path(__file__).with_name("launches_before.json")

@@ -169,6 +169,7 @@ def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[s
 class TestTheLab:
     pytestmark = needs_lab
 
+    @pytest.mark.slow
     @pytest.mark.alone
     @pytest.mark.parametrize(("rate", "megabytes"), [(1e9, 60), (1e8, 12)])
     def test_the_link_is_as_slow_as_asked(self, rate: float, megabytes: float) -> None:
@@ -179,11 +180,13 @@ class TestTheLab:
         assert 1e6 * megabytes <= sent < 1.06 * (1e6 * megabytes + sent_again)
         assert received == pytest.approx(sent, rel=0.01)
 
+    @pytest.mark.slow
     @pytest.mark.alone
     def test_the_slower_node_decides(self) -> None:
         with Network([1e9, 5e7]) as network:
             assert measure(network, 5)[0] == pytest.approx(5e7, rel=0.15)
 
+    @pytest.mark.slow
     @pytest.mark.alone
     def test_a_rate_can_change_during_the_run(self) -> None:
         with Network([5e7, 5e7]) as network:
@@ -191,6 +194,7 @@ class TestTheLab:
         with Network([5e7, 5e7]) as network:
             assert measure(network, 12, (0.6, 1e9))[0] > 1.5 * slow
 
+    @pytest.mark.slow
     @pytest.mark.alone
     def test_ranks_of_a_node_are_not_throttled(self) -> None:
         with Network([1e7]) as network, tempfile.TemporaryFile() as output:

@@ -27,6 +27,8 @@ from tests.ranks import run_ranks
 from tests.strategies.sharded_models import Configured, Plain, shard_digest, train
 from tests.tiny import Watcher
 
+pytestmark = pytest.mark.slow  # it writes a page, and what it shows is shown by others
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "large_models.md"
 RANKS_OF_A_NODE = 2
 STEPS, SAVED_AT = 6, 4  # of each optimizer, where there are two, half

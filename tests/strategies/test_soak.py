@@ -24,6 +24,8 @@ from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, weights
 from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
+pytestmark = pytest.mark.slow
+
 STEPS, NUM_FITS = 160, 5
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(rampup_begin_step=10, rampup_step=20, sparsity=[0.75, 0.95], min_numel=MIN_NUMEL),
