@@ -4,35 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_lowbw.engine.exchange import DenseMean, Mean, Pending
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.when.fragments import balance
 
-# The sums of the control message of an average.
+# The sums in the status of an average.
 WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
 
 
-class Work(Protocol):
-    """The result of an exchange that may be in progress."""
+@dataclass(frozen=True)
+class Arrived:
+    """An exchange that needs no wait."""
 
-    def wait(self) -> Any:
-        """Wait for it and return it; may be called again."""
-        ...
+    mean: Mean
+    status: Tensor | None = None
 
-
-@dataclass
-class Done:
-    """A result that needs no wait."""
-
-    value: Any
-
-    def wait(self) -> Any:
-        return self.value
+    def wait(self) -> tuple[Mean, Tensor | None]:
+        return self.mean, self.status
 
 
 @dataclass(eq=False)
@@ -42,32 +36,38 @@ class Average:
     Attributes:
         step: optimizer steps completed when it was begun.
         parameters: it is of.
-        whole: of the tensors that are averaged whole; `wait` returns the means and the control message.
-        changes: of the tensors that the payload sends; `wait` returns the mean changes by name: float32, flat.
-        moments: of the inner optimizer.
+        whole: of the tensors that are averaged whole, with the status; None where `changes` has the status.
+        changes: of the tensors that the payload sends: the mean changes by name, flat.
+        nonfinite: whether a parameter has an inf or NaN, by name: bool, scalars on the device.
         snapshots: of the parameters when it was begun, where local steps go on meanwhile.
         buffer_snapshots: of the buffers, by name; as `snapshots`.
     """
 
     step: int
     parameters: list[Parameter]
-    whole: Work
-    changes: Work
-    moments: list[Tensor] = field(default_factory=list)
+    whole: Pending | None
+    changes: Pending
+    nonfinite: dict[str, Tensor] = field(default_factory=dict)
     snapshots: list[Tensor] | None = None
     buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
 
+    def wait_for_whole(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Wait for the means of the tensors that are averaged whole, and for the status."""
+        mean, status = (self.whole or self.changes).wait()
+        assert status is not None
+        return mean.dense() if self.whole is not None else {}, status
+
     def state_dict(self, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
         """Wait for it, and return it on the CPU; it may be waited for again."""
-        means, control = self.whole.wait()
-        changes = self.changes.wait()
-        self.whole, self.changes = Done((means, control)), Done(changes)
+        means, status = self.wait_for_whole()
+        changes = self.changes.wait()[0].dense()
+        self.whole, self.changes = Arrived(DenseMean(means), status), Arrived(DenseMean(changes))
         return {
             "step": self.step,
             "parameters": [name_of(parameter) for parameter in self.parameters],
-            "means": [mean.cpu().clone() for mean in means],
+            "means": {name: mean.cpu().clone() for name, mean in means.items()},
             "changes": {name: change.cpu().clone() for name, change in changes.items()},
-            "control": control.cpu().clone(),
+            "status": status.cpu().clone(),
             "snapshots": [snapshot.cpu().clone() for snapshot in self.snapshots or []],
             "buffer_snapshots": {name: buffer.cpu().clone() for name, buffer in self.buffer_snapshots.items()},
         }
@@ -75,16 +75,29 @@ class Average:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
         """Return the average that `state_dict` has described, without requests to processes that have ended."""
-        control = state["control"].to(device, copy=True)
-        control[[NUM_STOP, NUM_SAVE]] = 0.0
+        status = state["status"].to(device, copy=True)
+        status[[NUM_STOP, NUM_SAVE]] = 0.0
+        means = {name: mean.to(device, copy=True) for name, mean in state["means"].items()}
+        changes = {name: change.to(device, copy=True) for name, change in state["changes"].items()}
         return cls(
             state["step"],
             [parameters[name] for name in state["parameters"]],
-            Done(([mean.to(device, copy=True) for mean in state["means"]], control)),
-            Done({name: change.to(device) for name, change in state["changes"].items()}),
+            Arrived(DenseMean(means), status),
+            Arrived(DenseMean(changes)),
             snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
             buffer_snapshots={name: buffer.to(device) for name, buffer in state["buffer_snapshots"].items()},
         )
+
+
+def change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a change since the last consensus, rounded as the weights are: one that has not moved has none; float32.
+
+    Args:
+        now: a weight, or a wide copy of it.
+        start: the consensus; float32 (or wider).
+        dtype: of the weight.
+    """
+    return now.float() - start.to(dtype).float()
 
 
 @dataclass(eq=False)
@@ -169,13 +182,3 @@ def note_steps(
     for parameter in parameters:
         if parameter.requires_grad:
             owner[parameter].moved[parameter] = None
-
-
-def uncount_step(fragments: Sequence[Fragment]) -> None:
-    """Undo the count of `note_steps`; the parameters stay noted as trained.
-
-    In place:
-        The fragments.
-    """
-    for fragment in fragments:
-        fragment.steps = (fragment.steps or 0) - 1

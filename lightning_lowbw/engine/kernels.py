@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.engine.sparse_exchange import asked_for
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import dispatch
 from lightning_lowbw.ops.table import DTYPES, Kind
@@ -19,9 +19,6 @@ from lightning_lowbw.what.adam import AdamCorrection
 from lightning_lowbw.what.top_k import LEAST_NUMEL, TopK
 from lightning_lowbw.what.values import FloatFormat, make_value_format
 from lightning_lowbw.where.agreement import gather
-
-if TYPE_CHECKING:
-    from lightning_lowbw.engine.worker import Worker
 
 _logger = logging.getLogger(LOGGER)
 PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
@@ -82,14 +79,15 @@ def uses_of(workers: Sequence[Worker], *, measures: bool = False) -> Uses:
         if not isinstance(what, TopK) or peers.num_participants == 1:
             continue
         mine = dict.fromkeys(_kinds_of(worker, what))
-        if measures and what.selection == "sampled":
+        if measures:
             mine[_kind_of(torch.float32)] = None
         kinds |= {kind._replace(is_aligned=is_aligned): None for kind in mine for is_aligned in (True, False)}
         value_format = make_value_format(what.value_dtype)
         value_dtypes[value_format.dtype if isinstance(value_format, FloatFormat) else None] = None
         if what.mean_over == "ranks":
             num_messages[peers.num_participants] = None
-            if not worker.method.averages_weights and asked_for(what, peers) in ("auto", "reduce_scatter"):
+            collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
+            if not worker.method.averages_weights and collective == "reduce_scatter":
                 num_messages[1] = None  # the sums of a reduce-scatter
         steps |= {False: None, True: None} if not worker.method.averages_weights else {False: None}
     return Uses(
@@ -99,9 +97,7 @@ def uses_of(workers: Sequence[Worker], *, measures: bool = False) -> Uses:
 
 def _kinds_of(worker: Worker, what: TopK) -> Iterable[Kind]:
     """Yield the kinds of a worker's tensors, whatever their alignment: that of a gradient may change in each step."""
-    from lightning_lowbw.engine.gradients import GradientWorker
-
-    if what.selection != "sampled" or what.chunk is not None:
+    if what.chunk is not None:
         return
     if not isinstance(worker, GradientWorker):
         yield _kind_of(torch.float32)  # changes of the weights
@@ -110,7 +106,7 @@ def _kinds_of(worker: Worker, what: TopK) -> Iterable[Kind]:
     for group in worker.optimizer.param_groups:
         for parameter in group["params"]:
             # Which tensors are small is known at the first step: of those that are trained then.
-            is_taken = what.takes(worker.name_of(parameter), worker.numel_of(parameter), LEAST_NUMEL)
+            is_taken = what.takes(worker.name_of(parameter), worker.params.numel_of(parameter), LEAST_NUMEL)
             if parameter.dtype in DTYPES and is_taken:
                 has_velocity = is_adam or worker.correction.constants(parameter, group).momentum != 0
                 yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=is_adam)

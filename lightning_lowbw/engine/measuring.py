@@ -20,14 +20,13 @@ from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, sparse_seconds
 from lightning_lowbw.engine.auto_method import NARROW
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.sparse_exchange import asked_for, predict
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
-from lightning_lowbw.where.link import Link
+from lightning_lowbw.where.link import Link, choose
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
 from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
@@ -97,8 +96,10 @@ def exchange_seconds(what: TopK, peers: Peers, sparse: Sequence[int], others: in
     seconds = _all_reduce_seconds(others, peers.num_participants, link)
     if not sparse:
         return seconds
-    choice, kind = predict(what, sparse, density, peers.num_participants, link), asked_for(what, peers)
-    return seconds + choice.times_s[choice.name if kind == "auto" else kind]
+    counts = [what.num_sent(numel, density) for numel in sparse]
+    k, num = sum(counts), peers.num_participants
+    choice = choose(sparse, k, num, 8 * what.codec.nbytes(counts, sparse) / k, link)
+    return seconds + choice.times_s[what.collective(num, is_two_level=peers.is_two_level)]
 
 
 def _all_reduce_seconds(numel: int, num_ranks: int, link: Link) -> float:
@@ -187,7 +188,7 @@ def _time_work(what: TopK, density: float, num_participants: int, device: torch.
     residual, gradient = torch.randn(2, numel, generator=generator, device=device)
     fields = what.selected(numel, density)
     segment = Segment(residual=residual, momentum_buffer=None, gradient=gradient, weight=None, **fields)
-    selection, seconds = Selection(what.selection), []
+    selection, seconds = Selection(), []
     for _ in range(3):  # the threshold has settled by then
         started = time.perf_counter()
         ((positions, values),) = selection.compress_({"": segment}, masking=False)

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping, names_arguments, names_of
 from lightning_lowbw.engine.checks import (
+    agree_on_model,
+    agree_on_optimizers,
     check_current_device,
     check_not_in_ddp,
     check_two_levels,
@@ -24,9 +26,10 @@ from lightning_lowbw.engine.checks import (
     warn_if_incomplete,
     warn_if_mostly_sent,
 )
+from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
-from lightning_lowbw.engine.plain_loop import wrap_step
-from lightning_lowbw.engine.same_training import agree_on_model, agree_on_optimizers
+from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.engine.worker import Worker, wrap_step
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -37,9 +40,6 @@ from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.node_peers import Algorithm
 from lightning_lowbw.where.peers import Peers, make_peers
 from lightning_lowbw.where.topology_choice import TopologyChoice, asks_for_two_levels, check_choice
-
-if TYPE_CHECKING:
-    from lightning_lowbw.engine.worker import Worker
 
 _logger = logging.getLogger(LOGGER)
 
@@ -153,10 +153,7 @@ class Method:
         if isinstance(self.what, TopK):
             for name, allowed in (
                 ("exchange", ("auto", "all_gather")),
-                ("dense_dtype", ("float32",)),
-                ("correction", ("auto",)),
                 ("momentum_masking", (None,)),
-                ("keep_momentum", (None,)),
             ):
                 value = getattr(self.what, name)
                 if value not in allowed:
@@ -201,10 +198,10 @@ class Method:
 
     @property
     def exchanges_gradients(self) -> bool:
-        """Whether gradients, or means of them, are ever exchanged: in synchronous steps, in nodes, with averages."""
+        """Whether gradients, or means of them, are ever exchanged: in synchronous steps, or in nodes."""
         if not isinstance(self.when, EveryK) or self.where.topology != "flat":
             return True
-        return not self.when.is_always_local or self.when.inner_momentum == "average"
+        return not self.when.is_always_local
 
     @property
     def compresses_gradients(self) -> bool:
@@ -296,9 +293,6 @@ class Method:
         Raises:
             ConfigurationError: the optimizer or the peers cannot be used.
         """
-        from lightning_lowbw.engine.gradients import GradientWorker
-        from lightning_lowbw.engine.replicas import ReplicaWorker
-
         if isinstance(self.when, EveryStep):
             return GradientWorker(self, optimizer, named_parameters, peers)
         return ReplicaWorker(self, optimizer, named_parameters, peers, named_buffers or {})
@@ -335,8 +329,6 @@ class Method:
             DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
                 differ. Weights that differ, or the states of the optimizers, are reported at the first step.
         """
-        from lightning_lowbw.engine.gradients import GradientWorker
-
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 "attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
@@ -377,12 +369,13 @@ class Method:
                 stacklevel=2,
             )
         warn_if_alone(peers)
-        warn_if_mostly_sent(worker)
+        warn_if_mostly_sent(method.what, method.when, peers)
         if method.uses_kernels(worker.device):
             prepare_kernels(worker.device, uses_of([worker]), process_group)
-        if isinstance(worker, GradientWorker):
-            warn_if_incomplete(worker)
-            if peers.rank == 0 and peers.num_participants > 1 and (note := worker.correction.note()):
+        if isinstance(worker, GradientWorker) and peers.rank == 0 and peers.num_participants > 1:
+            if isinstance(method.what, TopK) and not worker.correction.is_complete:
+                warn_if_incomplete(optimizer, worker.when)
+            if note := worker.correction.note():
                 _logger.info(note)
         wrap_step(worker)
         return worker

@@ -54,8 +54,7 @@ def LocalSGD(
     k_steps: int = 8,
     begin_step: int | float | str = 1,
     *,
-    value_dtype: str = "float32",
-    compression: TopK | Mapping[str, Any] | None = None,
+    compression: TopK | Mapping[str, Any] | str | None = None,
     topology: TopologyChoice = "flat",
     **knobs: Any,
 ) -> Method:
@@ -64,10 +63,9 @@ def LocalSGD(
     Args:
         k_steps: local steps between two averages.
         begin_step: synchronous steps before the first local one.
-        value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": what is sent of the parameters is then
-            their change since the last average, with error feedback.
-        compression: None, or a `TopK`: only the largest elements of that change are sent, in few bits, with error
-            feedback (SparseLoCo). Or a mapping of the fields that differ from SparseLoCo's.
+        compression: None; "bfloat16", "float16", "int8" or "int4": what is sent of the parameters is then their change
+            since the last average in few bits, with error feedback. Or a `TopK`: only the largest elements of that
+            change are sent (SparseLoCo), or a mapping of the fields that differ from SparseLoCo's.
         topology: as of `Where`.
         **knobs: the other fields of `EveryK`.
 
@@ -75,14 +73,8 @@ def LocalSGD(
         ConfigurationError: a knob is unknown or out of range, or two cannot be combined.
     """
     (when,) = sorted_into("LocalSGD", knobs, EveryK)
-    sparse = as_compression(compression)
-    if sparse is not None and value_dtype != "float32":
-        raise ConfigurationError(
-            f"value_dtype={value_dtype!r} with a compression: give its own value_dtype, as in "
-            f"compression={{'value_dtype': {value_dtype!r}}}."
-        )
-    what: Whole | Narrow | TopK = Whole() if value_dtype == "float32" else _narrow(value_dtype)
-    return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=sparse or what, where=topology)  # type: ignore[arg-type]
+    what = Narrow(value_dtype=compression) if isinstance(compression, str) else as_compression(compression) or Whole()
+    return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=what, where=topology)  # type: ignore[arg-type]
 
 
 @names_arguments
@@ -200,10 +192,3 @@ def preset(name: str) -> Method:
     if name not in PRESETS:
         raise ConfigurationError(f"method {name!r}: choose one of {', '.join(PRESETS)}.")
     return FAMILIES[PRESETS[name].family](**PRESETS[name].arguments)  # type: ignore[operator]
-
-
-def _narrow(value_dtype: str) -> Narrow:
-    try:
-        return Narrow(value_dtype=value_dtype)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{str(error)[:-1]}, or float32.") from None

@@ -1,47 +1,47 @@
-"""Saves and loads the state of a worker: tensors on the CPU and primitives.
+"""The states of workers: tensors on the CPU and primitives; and what another world starts with.
 
 A rank's own state is keyed by the names of parameters. What it keeps back is that of its part of each tensor: ranks of
-the same world take theirs as it is, others cut theirs out of the mean over the participants of the whole.
+the same world load theirs as it is, others cut theirs out of the mean over the participants of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from lightning_lowbw.engine.average import Average
-from lightning_lowbw.engine.late_faults import forget_late_faults
-from lightning_lowbw.engine.orders import Reordering
+from lightning_lowbw.engine.average import change_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.ops.layout import order_of
+from lightning_lowbw.ops.layout import Order, order_of, reordered
 from lightning_lowbw.ops.reference import as_real, is_finite
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import part_of
-
-if TYPE_CHECKING:
-    from lightning_lowbw.engine.gradients import GradientWorker
-    from lightning_lowbw.engine.replicas import ReplicaWorker
-    from lightning_lowbw.engine.worker import Worker
 
 Named = dict[str, Tensor]
 
+OF_GRADIENTS = ("step", "small_numel", "correction", "payload", "shapes", "orders", "num_participants")
+NO_DELAY: dict[str, Any] = {"chosen": None, "average_s": {}}  # a world of another size measures again
 
-# Parts of tensors -----------------------------------------------------------------------------------------------------
 
-
-def _saved(tensors: Mapping[str, Tensor]) -> Named:
+def saved(tensors: Mapping[str, Tensor]) -> Named:
+    """Return copies on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _rank(worker: Worker) -> tuple[int, int]:
-    """Return which rank this is among those that communicate, of how many."""
-    return worker.peers.rank, worker.peers.num_ranks
-
-
-def _local_rank(worker: Worker) -> tuple[int, int]:
-    """Return which part of every tensor this rank keeps: its local rank, of how many."""
-    return worker.peers.local_rank, worker.peers.num_local_ranks
+def on_cpu(value: Any) -> Any:
+    """Return a copy of a nested state on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)  # a subclass (an 8-bit state) may not know `clone`
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    if getattr(value, "shape", None) == ():  # of numpy, as a user's formula returns; a shard with one does not load
+        return value.item()
+    return type(value)(map(on_cpu, value)) if type(value) in (list, tuple) else value
 
 
 def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
@@ -50,20 +50,23 @@ def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
     return kept if kept.numel() == part.stop - part.start else kept[part]
 
 
-def _nodes(worker: Worker) -> list[list[int]] | None:
-    """Return the ranks of each node, which determine who keeps which part; None when flat."""
-    topology = worker.peers.topology
-    return None if topology is None else [list(node) for node in topology.nodes]
+def origin(peers: Peers) -> dict[str, Any]:
+    """Return whose state it is: the rank of how many, which part of every tensor it keeps, and the nodes."""
+    nodes = None if peers.topology is None else [list(node) for node in peers.topology.nodes]
+    return {
+        "rank": (peers.rank, peers.num_ranks),
+        "local_rank": (peers.local_rank, peers.num_local_ranks),
+        "nodes": nodes,
+    }
 
 
-def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
-    """Check on all ranks that a state is of this version, and that its parts are those of these nodes."""
-    if "nodes" not in state:
-        raise ConfigurationError(
-            "The state was written by an earlier version of lightning_lowbw, which has another format. Resume with "
-            "that version, or begin a new run with the weights alone."
-        )
-    for key in ("residuals", "velocities", "rounded"):
+def check_origin(state: Mapping[str, Any], peers: Peers) -> None:
+    """Check that a state is that of this rank, with the parts that it keeps, or of `merge_states`; and finite.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    for key in ("residuals", "velocities"):
         for name, kept in state.get(key, {}).items():
             if not is_finite(kept):
                 raise ConfigurationError(
@@ -71,9 +74,9 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
                     "NaN in the checkpoint itself. Resume from an earlier checkpoint, or begin a new run with the "
                     "weights alone."
                 )
-    is_merged, nodes = state["local_rank"] is None, _nodes(worker)
-    rank, own = state.get("rank"), _rank(worker)
-    keeps = any(state.get(key) for key in ("residuals", "rounded", "velocities", "local", "own"))
+    here = origin(peers)
+    is_merged, rank, own = state["local_rank"] is None, state.get("rank"), here["rank"]
+    keeps = any(state.get(key) for key in ("residuals", "velocities", "local", "own"))
     keeps = keeps or bool(state.get("optimizer", {}).get("state"))
     if keeps and not is_merged and rank is not None and tuple(rank) != own:
         raise ConfigurationError(
@@ -81,10 +84,10 @@ def _check_origin(worker: Worker, state: Mapping[str, Any]) -> None:
             "kept back is its own. Let each rank save worker.state_dict() in a file of its own and load that; for "
             "another number of ranks load what lightning_lowbw.merge_states makes of the states of all."
         )
-    if not is_merged and state["nodes"] != nodes and (state["residuals"] or state["rounded"]):
+    if not is_merged and state["nodes"] != here["nodes"] and state["residuals"]:
         raise ConfigurationError(
-            f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(nodes)}, where each keeps "
-            "other parts of the tensors. Resume with the topology of that run, or load what "
+            f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(here['nodes'])}, where "
+            "each keeps other parts of the tensors. Resume with the topology of that run, or load what "
             "lightning_lowbw.merge_states makes of the states of all its ranks."
         )
 
@@ -93,248 +96,159 @@ def _on(nodes: list[list[int]] | None) -> str:
     return "without nodes" if nodes is None else f"on nodes {nodes}"
 
 
-# Gradients ------------------------------------------------------------------------------------------------------------
+def in_order_of(kept: Tensor, parameter: Parameter, name: str, old: Order) -> Tensor:
+    """Return what a state has kept of a parameter, flat, in the present order of its elements in memory.
 
+    Args:
+        old: the order in which it was kept.
 
-def of_gradients(worker: GradientWorker) -> dict[str, Any]:
-    """Return what differs from rank to rank, and the step."""
-    parameters, optimizer = worker.by_name(), worker.optimizer
-    kept = {name: as_real(parameter) for name, parameter in parameters.items() if worker.keeps(name)}
-    of_sparse = {name: parameters[name] for name in worker.residuals if name in parameters}  # not what was taken out
-    velocities = {name: worker.velocities.saved(parameter) for name, parameter in of_sparse.items()}
-    local = {
-        name: _saved({k: optimizer.state[p][k] for k in worker.correction.local_keys(p)})
-        for name, p in of_sparse.items()
-    }
-    unsent, rounded = (
-        {} if each is None else {name: kept for name, kept in each.residuals.state().items() if name in parameters}
-        for each in (worker.sparse, worker.narrow)
-    )
-    return {
-        "step": worker.step,
-        "small_numel": worker.small_numel,
-        "rank": _rank(worker),
-        "local_rank": _local_rank(worker),
-        "nodes": _nodes(worker),
-        "num_participants": worker.peers.num_participants,
-        "correction": worker.correction.kind,
-        "shapes": {name: tuple(each.shape) for name, each in kept.items()},
-        "orders": {name: order_of(each) for name, each in kept.items()},
-        "residuals": unsent,
-        "velocities": _saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
-        "rounded": rounded,
-        "local": local,
-        "exchange": None if worker.sparse is None else worker.sparse.state_dict(),
-        "torn": worker.torn,
-    }
-
-
-def load_gradients(worker: GradientWorker, state: Mapping[str, Any]) -> None:
-    """Take over `of_gradients` of the same ranks, or `merge_states`; see `GradientWorker.load_state_dict`."""
-    _check_origin(worker, state)
-    worker.is_compared = False
-    parameters, kind = worker.by_name(), worker.correction.kind
-    if state["residuals"] and state["correction"] != kind:
+    Raises:
+        ConfigurationError: there is only a part, of another order.
+    """
+    real = as_real(parameter)
+    new = order_of(real)
+    if tuple(old) == new:
+        return kept
+    if kept.numel() != real.numel():
         raise ConfigurationError(
-            f"The checkpoint keeps what {state['correction']!r} had not sent, and to {worker.method.what} with "
-            f"{type(worker.optimizer).__name__}, which is {kind!r}, that means something else. Resume with the method, "
-            "the optimizer and the correction that it was trained with (of TopK, correction='auto' is 'momentum' for "
-            f"SGD, 'own_variance' for Adam and AdamW), or {WITHOUT_RESIDUALS}."
+            f"The checkpoint keeps parts of {name!r} in the order of its dimensions {tuple(old)}, and it now lies "
+            f"in memory in the order {new}. Resume with the memory format of that run "
+            f"(model.to(memory_format=...)), or {WITHOUT_RESIDUALS}."
         )
-    for name, shape in state["shapes"].items():
-        there = tuple(as_real(parameters[name]).shape) if name in parameters else None
-        if there != tuple(shape):
-            has = "no such parameter" if there is None else f"shape {there}"
+    return reordered(kept, tuple(real.shape), tuple(old), new)
+
+
+# Another world --------------------------------------------------------------------------------------------------------
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state every rank of another world starts with; of all methods. Reads one state at a time.
+
+    Args:
+        states: `worker.state_dict()` of every rank, in any order.
+
+    Raises:
+        ConfigurationError: a rank's state is missing or given twice, is that of no rank, or they are not of one step:
+            what the ranks have not sent would be lost, or sent twice.
+    """
+    checked = _of_one_world(states)
+    first = next(checked)
+    everything = itertools.chain([first], checked)
+    return merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
+
+
+def _of_one_world(states: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the states, which must be those of all ranks, each once, after the same step or average."""
+    advice = "Give it worker.state_dict() of each rank that trained, once, all saved after the same step."
+    seen: dict[int, str] = {}
+    num_ranks = 1
+    for state in states:
+        if not isinstance(state, Mapping) or "rank" not in state:  # or is of `merge_states` itself
+            raise ConfigurationError(f"merge_states was given a {type(state).__name__} that is no state. {advice}")
+        rank, num_ranks = state["rank"]
+        # With data of unequal lengths the ranks have taken different numbers of steps.
+        place = f"{state['num_averages']} averages" if "num_averages" in state else f"step {state['step']}"
+        place = f"{place} of {num_ranks} ranks"
+        if rank in seen:
+            raise ConfigurationError(f"merge_states was given the state of rank {rank} twice. {advice}")
+        other = next(iter(seen), rank)
+        if place != seen.get(other, place):
             raise ConfigurationError(
-                f"The checkpoint keeps a residual of shape {tuple(shape)} for {name!r}; the optimizer has {has}. "
-                f"Resume with the model that was saved, or {WITHOUT_RESIDUALS}."
+                f"merge_states was given the state of rank {other} after {seen[other]}, and that of rank {rank} after "
+                f"{place}. {advice}"
             )
-    if (state["residuals"] and worker.sparse is None) or (state["rounded"] and worker.narrow is None):
+        seen[rank] = place
+        yield state
+    if missing := [str(rank) for rank in range(num_ranks) if rank not in seen]:
         raise ConfigurationError(
-            f"The checkpoint keeps gradients that have not been sent, and with {worker.method.what} they never would "
-            f"be. Resume with the payload of that run, or {WITHOUT_RESIDUALS}."
+            f"merge_states was not given the state of rank {', '.join(missing)} of {num_ranks}. {advice}"
         )
-    to_order = Reordering(worker, parameters, state)
-
-    def own(name: str, kept: Tensor) -> Tensor:
-        return own_part(to_order(name, kept), as_real(parameters[name]).numel(), _local_rank(worker))
-
-    worker.step, worker.small_numel = state["step"], state["small_numel"]
-    worker.velocities.clear()
-    forget_late_faults(worker)
-    if worker.narrow is not None:
-        rounded = {name: own(name, kept) for name, kept in state["rounded"].items()}
-        worker.narrow.residuals.load(rounded, worker.device)
-    if worker.sparse is not None:
-        residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
-        worker.sparse.residuals.load(residuals, worker.device)
-        if state["exchange"] is not None:
-            worker.sparse.load_state_dict(state["exchange"])
-    for name, kept in state["velocities"].items():
-        worker.velocities.load(parameters[name], own(name, kept))
-    for name, tensors in state["local"].items():
-        for key, value in tensors.items():
-            of_parameter = worker.optimizer.state.get(parameters[name], {})
-            if key in of_parameter:  # of G^2 / N, where N may be another now
-                factor = state["num_participants"] / worker.peers.num_participants
-                of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
 
 
-# Replicas -------------------------------------------------------------------------------------------------------------
+def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
 
-COUNTERS = ("step", "steps_since_average", "num_averages", "num_samples")
+    The update is 1/N sum v_k: the mean over the old participants, given to each of the new ones, leaves it as it was.
+    """
+    merged: dict[str, Any] = {}
+    means = {key: _Mean() for key in ("residuals", "velocities")}
+    local: dict[str, Named] = {}
+    num_states, num_parts = 0, 1
+    for state in states:
+        num_states, (_, num_parts) = num_states + 1, state["local_rank"]
+        merged = merged or {key: state[key] for key in OF_GRADIENTS}
+        for key, mean in means.items():
+            for name, kept in state[key].items():
+                mean.add(name, kept, math.prod(state["shapes"][name]), state["local_rank"])
+        for name, tensors in state["local"].items():
+            for key, value in tensors.items():
+                of_tensor = local.setdefault(name, {})
+                of_tensor[key] = of_tensor.get(key, torch.zeros(())) + value
+    of_ranks = {name: {key: total / num_states for key, total in tensors.items()} for name, tensors in local.items()}
+    wholes = {key: mean.divide(num_states / num_parts) for key, mean in means.items()}
+    return {**merged, "local_rank": None, "nodes": None, "local": of_ranks, "exchange": None, **wholes}
 
 
-def of_replica(worker: ReplicaWorker) -> dict[str, Any]:
-    """Return a rank's weights, the optimizer's state, and where it is in the interval."""
-    averaging, worker.ending.step = worker.averaging, None  # whoever has the state can go on
-    worker.consensus_view.restart()
-    own = {} if worker.parameters_agree else _saved(worker.consensus_view.own_tensors())
-    return {
-        **{name: getattr(worker, name) for name in COUNTERS},
-        "small_numel": worker.small_numel,
-        "torn": worker.torn,
-        **worker.phase.state_dict(),
-        "loss": worker.loss.state_dict(),
-        "own": own,
-        "rank": _rank(worker),
-        "local_rank": _local_rank(worker),
-        "nodes": _nodes(worker),
-        "buffers": _saved(averaging.buffers.start),
-        "start": _saved({worker.name_of(p): start for p, start in averaging.start.items()}),
-        "velocity": _saved({worker.name_of(p): u for p, u in averaging.velocity.items()}),
-        "residuals": {} if averaging.sparse is None else averaging.sparse.residuals.state(),
-        "rounded": {} if averaging.narrow is None else averaging.narrow.residuals.state(),
-        "exchange": None if averaging.sparse is None else averaging.sparse.state_dict(),
-        "delay": worker.delay.state_dict(),
-        "fragments": [
-            {
-                "names": [worker.name_of(p) for p in fragment.parameters],
-                "steps": fragment.steps,
-                "moved": [worker.name_of(p) for p in fragment.moved],
-                "work": None if fragment.work is None else _of_work(worker, fragment.work),
-            }
-            for fragment in worker.fragments
-        ],
-        "optimizer": _cpu(worker.optimizer.state_dict()),
+def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
+
+    Residuals are averaged, too, so that 1/N of the sum over the participants stays the same. An average that has been
+    begun and not applied is dropped; elements that it has taken from the residuals are put back.
+    """
+    merged: dict[str, Any] = {}
+    residuals = _Mean()
+    totals: dict[tuple[Any, str], Tensor] = {}
+    counts: dict[tuple[Any, str], int] = {}
+    num_states, num_parts = 0, 1
+    for state in states:
+        num_states, (_, num_parts) = num_states + 1, state["local_rank"]
+        merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
+        for name, kept in state["residuals"].items():
+            residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])
+        for fragment in state["fragments"]:
+            work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
+            for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
+                # The weights have this rank's change, and the consensus its mean: the difference is unsent again. It
+                # holds for the mean over participants; elements taken from one residual are put back by others.
+                if name in work["changes"]:
+                    change = change_of(snapshot, state["start"][name], as_real(state["own"][name]).dtype)
+                    back = work["changes"][name] - change.reshape(-1)
+                    residuals.add(name, back / num_parts, back.numel(), (0, 1))
+        for index, entry in state["optimizer"]["state"].items():
+            for name, value in entry.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+                    totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
+                    counts[index, name] = counts.get((index, name), 0) + 1
+    merged |= {
+        "local_rank": None,
+        "nodes": None,
+        "exchange": None,
+        "residuals": residuals.divide(num_states / num_parts),
+        "fragments": [{**fragment, "work": None, "moved": [], "steps": None} for fragment in merged["fragments"]],
     }
+    optimizer_state = merged["optimizer"]["state"]
+    for (index, name), total in totals.items():
+        entry = optimizer_state.setdefault(index, {})
+        dtype = entry[name].dtype if isinstance(entry.get(name), Tensor) else total.dtype
+        entry[name] = (total / counts[index, name]).to(dtype)
+    return merged
 
 
-def _of_work(worker: ReplicaWorker, work: Average) -> dict[str, Any]:
-    """Return the state of an average that has been begun, once it has arrived: what it is decoded with is at hand."""
-    with worker.averaging.offload.at_hand(worker.device):
-        return work.state_dict(worker.name_of)
+class _Mean:
+    """The mean over participants of tensors of which each rank has a part, added up state by state."""
 
+    def __init__(self) -> None:
+        self._totals: Named = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
-def load_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
-    """Take over `of_replica` of the same ranks, or `merge_states`; see `ReplicaWorker.load_state_dict`."""
-    averaging, parameters, device = worker.averaging, worker.by_name(), worker.device
-    before = worker.small_numel
-    worker.small_numel = state["small_numel"]  # which tells what is sent
-    try:
-        _check_replica(worker, state)
-    except ConfigurationError:
-        worker.small_numel = before
-        raise
-    forget_late_faults(worker)
-    targets = worker.consensus_view.tensors()
-    for name, own in state["own"].items():
-        targets[name].copy_(own)
-    for name in COUNTERS:
-        setattr(worker, name, state[name])
-    worker.phase.load_state_dict(state)
-    worker.loss.load_state_dict(state["loss"], device)
-    averaging.buffers.start = {name: start.to(device, copy=True) for name, start in state["buffers"].items()}
-    averaging.start = {parameters[name]: start.to(device, copy=True) for name, start in state["start"].items()}
-    averaging.velocity = {parameters[name]: u.to(device, copy=True) for name, u in state["velocity"].items()}
-    for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
-        if exchange is not None:
-            numels = {name: as_real(parameters[name]).numel() for name in unsent}
-            parts = {name: own_part(kept, numels[name], _local_rank(worker)) for name, kept in unsent.items()}
-            exchange.residuals.load(parts, device)
-    if averaging.sparse is not None and state["exchange"] is not None:
-        averaging.sparse.load_state_dict(state["exchange"])
-    for fragment, saved in zip(worker.fragments, state["fragments"], strict=True):
-        fragment.parameters = [parameters[name] for name in saved["names"]]
-        fragment.steps = saved["steps"]
-        fragment.moved = {parameters[name]: None for name in saved["moved"]}
-        fragment.work = None if saved["work"] is None else Average.from_state(saved["work"], parameters, device)
-    worker.delay.load_state_dict(state["delay"])
-    worker.optimizer.load_state_dict(state["optimizer"])
+    def add(self, name: str, kept: Tensor, numel: int, of: tuple[int, int]) -> None:
+        """Add what a rank has kept, flat, of its part of a tensor with so many elements; see `own_part`."""
+        self._dtypes[name] = kept.dtype
+        wide = torch.promote_types(kept.dtype, torch.float32)
+        total = self._totals.setdefault(name, torch.zeros(numel, dtype=wide))
+        total[part_of(numel, *of)] += own_part(kept, numel, of).to(wide)
 
-
-def _check_replica(worker: ReplicaWorker, state: Mapping[str, Any]) -> None:
-    _check_origin(worker, state)
-    worker.is_compared = False
-    if len(state["fragments"]) != len(worker.fragments):
-        raise ConfigurationError(
-            f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
-            f"{len(worker.fragments)}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
-        )
-    if worker.averaging.needs_start and state["own"] and not state["start"]:
-        raise ConfigurationError(
-            "The checkpoint was written between two averages, and not with an outer optimizer, a value_dtype or a "
-            "compression, which need the last consensus. Resume without these, from a checkpoint written after an "
-            f"average, or {WITHOUT_RESIDUALS}."
-        )
-    has_no_averages = worker.peers.num_participants == 1 or worker.when.schedule.is_always_synchronous
-    if state["own"] and worker.peers.num_ranks > 1 and has_no_averages:
-        raise ConfigurationError(
-            "The state was written between two averages, where each rank has weights of its own, and here no average "
-            f"would ever make them equal: {worker.method}. Resume with the schedule and the topology of that run, or "
-            "load what lightning_lowbw.merge_states makes of the states of all its ranks."
-        )
-    targets, parameters, averaging = worker.consensus_view.tensors(), worker.by_name(), worker.averaging
-    shapes = {name: (own.shape, targets.get(name)) for name, own in state["own"].items()}
-    for name, start in state["start"].items():
-        parameter = parameters.get(name)
-        shapes[name] = start.shape, parameter if parameter is None else as_real(parameter)
-    for name, (shape, target) in shapes.items():
-        if target is None or target.shape != shape:
-            raise ConfigurationError(
-                f"The checkpoint has {name!r} of shape {tuple(shape)}; this model has not. Resume with the model it "
-                f"was written with, or {WITHOUT_RESIDUALS}."
-            )
-    for name in (name for fragment in state["fragments"] for name in fragment["names"]):
-        if name not in parameters:
-            raise ConfigurationError(
-                f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
-                f"was written with, or {WITHOUT_RESIDUALS}."
-            )
-    for exchange, unsent in ((averaging.sparse, state["residuals"]), (averaging.narrow, state["rounded"])):
-        for name, residual in unsent.items():
-            keeps = exchange is not None and averaging.takes(parameters[name])
-            if not keeps and residual.any():
-                raise ConfigurationError(
-                    f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
-                    f"and with {worker.method.what} they never would be. Resume with the compression of that run, or "
-                    f"{WITHOUT_RESIDUALS}."
-                )
-
-
-# Equal on all ranks ---------------------------------------------------------------------------------------------------
-
-
-def equal_state(worker: Any) -> dict[str, Any]:
-    """Return what is the same on all ranks: numbers, for the checkpoint itself."""
-    state: dict[str, Any] = {"step": worker.step, "small_numel": worker.small_numel}
-    if worker.method.averages_weights:
-        state |= {**worker.phase.state_dict(), "num_averages": worker.num_averages}
-    return state
-
-
-def load_equal_state(worker: Any, state: Mapping[str, Any]) -> None:
-    """Take over what `equal_state` returned."""
-    worker.step, worker.small_numel = state["step"], state["small_numel"]
-    if worker.method.averages_weights:
-        worker.phase.load_state_dict(state)
-
-
-def _cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)  # a subclass (an 8-bit state) may not know `clone`
-    if isinstance(value, dict):
-        return {key: _cpu(item) for key, item in value.items()}
-    if getattr(value, "shape", None) == ():  # of numpy, as a user's formula returns; a shard with one does not load
-        return value.item()
-    return type(value)(map(_cpu, value)) if type(value) in (list, tuple) else value
+    def divide(self, num_participants: float) -> Named:
+        """Return the whole means: flat, in the dtype of the parts."""
+        return {name: (total / num_participants).to(self._dtypes[name]) for name, total in self._totals.items()}

@@ -14,7 +14,6 @@ from torch import nn
 from lightning_lowbw.engine.checks import warn_if_incomplete
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.what.top_k import TopK
@@ -96,9 +95,10 @@ def tell_notes(workers: Iterable[Worker]) -> None:
     """Log a change of an optimizer's arithmetic in sparse steps; warn if it is not complete."""
     for worker in workers:
         if isinstance(worker, GradientWorker):
-            warn_if_incomplete(worker)
             what = worker.method.what
-            has_sparse = not isinstance(what, TopK) or bool(numels_by_kind(worker, what)[0])
+            if isinstance(what, TopK) and not worker.correction.is_complete and worker.peers.rank == 0:
+                warn_if_incomplete(worker.optimizer, worker.when)
+            has_sparse = not isinstance(what, TopK) or bool(worker.params.numels_by_kind(what)[0])
             if has_sparse and (note := worker.correction.note()):
                 rank_zero_info(note)
 
@@ -108,8 +108,8 @@ def tell_what_stays_whole(workers: Iterable[Worker]) -> None:
     sparse, others, least, excluded = list[int](), list[int](), 0, set[str]()
     for worker in workers:
         if isinstance(what := worker.method.what, TopK):
-            of_sparse, of_others = numels_by_kind(worker, what)
-            sparse, others, least = sparse + of_sparse, others + of_others, what.min_numel or worker.small_numel
+            of_sparse, of_others = worker.params.numels_by_kind(what)
+            sparse, others, least = sparse + of_sparse, others + of_others, what.min_numel or worker.params.small_numel
             excluded |= set(what.exclude)
     total = sum(sparse) + sum(others)
     if total and sum(sparse) < MUCH * total:
@@ -156,7 +156,7 @@ def warn_if_never_local(when: EveryK, trainer: pl.Trainer, workers: Sequence[Wor
 
 def warn_if_replaced(module: nn.Module, workers: Iterable[ReplicaWorker]) -> bool:
     """Warn of buffers that other tensors have taken the place of: those are not averaged; return whether there are."""
-    buffers = {name: buffer for worker in workers for name, buffer in worker.averaging.buffers.floating.items()}
+    buffers = {name: buffer for worker in workers for name, buffer in worker.buffers.floating.items()}
     now = dict(module.named_buffers())
     replaced = [name for name, buffer in buffers.items() if now.get(name) is not buffer]
     if replaced:

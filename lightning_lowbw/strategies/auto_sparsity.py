@@ -247,9 +247,6 @@ class AutoSparsity:
             f"predicted to take {in_time(self._link_watch.predicted_s)}; {reason}."
         )
         self._choose(described(chosen, measured))
-        for each in strategy.workers:
-            if isinstance(each, GradientWorker) and each.sparse is not None and each.sparse.link is not None:
-                each.sparse.link = measured.link
 
     @property
     def _schedule(self) -> EveryStep:
@@ -301,10 +298,7 @@ class AutoSparsity:
             self._link_watch = LinkWatch(chosen["predicted_s"], self._schedule.budget * chosen["step_s"])
         if chosen["when"] is not None:
             when = EveryStep(**chosen["when"])
-            what = self._given.what
-            if isinstance(what, TopK) and what.keep_momentum is None and what.correction == "auto":
-                what = dataclasses.replace(what, keep_momentum=True)
-            self._replace(dataclasses.replace(self._given, when=when, what=what))
+            self._replace(dataclasses.replace(self._given, when=when))
 
     def _replace(self, method: Method) -> None:
         strategy = self._strategy

@@ -15,8 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.engine.merging import merge_states
-from lightning_lowbw.engine.state import equal_state, load_equal_state
+from lightning_lowbw.engine.state import merge_states
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import overwriting, shards
 from lightning_lowbw.where.agreement import agree, failing_together, gather
@@ -142,7 +141,7 @@ class Checkpoints:
             "kind": self.kind,
             "nodes": strategy.groups.nodes,
             "chosen": strategy.auto.state_dict(),
-            "workers": [equal_state(worker) for worker in strategy.workers],
+            "workers": [worker.equal_state() for worker in strategy.workers],
         }
 
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,7 +300,7 @@ class Checkpoints:
         for number, worker in enumerate(workers):
             worker.step = checkpoint["global_step"] // max(1, len(workers))
             if number < len(states):
-                load_equal_state(worker, states[number])
+                worker.load_equal_state(states[number])
 
     def _look_for(self, metadata: Mapping[str, Any], path: _PATH) -> tuple[_Found | None, str]:
         """Return the result of `_find`; or None and the missing shards by rank, if an exception has kept them away.

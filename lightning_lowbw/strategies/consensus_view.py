@@ -40,7 +40,7 @@ class ConsensusView:
     def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
         """Put the consensus into the model, until `hide`.
 
-        Collective: all ranks; if the replicas are equal, as `engine.late_faults.check_late_faults`. Not during the
+        Collective: all ranks; if the replicas are equal, as `Worker.check_late_faults`. Not during the
         handling of an exception, when some ranks may be elsewhere: then each keeps its own weights.
         """
         if self.is_shown:
@@ -51,11 +51,11 @@ class ConsensusView:
             return
         if not self._has_warned:
             self._has_warned = warn_if_replaced(module, workers)
-        is_equal = all(worker.consensus_view.is_there for worker in workers)
+        is_equal = all(worker.is_consensus for worker in workers)
         if not is_equal:
             self._own_buffers = copies(dict(module.named_buffers()))
         for worker in workers:
-            worker.consensus_view.show()
+            worker.show_consensus()
         self._shown = [] if is_equal else list(workers)
         self._remember_shown(module)
 
@@ -66,7 +66,7 @@ class ConsensusView:
     def hide(self) -> None:
         """Give this rank its own weights back."""
         for worker in self._shown:
-            worker.consensus_view.hide()
+            worker.hide_consensus()
         self.keep()
 
     @contextmanager
@@ -75,21 +75,21 @@ class ConsensusView:
         if not workers:
             yield
             return
-        tensors = {name: tensor for worker in workers for name, tensor in worker.consensus_view.tensors().items()}
+        tensors = {name: tensor for worker in workers for name, tensor in worker.averaged_tensors().items()}
         tensors |= dict(module.named_buffers())
         shown = copies(tensors)
         yield
-        if all(worker.consensus_view.is_there for worker in workers):
+        if all(worker.is_consensus for worker in workers):
             return
         self._own_buffers = copies(dict(module.named_buffers()))
         for worker in workers:
-            worker.consensus_view.hold()
+            worker.hold_own()
         self._shown = list(workers)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(shown[name])
         for worker in workers:
-            worker.consensus_view.remember_shown()
+            worker.note_shown()
         self._remember_shown(module)
 
     def keep(self) -> None:

@@ -17,7 +17,9 @@ class DGCStrategy(Strategy):
     """Send the largest elements of the gradient, and keep the rest for later steps.
 
     `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping), and weight decay without
-    delay; `Adam` and `AdamW` get a correction of their own; other optimizers use error feedback, with a warning.
+    delay; `Adam` and `AdamW` get a correction of their own (with a beta1 of at most 0.7 in sparse steps); other
+    optimizers use error feedback, with a warning. Other knobs are fields of the method, as in
+    `Strategy(DGC(momentum_masking=True))`.
     `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
     exchange. See `lightning_lowbw.engine.gradients` for the equations.
 
@@ -26,27 +28,16 @@ class DGCStrategy(Strategy):
         rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
             steps, measures them and the link, and chooses the density: as high as possible with an exchange of at most
-            `budget` of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
-            steps are within the budget, and in a run of fewer than 125 steps (with Adam 242). One line logs the choice
+            5 % of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
+            steps are within that, and in a run of fewer than 125 steps (with Adam 242). One line logs the choice
             and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it is 99.9 %.
-        budget: with "auto", the fraction of a step that its exchange may take.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
-        momentum_masking: whether the velocity of sent elements is cleared; None: for SGD, not for Adam.
-        keep_momentum: whether velocities are not cleared in steps with a density above (1 - momentum) / 2, 5 % with
-            0.9; None: only with the numbers of "auto".
         min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
             all below 1,024, and none from 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
-        selection: "sampled" or "exact"; both send the k largest, the first finds them faster.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
             errors are sent later.
-        exchange: "auto", "all_gather", "reduce_scatter" or "dense": how the selected elements are summed, see
-            `lightning_lowbw.DGC`.
-        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": the type in which small tensors are sent in
-            sparse steps; rounding errors are sent later.
-        correction: "auto" corrects the momentum of SGD, Adam and AdamW (for the last two with a beta1 of at most 0.7 in
-            sparse steps); "error_feedback" uses error feedback with any optimizer.
         topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`, which treats each node as one worker: N counts nodes.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
@@ -74,17 +65,10 @@ class DGCStrategy(Strategy):
         rampup_begin_step: int = 0,
         rampup_step: int = 1,
         sparsity: Sequence[float] | str | None = None,
-        budget: float = 0.05,
         pretrained: bool = False,
-        momentum_masking: bool | None = None,
-        keep_momentum: bool | None = None,
         min_numel: int | None = None,
         exclude: Sequence[str] = (),
-        selection: str = "sampled",
         value_dtype: str = "bfloat16",
-        exchange: str = "auto",
-        dense_dtype: str = "float32",
-        correction: str = "auto",
         topology: TopologyChoice = "flat",
         **kwargs: Unpack[StrategyKeywords],
     ) -> None:
@@ -94,17 +78,10 @@ class DGCStrategy(Strategy):
             rampup_begin_step=rampup_begin_step,
             rampup_step=rampup_step,
             sparsity=sparsity,
-            budget=budget,
             pretrained=pretrained,
-            momentum_masking=momentum_masking,
-            keep_momentum=keep_momentum,
             min_numel=min_numel,
             exclude=exclude,
-            selection=selection,
             value_dtype=value_dtype,
-            exchange=exchange,
-            dense_dtype=dense_dtype,
-            correction=correction,
             topology=topology,
         )
         super().__init__(method, **kwargs)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.slots import numels_by_kind
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.keywords import asked_of_buffers
@@ -68,7 +67,7 @@ def numels_of(strategy: Strategy) -> tuple[list[int], list[int]]:
     assert isinstance(what, TopK)
     sparse, others = list[int](), list[int]()
     for worker in strategy.workers:
-        whole, rest = numels_by_kind(worker, what)
+        whole, rest = worker.params.numels_by_kind(what)
         parts = [worker.peers.part(numel) for numel in whole]
         sparse += [part.stop - part.start for part in parts]
         others += rest

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowbw.engine.same_training import agree_on_model, agree_on_optimizers
+from lightning_lowbw.engine.checks import agree_on_model, agree_on_optimizers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.advice import accumulation_schedulers, callbacks_of
 from lightning_lowbw.strategies.callback_agreement import AVERAGING

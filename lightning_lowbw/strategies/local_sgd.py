@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from typing_extensions import Unpack
@@ -15,13 +14,11 @@ from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.adaptive import Rule
-from lightning_lowbw.when.every_k import EveryK, InnerMomentum
 from lightning_lowbw.when.outer import OuterName
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
 # Of the method, beside what `AdaptiveLocalSGDStrategy` names itself.
-OTHER_KNOBS = {each.name for each in fields(EveryK) if each.init} - {"k_steps", "num_fragments"}
-OTHER_KNOBS |= {"value_dtype", "compression", "topology"}
+OTHER_KNOBS = {"outer", "delay_steps", "compression", "topology"}
 
 
 class LocalSGDStrategy(Strategy):
@@ -31,33 +28,26 @@ class LocalSGDStrategy(Strategy):
     training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
     `ModelCheckpoint`, an `EarlyStopping` or a `ReduceLROnPlateau` monitors are averaged over ranks after validation and
     at the end of an epoch; in between each rank has its own. Gradient clipping and AMP act on each rank alone.
-    SIGTERM on any rank ends all of them at the next average, in synchronous steps after that step or the next.
+    SIGTERM on any rank ends all of them at the next average, in synchronous steps after that step or the next. Other
+    knobs are fields of the method: `Strategy(LocalSGD(outer_lr=...))`.
 
     Args:
         k_steps: local steps between two averages. 1 is DDP.
         begin_step: synchronous steps (as DDP) before the first local one: a number of steps, a fraction of the run
             (float between 0 and 1), or "first_lr_decay".
         outer: "none", "slowmo" or "nesterov" (DiLoCo): the optimizer that is applied to the mean.
-        outer_lr: by default 1 for "slowmo", 0.7 for "nesterov".
-        outer_momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
-        inner_momentum: an average leaves the optimizer's momentum "local", takes the "average", or does a "reset".
         delay_steps: local steps that hide an average: it is applied that many steps after it was begun, and the steps
             in between are kept. "auto" measures how many steps an average takes.
         num_fragments: the number of parts in which parameters are averaged, at different steps (streaming): the peak of
             the traffic is divided by it. "auto": 4, or as many as there are tensors.
-        mixing: the fraction of its own weights that a rank keeps when a delayed average is applied; None adds the
-            average's change instead.
-        value_dtype: "float32", or "bfloat16", "float16", "int8" or "int4", with error feedback.
-        compression: None, or a `Compression` (or a mapping of its arguments): only the largest elements of the change
-            by local steps are sent, in few bits, with error feedback (SparseLoCo).
+        compression: None; "bfloat16", "float16", "int8" or "int4": the change by local steps is sent in few bits; or a
+            `Compression` (or a mapping of its arguments): only its largest elements are sent, in few bits (SparseLoCo).
+            With error feedback.
         uneven: for ranks with more batches than others in an epoch: "finish" them, or "stop" at the next
             average. Replicas are weighted by samples once a rank has ended.
-        audit: raise an error that names any collective between two averages. Costs a few comparisons per step.
         topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. The ranks of a node then step together, on the mean of their gradients,
             and nodes are averaged after every k-th step.
-        node_k_steps: above 1: on two levels the ranks of a node also step alone, and average after this number of
-            steps.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -80,36 +70,23 @@ class LocalSGDStrategy(Strategy):
         begin_step: int | float | str = 1,
         *,
         outer: OuterName = "none",
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        inner_momentum: InnerMomentum = "local",
         delay_steps: int | str = 0,
         num_fragments: int | str = 1,
-        mixing: float | None = None,
-        value_dtype: str = "float32",
-        compression: Mapping[str, Any] | TopK | None = None,
+        compression: Mapping[str, Any] | TopK | str | None = None,
         uneven: Policy = "finish",
-        audit: bool = False,
         topology: TopologyChoice = "flat",
-        node_k_steps: int = 1,
         **kwargs: Unpack[StrategyKeywords],
     ) -> None:
         method = LocalSGD(
             k_steps=k_steps,
             begin_step=begin_step,
             outer=outer,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            inner_momentum=inner_momentum,
             delay_steps=delay_steps,
             num_fragments=num_fragments,
-            mixing=mixing,
-            value_dtype=value_dtype,
             compression=compression,
-            node_k_steps=node_k_steps,
             topology=topology,
         )
-        super().__init__(method, uneven=uneven, audit=audit, **kwargs)
+        super().__init__(method, uneven=uneven, **kwargs)
 
 
 class AdaptiveLocalSGDStrategy(Strategy):

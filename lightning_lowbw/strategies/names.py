@@ -7,6 +7,7 @@ processes, and for models with parameters that no loss depends on, with the endi
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -30,10 +31,11 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
     "hierarchical": HierarchicalStrategy,
 }
-# Without a class of its own a name is the general one with its method.
+# A name is the general strategy with its method, where no class has all of its knobs.
 NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
     name: (STRATEGIES[each.family], each.arguments)
     if each.family in STRATEGIES
+    and each.arguments.keys() <= inspect.signature(STRATEGIES[each.family]).parameters.keys()
     else (Strategy, {"method": preset(name)})
     for name, each in PRESETS.items()
 }

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_lowbw.engine.hooks import has_step_hooks
+from lightning_lowbw.engine.checks import has_step_hooks
 from lightning_lowbw.strategies.bypass import BypassGuard
 
 HOOKS = ("on_before_optimizer_step", "on_before_zero_grad")  # of this step, and of the last one before it is forgotten

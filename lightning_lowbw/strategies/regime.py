@@ -76,7 +76,7 @@ class Regime:
         """Called when the state of a resume has been loaded, and callbacks have set schedules."""
         for worker in self.strategy.workers:
             worker.check_schedule()
-            warn_if_mostly_sent(worker)
+            warn_if_mostly_sent(worker.method.what, worker.method.when, worker.peers)
         device = self.strategy.root_device
         if self.strategy.method.uses_kernels(device) and self.strategy.world_size > 1:
             prepare_kernels(device, uses_of(self.strategy.workers, measures=self.strategy.auto.measures))

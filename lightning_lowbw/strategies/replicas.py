@@ -54,7 +54,6 @@ class Replicas(Viewing):
         super().__init__(strategy)
         when = strategy.method.when
         assert isinstance(when, EveryK)
-        when.check_levels(strategy.method.where.topology != "flat")
         if asked_of_buffers(strategy._ddp_kwargs):
             raise ConfigurationError(
                 "broadcast_buffers=True (or forward_sync_buffers=True) sends the buffers of rank 0 in every forward "

@@ -44,8 +44,6 @@ def between_nodes(method: Method) -> Method:
         }
     else:
         refused = {
-            f"node_k_steps={when.node_k_steps}": when.node_k_steps != 1
-            and "the shards of a node take each step together",
             "delay_steps='auto'": when.delay_steps == AUTO
             and "shards would measure different delays, and average at different steps. Give a number of steps",
             f"rule={when.rule!r}": when.rule in ("fleet", "adacomm")

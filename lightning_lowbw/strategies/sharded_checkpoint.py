@@ -10,8 +10,8 @@ from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from lightning_lowbw.engine.local_view import DTensor, Shard
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.resharding import Coordinate, reshard
+from lightning_lowbw.engine.state import merge_states
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
 from lightning_lowbw.strategies.checkpoint import Checkpoints, by_rank, states_of

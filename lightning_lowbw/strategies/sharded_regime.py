@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowbw.engine.control import flags, read_flags
-from lightning_lowbw.engine.faults import (
-    OF_LAST,
-    OF_WEIGHTS,
-    Kind,
-    error_of,
-    first_reported,
-    last_fault,
-    numbers_of,
-    weight_fault,
-)
+from lightning_lowbw.engine.checks import raise_at_other_batches
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.late_faults import forget_late_faults
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.same_training import raise_at_other_batches
-from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.engine.status import any_of, first_fault, flags, read_flags
+from lightning_lowbw.engine.worker import Worker, raise_fault
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.facts import agree_on_hyperparameters
 from lightning_lowbw.strategies.sharding import reshard_
 from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
 from lightning_lowbw.strategies.viewing import Viewing
-from lightning_lowbw.where.agreement import gather
 from lightning_lowbw.where.collectives import broadcast_flat_
 
 if TYPE_CHECKING:
@@ -72,10 +59,10 @@ class ShardedView(ConsensusView):
         share_(statistics, self._strategy.ledger, self._strategy.root_device)
 
     def _take_those_of_first_rank(self, worker: ReplicaWorker) -> None:
-        node, buffers = self._strategy.groups.node, worker.averaging.buffers
+        node, buffers = self._strategy.groups.node, worker.buffers
         every = (*buffers.floating.values(), *buffers.counts)
         broadcast_flat_(every, lambda flat: dist.broadcast(flat, group=node, group_src=0))
-        worker.consensus_view.remember_shown()
+        worker.note_shown()
 
     @override
     def hide(self) -> None:
@@ -119,7 +106,7 @@ class ShardedRegime(Viewing):
             worker.fault = message[0]
         _, worker.requests, is_same_batch = read_flags(message)
         if not is_same_batch:
-            raise_at_other_batches(worker, self.strategy.groups.node)
+            raise_at_other_batches(worker.batch, worker.step, self.strategy.groups.node)
         if worker.peers.num_ranks == 1:
             worker.agree_on(worker.requests)
 
@@ -132,16 +119,16 @@ class ShardedRegime(Viewing):
             NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
         """
         parameters = [each for each in worker.parameters() if each.requires_grad]
-        fault = weight_fault(worker, parameters)
+        nonfinite = worker.nonfinite_weights(parameters)
+        fault = any_of([*worker.late_flags(), *nonfinite.values()], worker.device)
         message = flags(worker.requests, worker.device, fault, worker.batch)
         dist.all_reduce(message, op=dist.ReduceOp.MAX)
         is_faulty, requests, is_same_batch = read_flags(message)
         if not is_same_batch:
-            raise_at_other_batches(worker, None)
+            raise_at_other_batches(worker.batch, worker.step, None)
         if is_faulty:
-            number, rank = _first_in_world(fault, numbers_of(OF_WEIGHTS, len(parameters)))
-            node = self.strategy.groups.topology.node_of(rank)
-            raise error_of(worker, number, rank, OF_WEIGHTS, parameters, worker.step, node)
+            own = worker.describe_late_fault() or worker.describe_weights(nonfinite, worker.step)
+            raise_fault(first_fault(own, worker.fault_group))
         worker.requests = requests
 
     def check_late_faults(self) -> None:
@@ -170,7 +157,7 @@ class ShardedRegime(Viewing):
         is_interrupted = self.strategy.is_interrupted
         if not is_interrupted:
             for worker in workers:
-                if not worker.consensus_view.is_there:
+                if not worker.is_consensus:
                     self.agree_in_world(worker)
                 elif worker.peers.num_ranks > 1 and worker.method.sends_changes:
                     _check_late_faults(worker)  # also ranks whose shards are empty, and which have no flag
@@ -227,23 +214,10 @@ class ShardedRegime(Viewing):
 
 
 def _check_late_faults(worker: Worker) -> None:
-    """Do what `check_late_faults` of the engine does, for all ranks: also those with other shards than the peers."""
-    fault = last_fault(worker)
-    message = flags(0, worker.device, fault)
+    """Do what `Worker.check_late_faults` does, for all ranks: also those with other shards than the peers."""
+    message = flags(0, worker.device, any_of(worker.late_flags(), worker.device))
     dist.all_reduce(message, op=dist.ReduceOp.MAX)
     is_faulty, _, _ = read_flags(message)
     if is_faulty:
-        parameters = worker.parameters()
-        number, rank = _first_in_world(fault, numbers_of(OF_LAST, len(parameters)))
-        raise error_of(worker, number, rank, OF_LAST, parameters, worker.step)
-    forget_late_faults(worker)
-
-
-def _first_in_world(fault: Tensor, numbers: Mapping[Kind, range]) -> tuple[int, int]:
-    """Return `first_reported` of all ranks.
-
-    Collective: all ranks, blocking; one of them has a fault.
-    """
-    first = first_reported(gather(int(fault), "faults"), numbers)
-    assert first is not None
-    return first
+        raise_fault(first_fault(worker.describe_late_fault(), worker.fault_group))
+    worker.forget_late_faults()

@@ -81,10 +81,10 @@ def make_workers(
             if method.averages_weights:
                 buffers = buffers_by_optimizer(module, strategy.optimizers)[id(optimizer)]
             worker = method.make_worker(view.local, named, peers, buffers)
-            worker.whole_numels = numels
+            worker.params.whole_numels = numels
             vars(worker).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
             if isinstance(worker, ReplicaWorker):
-                worker.averaging.offload.is_on = strategy.offload_state
+                worker.is_offloaded = strategy.offload_state
             made.append((optimizer, view, worker))
     return made
 
@@ -99,7 +99,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
     method = strategy.method
     for worker in strategy.workers:
         worker.check_schedule()
-        warn_if_mostly_sent(worker)
+        warn_if_mostly_sent(method.what, method.when, worker.peers)
         if isinstance(worker, ReplicaWorker):
             worker.begin_local()
     if strategy.groups.topology.num_nodes > 1:

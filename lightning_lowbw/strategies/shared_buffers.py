@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.engine.whole_gradients import CHECK_EVERY_STEPS
+from lightning_lowbw.engine.gradients import CHECK_EVERY_STEPS
 from lightning_lowbw.where.agreement import differ
 from lightning_lowbw.where.collectives import broadcast_flat_
 from lightning_lowbw.where.ledger import Level, TrafficLedger

@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_lowbw.engine.control import SAVE, STOP, flags, read_flags
-from lightning_lowbw.engine.same_training import raise_at_other_batches
+from lightning_lowbw.engine.checks import raise_at_other_batches
+from lightning_lowbw.engine.status import SAVE, STOP, flags, read_flags
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.side_queue import side_stream
 
@@ -128,7 +128,7 @@ class Signals:
             work.wait()
             _, requests, is_same_batch = read_flags(message)
         if not is_same_batch:
-            raise_at_other_batches(worker, None)
+            raise_at_other_batches(worker.batch, worker.step, None)
         return requests
 
     def read_requests(self, worker: Worker) -> None:

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_lowbw.engine.checks import plain_values
 from lightning_lowbw.engine.method import Method, as_method
-from lightning_lowbw.engine.same_training import plain_values
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
 from lightning_lowbw.strategies.facts import agree_on_hyperparameters, agree_on_length
@@ -177,7 +176,7 @@ class Synchronous(Regime):
     def _check_late_faults(self) -> None:
         for worker in self.strategy.workers:
             if isinstance(worker, GradientWorker) and not (self.is_fit_over or self.strategy.is_interrupted):
-                check_late_faults(worker)
+                worker.check_late_faults()
 
     @override
     def end_training(self) -> None:

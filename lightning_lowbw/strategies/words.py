@@ -50,14 +50,12 @@ def _gradients_in_words(when: EveryStep, what: object) -> str:
     words = _measured_in_words(when, what) if when.is_auto else _stairs_in_words(when, what)
     if what.exchange != "auto":
         words.append(f"by {what.exchange}")
-    if what.correction != "auto":
-        words.append(f"with {what.correction}")
     return ", ".join(["every step", *words])
 
 
 def _measured_in_words(when: EveryStep, what: TopK) -> list[str]:
     auto = f"as many of the largest elements of {_pieces_in_words(what)} as cost {percent(when.budget)} of a step"
-    return [auto, f"as {what.sent_dtype}", *(["without a warm-up"] if when.pretrained else [])]
+    return [auto, f"as {what.value_dtype}", *(["without a warm-up"] if when.pretrained else [])]
 
 
 def _stairs_in_words(when: EveryStep, what: TopK) -> list[str]:
@@ -65,7 +63,7 @@ def _stairs_in_words(when: EveryStep, what: TopK) -> list[str]:
     stairs = ", later ".join(percent(density) for density in densities)
     spread = f" over {when.rampup_step} steps" if len(densities) > 1 else ""
     return [
-        f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.sent_dtype}",
+        f"the {stairs} largest elements of {_pieces_in_words(what)} as {what.value_dtype}",
         f"from step {when.rampup_begin_step}{spread}",
     ]
 
@@ -86,12 +84,8 @@ def _averages_in_words(when: EveryK, payload: str) -> str:
         words.append(f"in {num} fragments")
     if when.outer != "none":
         words.append(f"outer optimizer {when.outer!r}")
-    if when.inner_momentum != "local":
-        words.append(f"{when.inner_momentum} of the inner momentum")
     if when.delay_steps:
         words.append(f"hidden behind {when.delay_steps if when.delay_steps != 'auto' else 'measured'} steps")
-    if when.node_k_steps > 1:
-        words.append(f"inside nodes every {when.node_k_steps} steps")
     return ", ".join(words)
 
 

@@ -68,7 +68,7 @@ class AdamCorrection(ErrorFeedback):
             if group.get("differentiable"):
                 raise ConfigurationError(
                     f"{type(self.optimizer).__name__}(differentiable=True) is not supported in sparse "
-                    'steps. Leave differentiable out, or set correction="error_feedback".'
+                    "steps. Leave differentiable out."
                 )
 
     def constants(self, parameter: Parameter, group: Group) -> Constants:
@@ -203,14 +203,14 @@ class AdamCorrection(ErrorFeedback):
         self._coming.clear()
 
 
-def correction_for(optimizer: Optimizer, choice: str, num_participants: int) -> ErrorFeedback:
-    """Return the correction of an optimizer: "auto" for its own, "error_feedback" for any.
+def correction_for(optimizer: Optimizer, num_participants: int, *, corrects: bool = True) -> ErrorFeedback:
+    """Return the correction of an optimizer: its own, if there is one; else, or without `corrects`, error feedback.
 
     A subclass of torch's optimizers has a step of its own, which need not be the one corrected here.
     """
     kind = type(optimizer)
-    if choice == "auto" and kind is SGD:
+    if corrects and kind is SGD:
         return MomentumCorrection(optimizer, num_participants)
-    if choice == "auto" and kind in (Adam, AdamW):
+    if corrects and kind in (Adam, AdamW):
         return AdamCorrection(optimizer, num_participants)
     return ErrorFeedback(optimizer, num_participants)

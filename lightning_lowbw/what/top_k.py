@@ -25,22 +25,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import check_flag, check_one_of, from_mapping, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.averages import scatter_mean_
-from lightning_lowbw.ops.table import upload
 from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.narrow_values import NARROW_NAMES
-from lightning_lowbw.what.selection import SELECTIONS, num_selected
+from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.what.sparse_sum import Sparse
 from lightning_lowbw.what.values import VALUE_NAMES
 
 MeanOver = Literal["ranks", "senders"]
-Correction = Literal["auto", "error_feedback"]
-EXCHANGES = ("auto", "all_gather", "reduce_scatter", "dense")
-DENSE_NAMES = ("float32", *NARROW_NAMES)
-# What may be given where whole tensors are summed: what is sent, and the default.
-SUMMED_DENSE = ("float32", "bfloat16")
+EXCHANGES = ("auto", "all_gather", "reduce_scatter")
+MOST_GATHERED = 16  # participants, see `TopK.collective`
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
@@ -80,28 +75,16 @@ class TopK:
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
             `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
-        selection: "sampled" (a threshold finds the candidates) or "exact" (sorts); both send the k largest.
         decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
         mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
             ("senders"). An element that a single participant has sent changes by the whole value with "senders", by 1/N
             of it with "ranks".
-        clip_to_median: whether a participant's part of a chunk is scaled down if its norm is above the median of all.
-            The clipped part is lost: this is meant for participants that cannot be trusted.
         exchange: how the selected elements of gradients are summed. "all_gather": every rank gets those of all,
             (N-1) k elements. "reduce_scatter": below 6 k elements whatever N is; where the selections differ much, some
-            of the sums wait at the rank that owns them. "dense": an all-reduce of whole tensors in float32, whatever
-            `value_dtype` is, for low sparsities.
-            "auto" takes the fastest by the volume formulas and, if these do not decide, by a short measurement of the
-            link; rank 0 logs the choice. On two levels, and every k steps, it is the all-gather.
-        dense_dtype: "float32", or "bfloat16", "float16", "int8" or "int4": the type in which small tensors of gradients
-            are sent in sparse steps; rounding errors are sent later.
-        correction: of gradients: "auto" uses momentum correction for SGD, a correction of each rank's Adam step for
-            Adam and AdamW, and error feedback for others. "error_feedback" works with any optimizer.
+            of the sums wait at the rank that owns them. "auto": see `collective`.
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
-            in the paper, not for Adam.
-        keep_momentum: whether velocities are not cleared at high densities. These are densities above (1 - momentum) /
-            2, 5 % with 0.9, where an element is sent again before its momentum has faded, and would lose most of it.
-            None: where "auto" has chosen the density.
+            in the paper, at densities up to (1 - momentum) / 2, 5 % with 0.9. Above, an element is sent again before
+            its momentum has faded, and would lose most of it. Not for Adam.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -116,15 +99,10 @@ class TopK:
     value_dtype: str = "bfloat16"
     min_numel: int | None = None
     exclude: Sequence[str] = ()
-    selection: str = "sampled"
     decay: float = 1.0
     mean_over: MeanOver = "ranks"
-    clip_to_median: bool = False
     exchange: str = "auto"
-    dense_dtype: str = "float32"
-    correction: str = "auto"
     momentum_masking: bool | None = None
-    keep_momentum: bool | None = None
 
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
@@ -139,17 +117,12 @@ class TopK:
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name, allowed in (
             ("value_dtype", VALUE_NAMES),
-            ("selection", SELECTIONS),
             ("mean_over", get_args(MeanOver)),
             ("exchange", EXCHANGES),
-            ("dense_dtype", DENSE_NAMES),
-            ("correction", get_args(Correction)),
         ):
             check_one_of(name, getattr(self, name), allowed)
-        check_flag("clip_to_median", self.clip_to_median)
-        for name in ("momentum_masking", "keep_momentum"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True, False or None.")
+        if not isinstance(self.momentum_masking, bool | None):
+            raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True, False or None.")
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
             if not is_count(value) and value is not None:
@@ -157,21 +130,10 @@ class TopK:
                 raise ConfigurationError(
                     f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
                 )
-        for name in ("momentum_masking", "keep_momentum"):
-            if self.correction == "error_feedback" and getattr(self, name) is not None:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} with correction='error_feedback': it is about the velocities of "
-                    "momentum correction, and there are none. Leave one of them out."
-                )
-        if self.needs_senders and self.exchange in ("reduce_scatter", "dense"):
+        if self.mean_over == "senders" and self.exchange == "reduce_scatter":
             raise ConfigurationError(
-                f"exchange={self.exchange!r} sums inside the collective, and mean_over='senders' and clip_to_median "
-                "need the values of each participant: set exchange='all_gather'."
-            )
-        if self.exchange == "dense" and self.value_dtype not in SUMMED_DENSE:
-            raise ConfigurationError(
-                f"value_dtype={self.value_dtype!r} with exchange='dense': whole tensors are summed in float32, and "
-                "nothing is rounded. Leave it out, or choose another exchange."
+                "exchange='reduce_scatter' sums inside the collective, and mean_over='senders' needs the values of "
+                "each participant: set exchange='all_gather'."
             )
 
     def check_names(self, names: Iterable[str]) -> None:
@@ -188,15 +150,29 @@ class TopK:
                     f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
                 )
 
-    @property
-    def needs_senders(self) -> bool:
-        """Whether the average needs the sender of each element, which only an all-gather provides."""
-        return self.mean_over == "senders" or self.clip_to_median
+    def collective(self, num_participants: int, *, is_two_level: bool) -> str:
+        """Return how elements of gradients are summed: "all_gather" or "reduce_scatter".
 
-    @property
-    def sent_dtype(self) -> str:
-        """What values are on the wire: `value_dtype`, except of whole tensors, which are summed on the way."""
-        return "float32" if self.exchange == "dense" else self.value_dtype
+        "auto" takes the all-gather, which applies all that was selected, up to `MOST_GATHERED` participants: to there
+        its (N-1) k elements are few beside the two rounds that it saves.
+        """
+        if is_two_level or self.mean_over == "senders" or self.exchange == "all_gather":
+            return "all_gather"
+        if self.exchange == "auto" and num_participants <= MOST_GATHERED:
+            return "all_gather"
+        return "reduce_scatter"
+
+    def masks(self, density: float, momenta: Iterable[float], *, by_default: bool) -> bool:
+        """Return whether velocities are cleared where they are sent; see `momentum_masking`.
+
+        Args:
+            density: of the step.
+            momenta: of the tensors.
+            by_default: whether the optimizer's correction does so.
+        """
+        if self.momentum_masking is not None:
+            return self.momentum_masking
+        return by_default and all(2.0 * density <= 1.0 - momentum + 1e-6 for momentum in momenta)  # 1 - 0.9 is not 0.1
 
     @property
     def codec(self) -> SparseCodec:
@@ -262,14 +238,6 @@ class TopK:
         shape = *messages.shape[:2], sum(counts)
         decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged)
         positions, values = (each.view(shape) for each in decoded)
-        if self.clip_to_median:
-            layouts = [self.layout(numel, density) for numel in numels]
-            values = torch.stack(
-                [
-                    torch.cat([self._clip(*each) for each in zip(group.split(counts, dim=1), layouts, strict=True)], 1)
-                    for group in values
-                ]
-            )
         return positions, values
 
     def average_(self, out: Tensor, parts: Sequence[Sparse]) -> None:
@@ -293,20 +261,6 @@ class TopK:
         out.zero_()
         for positions, values in parts:
             out[positions] += values / counts[positions]
-
-    @staticmethod
-    def _clip(values: Tensor, layout: ChunkLayout) -> Tensor:
-        """Scale values of a chunk, shape (participants, elements), down to the median of all participants' norms."""
-        num_full, k, k_last = layout.num_full, layout.k, layout.k_last
-        squares = values.double().square_()  # of few bits each, so that their sums are exact except with "float32"
-        norms = squares[:, : num_full * k].reshape(len(values), num_full, k).sum(2)
-        if k_last:
-            norms = torch.cat([norms, squares[:, num_full * k :].sum(1, keepdim=True)], 1)
-        ordered = norms.sqrt_().sort(0).values
-        median = (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
-        scale = torch.where(norms > median, median / norms, 1.0).float()
-        counts = upload([k] * num_full + [k_last] * bool(k_last), torch.int64, values.device)
-        return values * scale.repeat_interleave(counts, dim=1, output_size=values.shape[1])
 
 
 def small_numel(numels: Iterable[int]) -> int:

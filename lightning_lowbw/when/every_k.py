@@ -8,14 +8,12 @@ communication", arXiv 2501.18512 (fragments).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
-from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.when.adaptive import PeriodSchedule, Rule
 from lightning_lowbw.when.outer import OuterName, OuterOptimizer
 
-InnerMomentum = Literal["local", "average", "reset"]
 AUTO = "auto"
 MOST_FRAGMENTS = 4  # of "auto"
 
@@ -35,8 +33,6 @@ class EveryK:
         outer: "none", "slowmo" or "nesterov" (DiLoCo), as in `OuterOptimizer`.
         outer_lr: of the outer optimizer.
         outer_momentum: of the outer optimizer.
-        inner_momentum: what an average does with the inner optimizer's momentum: leaves it "local", takes the
-            "average" (of Adam's second moment, too; SGD, Adam and AdamW), or does a "reset" of the first moment to 0.
         delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
             and the steps in between are kept. 0 waits for it. Less than k_steps. "auto" waits for the first two
             averages of each fragment, and delays by the time of the second, in local steps; the same on all ranks, but
@@ -46,8 +42,6 @@ class EveryK:
         mixing: alpha, the fraction of its own weights that a rank keeps when a delayed average is applied:
             ``x = alpha x + (1 - alpha) average``. None keeps the steps in between: ``x = x + (average - x at the
             begin)``.
-        node_k_steps: on two levels, local steps between two averages inside each node; with 1 its ranks step together,
-            on the mean of their gradients.
 
     Raises:
         ConfigurationError: a value is out of range, or two cannot be combined.
@@ -61,11 +55,9 @@ class EveryK:
     outer: OuterName = "none"
     outer_lr: float | None = None
     outer_momentum: float | None = None
-    inner_momentum: InnerMomentum = "local"
     delay_steps: int | str = 0
     num_fragments: int | str = 1
     mixing: float | None = None
-    node_k_steps: int = 1
     schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
     outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
 
@@ -74,15 +66,11 @@ class EveryK:
         object.__setattr__(self, "schedule", schedule)
         outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
         object.__setattr__(self, "outer_optimizer", outer_optimizer)
-        check_one_of("inner_momentum", self.inner_momentum, get_args(InnerMomentum))
-        for name, default in (("outer", "none"), ("inner_momentum", "local")):
-            if schedule.is_always_synchronous and getattr(self, name) != default:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} with k_steps=1, which is DDP: it is for averages of weights. Give "
-                    "k_steps > 1, or leave it out."
-                )
-        if not is_count(self.node_k_steps):
-            raise ConfigurationError(f"node_k_steps={self.node_k_steps!r}: give an integer >= 1.")
+        if schedule.is_always_synchronous and self.outer != "none":
+            raise ConfigurationError(
+                f"outer={self.outer!r} with k_steps=1, which is DDP: it is for averages of weights. Give k_steps > 1, "
+                "or leave it out."
+            )
         self._check_delay()
         self._check_fragments()
 
@@ -102,25 +90,13 @@ class EveryK:
         """Whether the parameters are averaged in parts, if there are enough of them."""
         return self.num_fragments != 1
 
-    def check_levels(self, has_levels: bool) -> None:
-        """Check that there are nodes to average inside of, if averages inside nodes are asked for.
-
-        Raises:
-            ConfigurationError: there are none.
-        """
-        if self.node_k_steps != 1 and not has_levels:
-            raise ConfigurationError(
-                f"node_k_steps={self.node_k_steps} averages inside nodes: give a topology, such as 'auto'."
-            )
-
     def _check_fragments(self) -> None:
         num = self.num_fragments
         if num != AUTO and not is_count(num):
             raise ConfigurationError(f"num_fragments={num!r}: give an integer >= 1, or {AUTO!r}.")
-        if num != 1 and (self.rule != "fixed" or self.node_k_steps > 1):
+        if num != 1 and self.rule != "fixed":
             raise ConfigurationError(
-                f"num_fragments={num!r} requires a fixed period, the same for all ranks: leave out rule and "
-                "node_k_steps."
+                f"num_fragments={num!r} requires a fixed period, the same for all ranks: leave out rule."
             )
         if isinstance(num, int) and num > self.k_steps:
             raise ConfigurationError(
@@ -134,11 +110,6 @@ class EveryK:
             raise ConfigurationError(
                 f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1, or "
                 f"{AUTO!r}."
-            )
-        if delay and self.inner_momentum != "local":
-            raise ConfigurationError(
-                f"delay_steps={delay!r} with inner_momentum={self.inner_momentum!r}: an average that is applied later "
-                "leaves the momentum alone. Leave one of them out."
             )
         if mixing is not None:
             if not is_number(mixing) or not 0 <= mixing <= 1:

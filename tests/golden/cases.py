@@ -102,8 +102,14 @@ def by_name(name: str) -> str:
 DGC = {"sparsity": (0.8,), "min_numel": 100, "exchange": "all_gather", "value_dtype": "float32"}
 
 
+OF_DDP = ("find_unused_parameters", "broadcast_buffers", "bucket_cap_mb")
+
+
 def dgc(name: str, options: Mapping[str, Any] = {}, group: str = "dgc", **fields: Any) -> None:
-    add(f"{group}/{name}", lowbw.DGCStrategy, {**DGC, **options}, **fields)
+    is_sgd = fields.get("optimizer", "momentum") in ("sgd", "momentum", "nesterov")
+    knobs = {**DGC, **({"momentum_masking": True} if is_sgd else {}), **options}  # at all densities
+    of_ddp = {knob: knobs.pop(knob) for knob in OF_DDP if knob in knobs}
+    add(f"{group}/{name}", lowbw.Strategy, {"method": lowbw.DGC(**knobs), **of_ddp}, **fields)
 
 
 STAIRS = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.75, 0.9)}
@@ -117,16 +123,16 @@ for _optimizer in ("sgd", "adam"):
     dgc(f"{_optimizer}-two-levels", {"topology": 2, **STAIRS}, "dgc_two_levels", optimizer=_optimizer, ranks=4)
 
 dgc("bfloat16-conv", {"value_dtype": "bfloat16"}, optimizer="nesterov", model=Conv)
-dgc("bfloat16-exact-adamw", {"value_dtype": "bfloat16", "selection": "exact"}, optimizer="adamw")
+dgc("bfloat16-exact-adamw", {"value_dtype": "bfloat16"}, optimizer="adamw")
 dgc("float16-four-ranks", {"value_dtype": "float16"}, ranks=4, model=Conv)
-dgc("int4-nesterov", {"value_dtype": "int4", "selection": "exact"}, optimizer="nesterov")
+dgc("int4-nesterov", {"value_dtype": "int4"}, optimizer="nesterov")
 dgc("int4-adamw-channels-last", {"value_dtype": "int4"}, optimizer="adamw", model=ChannelsLast)
 dgc("int2-sgd", {"value_dtype": "int2"}, optimizer="sgd")
 
 dgc("sampled-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16"}, model=Wide, optimizer="nesterov")
 dgc("sampled-wide-adamw-int8", {"sparsity": (0.9, 0.99), "rampup_step": 4, "value_dtype": "int8"}, model=Wide,
     optimizer="adamw")  # fmt: skip
-dgc("exact-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16", "selection": "exact"}, model=Wide,
+dgc("exact-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16"}, model=Wide,
     optimizer="nesterov")  # fmt: skip
 dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=Wide, steps=6)
 
@@ -137,19 +143,12 @@ dgc("reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "
 dgc("reduce-scatter-four-ranks-int4-adam", {"exchange": "reduce_scatter", "value_dtype": "int4", **STAIRS}, ranks=4,
     optimizer="adam")  # fmt: skip
 dgc("reduce-scatter-clip-rmsprop", {"exchange": "reduce_scatter"}, optimizer="rmsprop", trainer=CLIP_NORM)
-dgc("dense", {"exchange": "dense"}, optimizer="nesterov")
-dgc("dense-adamw-conv", {"exchange": "dense", **STAIRS}, optimizer="adamw", model=Conv)
-dgc("dense-four-ranks-bf16", {"exchange": "dense"}, ranks=4, precision="bf16-mixed")
 
-dgc("dense-dtype", {"dense_dtype": "bfloat16", **STAIRS}, optimizer="nesterov")
-dgc("dense-dtype-float16-clip-int8", {"dense_dtype": "float16", "value_dtype": "int8"}, trainer=CLIP_NORM)
 dgc("no-masking", {"momentum_masking": False})
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
 dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
 dgc("exclude", {"exclude": ["body.3.*"], **STAIRS}, optimizer="nesterov")
 dgc("exclude-adamw", {"exclude": ["*.weight"], "value_dtype": "int8"}, optimizer="adamw", model=Conv)
-dgc("error-feedback-momentum", {"correction": "error_feedback"})
-dgc("error-feedback-adamw-int8", {"correction": "error_feedback", "value_dtype": "int8"}, optimizer="adamw")
 dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=Tied)
 dgc("tied-unused-adamw", SHARED, optimizer="adamw", model=Tied)
 dgc("groups", STAIRS, optimizer="nesterov", model=Groups, lr_milestones=(4,))
@@ -170,7 +169,7 @@ dgc("validate", {}, model=Conv, trainer=VALIDATE)
 dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=Dropout)
 dgc("resume-dense-phase", STAIRS, resume_at=1, steps=6)
 dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4)
-dgc("resume-scaler", {"dense_dtype": "bfloat16"}, precision="scaler", resume_at=4, optimizer="adam")
+dgc("resume-scaler", {}, precision="scaler", resume_at=4, optimizer="adam")
 dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
 dgc("resume-wide", {"sparsity": (0.98,)}, model=Wide, resume_at=3, steps=6)
 
@@ -180,7 +179,7 @@ for _name, _options, _fields in (
     ("bfloat16-conv", {"topology": 2, "value_dtype": "bfloat16"}, {"model": Conv, "optimizer": "nesterov"}),
     ("int4-clip", {"topology": 2, "value_dtype": "int4"}, {"trainer": CLIP_NORM}),
     ("clip-value-adamw", {"topology": 2}, {"trainer": CLIP_VALUE, "optimizer": "adamw"}),
-    ("accumulate-bf16", {"topology": 2, "dense_dtype": "bfloat16"}, {"trainer": ACCUMULATE, "precision": "bf16-mixed"}),
+    ("accumulate-bf16", {"topology": 2}, {"trainer": ACCUMULATE, "precision": "bf16-mixed"}),
     ("scaler-nesterov", {"topology": 2, **STAIRS}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": Wide, "steps": 6}),
     ("no-masking-exclude", {"topology": INTERLEAVED, "momentum_masking": False, "exclude": ["body.3.*"]}, {}),
@@ -196,9 +195,9 @@ add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model
 
 CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "min_numel": 100}
 for _name, _options, _fields in (
-    ("chunks-decay", {**CHUNKS, "value_dtype": "float32"}, {"optimizer": "nesterov"}),
+    ("chunks-decay", {**CHUNKS, "momentum_masking": True, "value_dtype": "float32"}, {"optimizer": "nesterov"}),
     ("chunks-over-senders-adamw", {**CHUNKS, "value_dtype": "int8", "mean_over": "senders"}, {"optimizer": "adamw"}),
-    ("over-senders-resume", {**STAIRS, "min_numel": 100, "mean_over": "senders"}, {"resume_at": 4}),
+    ("over-senders-resume", {**STAIRS, "momentum_masking": True, "min_numel": 100, "mean_over": "senders"}, {"resume_at": 4}),
 ):
     add(f"dgc/{_name}", lowbw.Strategy, {"method": lowbw.DGC(**_options)}, **_fields)
 
@@ -221,7 +220,9 @@ add("narrow/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=6)
 
 
 def local(name: str, options: Mapping[str, Any] = {}, group: str = "local_sgd", **fields: Any) -> None:
-    add(f"{group}/{name}", lowbw.LocalSGDStrategy, {"k_steps": 2, **options}, **fields)
+    knobs = {"k_steps": 2, **options}
+    of_strategy = {knob: knobs.pop(knob) for knob in (*OF_DDP, "uneven") if knob in knobs}
+    add(f"{group}/{name}", lowbw.Strategy, {"method": lowbw.LocalSGD(**knobs), **of_strategy}, **fields)
 
 
 def named(name: str, preset: str, k_steps: int, **fields: Any) -> None:
@@ -239,28 +240,22 @@ local("every-step", {"k_steps": 1}, optimizer="nesterov")
 local("fraction", {"begin_step": 0.5}, optimizer="adamw")
 local("groups", {"begin_step": 0}, model=Groups, optimizer="nesterov", lr_milestones=(4,))
 local("two-optimizers", {}, model=TwoOptimizers, optimizer="adamw", steps=12)
-local("average-momentum", {"inner_momentum": "average"}, optimizer="nesterov")
-local("average-adamw", {"inner_momentum": "average"}, optimizer="adamw")
-local("average-adam-four-ranks", {"inner_momentum": "average"}, optimizer="adam", ranks=4)
-local("reset-momentum", {"inner_momentum": "reset"})
-local("reset-adamw-clip", {"inner_momentum": "reset"}, optimizer="adamw", trainer=CLIP_NORM)
 local("delayed", {"k_steps": 3, "delay_steps": 1}, optimizer="nesterov")
 local("delayed-mixing-adamw", {"k_steps": 3, "delay_steps": 2, "mixing": 0.5}, optimizer="adamw")
-local("bfloat16", {"value_dtype": "bfloat16"}, optimizer="nesterov")
-local("bfloat16-average-adamw", {"value_dtype": "bfloat16", "inner_momentum": "average"}, optimizer="adamw")
-local("int8", {"value_dtype": "int8"}, optimizer="nesterov")
-local("int4-adamw-conv", {"value_dtype": "int4"}, optimizer="adamw", model=Conv)
+local("bfloat16", {"compression": "bfloat16"}, optimizer="nesterov")
+local("int8", {"compression": "int8"}, optimizer="nesterov")
+local("int4-adamw-conv", {"compression": "int4"}, optimizer="adamw", model=Conv)
 local("clip-value", {}, trainer=CLIP_VALUE, optimizer="nesterov")
 local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adamw")
 local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=Conv)
 local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
 local("scaler-adamw", {"begin_step": 2}, precision="scaler", optimizer="adamw", trainer=CLIP_NORM)
-local("validate", {"k_steps": 2, "audit": True}, model=Conv, trainer=VALIDATE)
+local("validate", {"k_steps": 2}, model=Conv, trainer=VALIDATE)
 local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
 local("uneven-stop", {"uneven": "stop"}, batches=(5, 3), trainer={"max_epochs": 2}, optimizer="adamw")
 local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=Dropout, optimizer="nesterov")
 local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
-local("resume-bfloat16", {"value_dtype": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
+local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
 
 add("post_local_sgd/momentum", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
     lr_milestones=(3,))  # fmt: skip
@@ -284,11 +279,10 @@ for _name, _options, _fields in (
 
 for _name, _options, _fields in (
     ("slowmo", {"outer": "slowmo"}, {"optimizer": "nesterov"}),
-    ("slowmo-reset-adamw", {"outer": "slowmo", "outer_lr": 0.8, "inner_momentum": "reset"}, {"optimizer": "adamw"}),
     ("slowmo-two-levels", {"outer": "slowmo", "topology": INTERLEAVED}, {"ranks": 4}),
     ("slowmo-resume", {"outer": "slowmo", "outer_momentum": 0.7}, {"resume_at": 5, "steps": 10}),
     ("diloco-adamw", {"outer": "nesterov"}, {"optimizer": "adamw"}),
-    ("diloco-bfloat16", {"outer": "nesterov", "value_dtype": "bfloat16"}, {"optimizer": "adamw", "model": Conv}),
+    ("diloco-bfloat16", {"outer": "nesterov", "compression": "bfloat16"}, {"optimizer": "adamw", "model": Conv}),
     ("diloco-delayed", {"outer": "nesterov", "k_steps": 3, "delay_steps": 1}, {"trainer": CLIP_NORM}),
     ("diloco-scaler", {"outer": "nesterov"}, {"precision": "scaler", "optimizer": "adam"}),
     ("diloco-two-levels", {"outer": "nesterov", "topology": 2}, {"ranks": 4, "optimizer": "adamw"}),
@@ -297,9 +291,7 @@ for _name, _options, _fields in (
     ("streaming-diloco-adamw", {"num_fragments": 3, "k_steps": 3, "outer": "nesterov", "delay_steps": 2, "mixing": 0.5},
      {"optimizer": "adamw", "steps": 10}),
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
-    ("streaming-bfloat16", {"num_fragments": 2, "value_dtype": "bfloat16"}, {"model": Conv, "precision": "bf16-mixed"}),
-    ("streaming-average-tied", {"num_fragments": 2, "inner_momentum": "average", **SHARED},
-     {"model": Tied, "optimizer": "adamw"}),
+    ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"}, {"model": Conv, "precision": "bf16-mixed"}),
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
      {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
     ("streaming-resume", {"num_fragments": 3, "k_steps": 3, "delay_steps": 2, "mixing": 0.5, "outer": "nesterov"},
@@ -311,13 +303,8 @@ named("outer/diloco-by-name", "diloco", 3, optimizer="adamw")
 for _name, _options, _fields in (
     ("leader", {"topology": INTERLEAVED, "k_steps": 3}, {"optimizer": "nesterov", "model": Conv}),
     ("nodes-of-two-sizes", {"topology": [[0, 1, 2], [3]]}, {"optimizer": "adamw"}),
-    ("node-k-steps", {"topology": 2, "node_k_steps": 2, "k_steps": 2}, {"optimizer": "nesterov", "steps": 10}),
-    ("node-k-steps-adamw-clip", {"topology": 2, "node_k_steps": 2, "k_steps": 4, "begin_step": 0},
-     {"optimizer": "adamw", "steps": 10, "trainer": CLIP_NORM}),
     ("delayed", {"topology": 2, "k_steps": 3, "delay_steps": 1}, {"bytes_by_step": False}),
-    ("bfloat16-average", {"topology": 2, "value_dtype": "bfloat16", "inner_momentum": "average"},
-     {"optimizer": "adamw"}),
-    ("int8-slowmo", {"topology": 2, "value_dtype": "int8", "outer": "slowmo"}, {}),
+    ("int8-slowmo", {"topology": 2, "compression": "int8", "outer": "slowmo"}, {}),
     ("scaler", {"topology": 2}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("resume-bf16", {"topology": 2, "k_steps": 3}, {"resume_at": 5, "steps": 10, "precision": "bf16-mixed"}),
 ):  # fmt: skip
@@ -335,14 +322,10 @@ for _name, _compression, _options, _fields in (
     ("int8-wide", {"chunk": 4096, "density": 1 / 64, "value_dtype": "int8"}, {}, {"model": Wide, "steps": 6}),
     ("over-ranks", {"mean_over": "ranks"}, {}, {"optimizer": "adamw", "ranks": 4}),
     ("over-ranks-diloco", {"mean_over": "ranks", "value_dtype": "float32"}, {"outer": "nesterov"}, {}),
-    ("clipped-to-median", {"clip_to_median": True}, {}, {"optimizer": "adamw", "ranks": 4}),
-    ("clipped-int4-slowmo", {"clip_to_median": True, "value_dtype": "int4"}, {"outer": "slowmo"}, {}),
     ("delayed", {}, {"k_steps": 3, "delay_steps": 1}, {"optimizer": "adamw"}),
     ("streaming", {"value_dtype": "int4"}, {"num_fragments": 2}, {"optimizer": "adamw", "trainer": CLIP_NORM}),
     ("streaming-mixing", {}, {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.5},
      {"optimizer": "nesterov"}),
-    ("average-accumulate", {}, {"inner_momentum": "average"}, {"optimizer": "adamw", "trainer": ACCUMULATE}),
-    ("scaler-reset", {"value_dtype": "float32"}, {"inner_momentum": "reset"}, {"precision": "scaler"}),
     ("bf16-post", {}, {"begin_step": 2}, {"precision": "bf16-mixed", "optimizer": "adamw"}),
     ("two-levels", {}, {"topology": 2}, {"optimizer": "adamw", "ranks": 4}),
     ("two-levels-float32", {"value_dtype": "float32", "chunk": None}, {"topology": INTERLEAVED, "outer": "nesterov"},
@@ -376,13 +359,13 @@ FSDP_DGC = {**STAIRS, "min_numel": 50}
 FSDP_LOCO = {"density": 0.1, "chunk": 64, "min_numel": 50}
 for _name, _method, _fields in (
     ("dense-interleaved", lowbw.Hierarchical(INTERLEAVED), {"optimizer": "adamw"}),
-    ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC), {"optimizer": "nesterov", "trainer": CLIP_NORM}),
+    ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"optimizer": "nesterov", "trainer": CLIP_NORM}),
     ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
      {"optimizer": "adamw", "model": Tied, "precision": "bf16-mixed"}),
-    ("dgc-resume", lowbw.DGC(**FSDP_DGC), {"resume_at": 4, "model": Dropout}),
+    ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": Dropout}),
     ("int8-adamw-conv", lowbw.NarrowGradients(), {"optimizer": "adamw", "model": Conv, "trainer": VALIDATE}),
     ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": Sharded, "trainer": ACCUMULATE}),
-    ("qsr-int8", lowbw.AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1, value_dtype="int8"), {"lr_milestones": (5,)}),
+    ("qsr-int8", lowbw.AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1, compression="int8"), {"lr_milestones": (5,)}),
     ("diloco-delayed-resume", lowbw.LocalSGD(3, 0, outer="nesterov", delay_steps=1),
      {"optimizer": "adamw", "resume_at": 5, "steps": 10}),
     ("sparse-loco-resume", lowbw.LocalSGD(2, 0, compression=FSDP_LOCO),
