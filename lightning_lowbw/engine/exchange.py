@@ -8,7 +8,7 @@ ranks. A status (`engine.status`) rides on the exchange where it is given; the s
 not sent, and rounding errors, stay in the residuals e.
 
 `Whole` sends every element (`WholeExchange`), `Narrow` few bits of each (`QuantizedExchange`), `TopK` the k largest
-(`TopKExchange`).
+(`TopKExchange`). Another payload registers itself with `exchanges`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.dispatch import averages_for
 from lightning_lowbw.ops.memory import allocate
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import Segment, flat
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.positions import MAX_NUMEL
@@ -38,9 +38,11 @@ from lightning_lowbw.where.mean import MeanWork, mean_over
 from lightning_lowbw.where.narrow import narrow_mean_
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
+from lightning_lowbw.where.volume import all_gather_bytes, narrow_mean_bytes
 
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
+Made = TypeVar("Made")
 
 
 class Mean(Protocol):
@@ -66,16 +68,24 @@ class Exchange(Protocol):
         residuals: what is kept back of this rank's part of each tensor, by name; flat.
         fault: whether the last exchange has left something infinite, or received a damaged message: bool, a scalar on
             the device; None if not, or before the first. A later status reports it: that of this exchange has gone.
+        payload: what is sent; may be replaced between steps, on all ranks.
+        keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
     """
 
     residuals: Residuals
     fault: Tensor | None
+    payload: Any
+    keeps_parts: bool
 
     def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
         """Begin to average a signal.
 
         Collective: all ranks, with the same names.
         """
+        ...
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        """Return the bytes that are sent for a tensor, by the formulas of the flat collectives."""
         ...
 
     def to(self, device: torch.device) -> None:
@@ -91,14 +101,36 @@ class Exchange(Protocol):
         ...
 
 
-def exchange_for(what: Whole | Narrow | TopK, peers: Peers, *, of_gradients: bool) -> Exchange | None:
+PAYLOADS: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}  # by their names in a file
+_MAKERS: dict[type, Callable[..., Any]] = {}
+
+
+def exchanges(name: str, payload: type) -> Callable[[type[Made]], type[Made]]:
+    """Decorate the class that exchanges what a payload compresses; it is made from the payload and the peers.
+
+    Args:
+        name: of the payload, in a file.
+        payload: its class, a frozen dataclass.
+    """
+
+    def register(maker: type[Made]) -> type[Made]:
+        PAYLOADS[name] = payload
+        _MAKERS[payload] = maker
+        return maker
+
+    return register
+
+
+def exchange_for(what: Any, peers: Peers, *, of_gradients: bool) -> Exchange | None:
     """Return what exchanges the tensors that a payload compresses; None for `Whole`, which compresses none."""
     if isinstance(what, TopK):
-        is_gathered = not of_gradients or what.collective(peers.num_participants, is_two_level=peers.is_two_level) == (
-            "all_gather"
-        )
+        collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
+        is_gathered = not of_gradients or collective == "all_gather"
         return TopKExchange(what, peers) if is_gathered else ReduceScatterExchange(what, peers)
-    return QuantizedExchange(what, peers, averages_in_node=not of_gradients) if isinstance(what, Narrow) else None
+    if isinstance(what, Narrow):
+        return QuantizedExchange(what, peers, averages_in_node=not of_gradients)
+    made: Exchange | None = None if isinstance(what, Whole) else _MAKERS[type(what)](what, peers)
+    return made
 
 
 # Whole ----------------------------------------------------------------------------------------------------------------
@@ -173,24 +205,31 @@ class QuantizedExchange:
         averages_in_node: whether they are those of ranks, and each node begins with their mean: it is one participant.
     """
 
+    keeps_parts = True
+
     def __init__(self, payload: Narrow, peers: Peers, *, averages_in_node: bool = False) -> None:
         self.payload, self._peers, self._averages_in_node = payload, peers, averages_in_node
         self.residuals = Residuals()
         self.fault: Tensor | None = None
 
     def begin(self, signal: Signal, status: Tensor | None = None) -> _Deferred:
-        """Average tensors: any floating dtype, flat, contiguous.
+        """Average tensors: any floating dtype and shape.
 
         The two exchanges depend on each other: both are in `wait`, which is called once.
 
         In place:
-            The signal becomes the mean; and the residuals.
+            The residuals; and the signal, where it is contiguous, becomes the mean.
 
         Wire:
             `where.volume.narrow_mean_bytes` of all elements together: an all-to-all, and an all-gather.
         """
         assert status is None
-        return _Deferred(lambda: self._average_(dict(signal)))
+        return _Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        return narrow_mean_bytes(
+            shape.numel(), self._peers.num_participants, make_narrow_format(self.payload.value_dtype)
+        )
 
     def _average_(self, signal: dict[str, Tensor]) -> DenseMean:
         signal = {name: each for name, each in signal.items() if each.numel()}
@@ -241,6 +280,8 @@ class TopKExchange:
         density: the fraction that is sent; the payload's own, unless a schedule sets another.
         accumulated: the names of what has been accumulated, and not sent yet.
     """
+
+    keeps_parts = True
 
     def __init__(self, payload: TopK, peers: Peers) -> None:
         self.payload, self._peers = payload, peers
@@ -312,11 +353,11 @@ class TopKExchange:
             all-gather, on two levels another one inside the node.
 
         Args:
-            signal: flat, whole. Of what has been accumulated only the sizes are read; else these are float32, and on
-                two levels those of ranks: a node is one participant, with their mean.
+            signal: whole. Of what has been accumulated only the sizes are read; else these are float32, and on two
+                levels those of ranks: a node is one participant, with their mean.
         """
         if not self.accumulated.issuperset(signal):
-            self.accumulate_(self._parts_of_node_mean(signal))
+            self.accumulate_(self._parts_of_node_mean({name: flat(each) for name, each in signal.items()}))
         self.accumulated.clear()
         numels = {name: each.numel() for name, each in signal.items()}
         selected = {name: self._selected.pop(name) for name in signal if name in self._selected}
@@ -341,6 +382,9 @@ class TopKExchange:
         if self.fault is None:
             self.fault = torch.zeros((), dtype=torch.bool, device=self._device)
         return PendingTopK(layout, self._peers, self._peers.begin_gather(message), status is not None, self.fault)
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        return all_gather_bytes(self.payload.nbytes([shape.numel()]), self._peers.num_participants)
 
     @property
     def _device(self) -> torch.device:

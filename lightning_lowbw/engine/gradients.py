@@ -42,7 +42,7 @@ from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order, order_of
 from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import are_not_finite, as_real
 from lightning_lowbw.what.adam import correction_for
-from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.payloads import Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.mean import average_gradients_
@@ -116,9 +116,11 @@ class GradientWorker(Worker):
     @property
     def reduces_in_backward(self) -> bool:
         """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
-        if isinstance(self.method.what, Narrow) and self.peers.num_participants > 1:
-            return self.step < self.when.rampup_begin_step
-        return not self.is_sparse
+        if self.compressed is None or self.peers.num_participants == 1:
+            return True
+        if isinstance(self.compressed, TopKExchange):
+            return not self.is_sparse
+        return self.step < self.when.rampup_begin_step
 
     @property
     def reduces_in_node(self) -> bool:
@@ -262,10 +264,10 @@ class GradientWorker(Worker):
         rows = self._take_means_(means, status.sums)
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
-        if not self.reduces_in_backward and isinstance(self.method.what, Narrow):
-            self._average_narrow_(rows)
         if self.is_sparse:
             self._average_sparse_(rows, applies)
+        elif not self.reduces_in_backward:
+            self._average_compressed_(rows)
         return True
 
     def _average_whole(self) -> tuple[Mapping[str, Tensor], Status]:
@@ -274,11 +276,11 @@ class GradientWorker(Worker):
         Collective: all ranks, blocking; one all-reduce.
         """
         assert self.fault is not None
-        peers, is_narrow = self.peers, isinstance(self.method.what, Narrow) and not self.reduces_in_backward
+        peers, is_dense = self.peers, self.reduces_in_backward
         whole = {
             row.name: row.in_order(torch.zeros_like(row.parameter) if row.is_missing else row.gradient)
             for row in self._rows
-            if not (row.is_compressed or is_narrow)
+            if is_dense or (self.is_sparse and not row.is_compressed)
         }
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
@@ -304,15 +306,14 @@ class GradientWorker(Worker):
         copy_all_([row.in_order(row.gradient) for row in mine], [means[row.name] for row in mine])
         return stepped
 
-    def _average_narrow_(self, rows: Sequence[Row]) -> None:
-        """Replace gradients by their means, sent in few bits.
+    def _average_compressed_(self, rows: Sequence[Row]) -> None:
+        """Replace gradients by their means, all of them sent compressed.
 
         Collective: all ranks, blocking.
         """
         assert self.compressed is not None
         gradients = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
-        signal = {name: gradient.reshape(-1) for name, gradient in gradients.items()}
-        means = self.compressed.begin(signal).wait()[0].dense()
+        means = self.compressed.begin(gradients).wait()[0].dense()
         for name, gradient in gradients.items():
             if means[name].data_ptr() != gradient.data_ptr():  # laid out otherwise: a copy
                 gradient.copy_(means[name].view(gradient.shape))
@@ -434,7 +435,7 @@ class GradientWorker(Worker):
         self.check_payload()
         self.check_schedule()
         if self.compressed is not None:
-            self.compressed.payload = what  # type: ignore[attr-defined]
+            self.compressed.payload = what
 
     def _check_rows(self) -> None:
         for row in self._rows:
@@ -599,7 +600,8 @@ class GradientWorker(Worker):
         """
         self._check_state(state)
         self.is_compared, parameters = False, self.by_name()
-        of = self.peers.local_rank, self.peers.num_local_ranks
+        keeps_parts = self.compressed is None or self.compressed.keeps_parts
+        of = (self.peers.local_rank, self.peers.num_local_ranks) if keeps_parts else (0, 1)
 
         def own(name: str, kept: Tensor) -> Tensor:
             ordered = in_order_of(kept, parameters[name], name, state["orders"][name])

@@ -26,6 +26,7 @@ from lightning_lowbw.engine.checks import (
     warn_if_incomplete,
     warn_if_mostly_sent,
 )
+from lightning_lowbw.engine.exchange import PAYLOADS
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.replicas import ReplicaWorker
@@ -44,7 +45,6 @@ from lightning_lowbw.where.topology_choice import TopologyChoice, asks_for_two_l
 _logger = logging.getLogger(LOGGER)
 
 WHEN: dict[str, type] = {"step": EveryStep, "k": EveryK}
-WHAT: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}
 
 
 @names_arguments
@@ -97,7 +97,7 @@ class Method:
 
     Args:
         when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps).
-        what: `Whole`, `Narrow` (few bits per value) or `TopK` (the largest elements).
+        what: `Whole`, `Narrow` (few bits per value), `TopK` (the largest elements) or `LowRank`.
         where: `Where`, or its topology.
 
         Each may be a mapping, as `describe` returns it.
@@ -112,12 +112,12 @@ class Method:
     """
 
     when: EveryStep | EveryK = EveryStep()  # noqa: RUF009 - frozen
-    what: Whole | Narrow | TopK = Whole()  # noqa: RUF009 - frozen
+    what: Any = Whole()  # noqa: RUF009 - frozen
     where: Where = Where()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "when", _value(self.when, "every", WHEN, "when"))
-        object.__setattr__(self, "what", _value(self.what, "payload", WHAT, "what"))
+        object.__setattr__(self, "what", _value(self.what, "payload", PAYLOADS, "what"))
         where: Any = self.where
         if isinstance(where, Mapping):
             where = from_mapping(Where, where, "where")
@@ -145,10 +145,10 @@ class Method:
                 f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
                 "would be compressed. Give k_steps > 1, or use when=EveryStep()."
             )
-        if isinstance(self.what, Narrow) and when.delay_steps:
+        if not isinstance(self.what, (Whole, TopK)) and when.delay_steps:
             raise ConfigurationError(
-                f"delay_steps={when.delay_steps!r} with {self.what}: the two exchanges of narrow values follow one "
-                "another and cannot be hidden. Leave out delay_steps, or send TopK or Whole."
+                f"delay_steps={when.delay_steps!r} with {self.what}: its two exchanges follow one another and cannot "
+                "be hidden. Leave out delay_steps, or send TopK or Whole."
             )
         if isinstance(self.what, TopK):
             for name, allowed in (
@@ -234,7 +234,7 @@ class Method:
         when = {"every": _key_of(self.when, WHEN), **asdict(self.when)}
         for derived in ("schedule", "outer_optimizer"):
             when.pop(derived, None)
-        what = {"payload": _key_of(self.what, WHAT), **asdict(self.what)}
+        what = {"payload": _key_of(self.what, PAYLOADS), **asdict(self.what)}
         topology = self.where.topology
         where = {**asdict(self.where), "topology": getattr(topology, "nodes", topology)}
         return {"when": when, "what": what, "where": where}

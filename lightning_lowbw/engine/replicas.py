@@ -70,16 +70,14 @@ from lightning_lowbw.errors import (
 )
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops.lists import copy_all_, relative_distance
-from lightning_lowbw.ops.reference import are_not_finite, as_real, flat
-from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.what.payloads import Narrow
+from lightning_lowbw.ops.reference import are_not_finite, as_real
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import AUTO, EveryK
 from lightning_lowbw.when.fragments import steps_before
 from lightning_lowbw.where.agreement import agree
 from lightning_lowbw.where.mean import average_gradients_, wide_dtype
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
+from lightning_lowbw.where.volume import all_reduce_bytes
 
 _logger = logging.getLogger(LOGGER)
 HOST = torch.device("cpu")
@@ -444,10 +442,10 @@ class ReplicaWorker(Worker):
     def _begin_changes(self, changes: Mapping[str, Tensor], status: Tensor | None) -> Any:
         exchange, what = self.compressed, self.method.what
         assert exchange is not None
-        exchange.payload = what  # type: ignore[attr-defined]  # may have been replaced
+        exchange.payload = what  # may have been replaced
         if isinstance(exchange, TopKExchange):
             exchange.density = what.density
-        return exchange.begin({name: flat(change) for name, change in changes.items()}, status)
+        return exchange.begin(changes, status)
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
@@ -455,7 +453,7 @@ class ReplicaWorker(Worker):
             return False
         if isinstance(self.method.what, TopK):
             return self.params.is_compressed(self.method.what, parameter)
-        return isinstance(self.method.what, Narrow) and parameter.numel() > 0
+        return self.compressed is not None and parameter.numel() > 0
 
     def _buffer_changes(self) -> dict[str, Tensor]:
         return {
@@ -500,12 +498,10 @@ class ReplicaWorker(Worker):
         return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
-        what, num, numel = self.method.what, self.peers.num_participants, as_real(parameter).numel()
-        if not self.takes(parameter):
-            return all_reduce_bytes(numel * wide_dtype(parameter).itemsize, num)
-        if isinstance(what, TopK):
-            return all_gather_bytes(what.nbytes([numel]), num)
-        return narrow_mean_bytes(numel, num, make_narrow_format(what.value_dtype))
+        if self.compressed is not None and self.takes(parameter):
+            return self.compressed.sent_bytes(as_real(parameter).shape)
+        nbytes = as_real(parameter).numel() * wide_dtype(parameter).itemsize
+        return all_reduce_bytes(nbytes, self.peers.num_participants)
 
     # One average: wait and apply ------------------------------------------------------------------------------------
 

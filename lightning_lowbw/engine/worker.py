@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from lightning_lowbw.engine.checks import agree_on_beginning, check_not_in_ddp, has_step_hooks
-from lightning_lowbw.engine.exchange import Exchange, QuantizedExchange, WholeExchange
+from lightning_lowbw.engine.exchange import Exchange, TopKExchange, WholeExchange
 from lightning_lowbw.engine.params import Params
 from lightning_lowbw.engine.status import SAVE, STOP, Fault, Status, any_of, first_fault, status_message
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
@@ -235,7 +235,7 @@ class Worker:
         """Return what `late_flags` stand for, None if none is set; waits for the device."""
         if not any(self.late_flags()):
             return None
-        if isinstance(self.compressed, QuantizedExchange):
+        if not isinstance(self.compressed, TopKExchange):
             signal = "changes of the weights" if self.method.averages_weights else "gradients"
             return self.overflow(3, f"what was kept of earlier {signal} on {self.here}")
         return Fault(
