@@ -8,8 +8,9 @@ from lightning_lowbw import namespaces  # first: it may change what the next one
 from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
 from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
+from lightning_lowbw.engine.low_rank import LowRank
 from lightning_lowbw.engine.method import Method, Where
-from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, NarrowGradients
+from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, NarrowGradients, PowerSGD
 from lightning_lowbw.engine.state import merge_states
 from lightning_lowbw.errors import (
     ConfigurationError,
@@ -51,10 +52,12 @@ __all__ = [
     "HierarchicalStrategy",
     "LocalSGD",
     "LocalSGDStrategy",
+    "LowRank",
     "Method",
     "Narrow",
     "NarrowGradients",
     "NonFiniteGradientError",
+    "PowerSGD",
     "ShardedStrategy",
     "SparsityWarmup",
     "Strategy",

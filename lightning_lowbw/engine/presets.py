@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.engine.low_rank import LowRank
 from lightning_lowbw.engine.method import Method, Where, sorted_into
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
@@ -147,6 +148,21 @@ def NarrowGradients(
     return Method(when=when, what=Narrow(value_dtype=value_dtype), where=Where(topology=topology))
 
 
+@names_arguments
+def PowerSGD(rank: int = 2, *, start_step: int = 0, topology: TopologyChoice = "flat") -> Method:
+    """Return PowerSGD: every step, each matrix as the product of two thin ones, with error feedback.
+
+    Args:
+        rank: columns of the factors.
+        start_step: steps that send float32 first, as DDP.
+        topology: as of `Where`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+    return Method(when=EveryStep(rampup_begin_step=start_step), what=LowRank(rank=rank), where=Where(topology=topology))
+
+
 @dataclass(frozen=True)
 class Preset:
     """What a name for `Trainer(strategy=...)` stands for: a family, and what differs from its defaults."""
@@ -161,6 +177,7 @@ FAMILIES = {
     "adaptive_local_sgd": AdaptiveLocalSGD,
     "hierarchical": Hierarchical,
     "narrow_gradients": NarrowGradients,
+    "powersgd": PowerSGD,
 }
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
 STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": AUTO, "mixing": 0.5}
@@ -169,6 +186,7 @@ PRESETS = {
     "float16": Preset("narrow_gradients", {"value_dtype": "float16"}),
     "int8": Preset("narrow_gradients", {"value_dtype": "int8"}),
     "int4": Preset("narrow_gradients", {"value_dtype": "int4"}),
+    "powersgd": Preset("powersgd", {}),
     "local_sgd": Preset("local_sgd", {}),
     "post_local_sgd": Preset("local_sgd", {"begin_step": FIRST_LR_DECAY}),
     "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),

@@ -197,7 +197,8 @@ CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "min_numel": 100}
 for _name, _options, _fields in (
     ("chunks-decay", {**CHUNKS, "momentum_masking": True, "value_dtype": "float32"}, {"optimizer": "nesterov"}),
     ("chunks-over-senders-adamw", {**CHUNKS, "value_dtype": "int8", "mean_over": "senders"}, {"optimizer": "adamw"}),
-    ("over-senders-resume", {**STAIRS, "momentum_masking": True, "min_numel": 100, "mean_over": "senders"}, {"resume_at": 4}),
+    ("over-senders-resume", {**STAIRS, "momentum_masking": True, "min_numel": 100, "mean_over": "senders"},
+     {"resume_at": 4}),
 ):
     add(f"dgc/{_name}", lowbw.Strategy, {"method": lowbw.DGC(**_options)}, **_fields)
 
@@ -359,7 +360,8 @@ FSDP_DGC = {**STAIRS, "min_numel": 50}
 FSDP_LOCO = {"density": 0.1, "chunk": 64, "min_numel": 50}
 for _name, _method, _fields in (
     ("dense-interleaved", lowbw.Hierarchical(INTERLEAVED), {"optimizer": "adamw"}),
-    ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"optimizer": "nesterov", "trainer": CLIP_NORM}),
+    ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC, momentum_masking=True),
+     {"optimizer": "nesterov", "trainer": CLIP_NORM}),
     ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
      {"optimizer": "adamw", "model": Tied, "precision": "bf16-mixed"}),
     ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": Dropout}),
