@@ -197,8 +197,11 @@ CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "min_numel": 100}
 for _name, _options, _fields in (
     ("chunks-decay", {**CHUNKS, "momentum_masking": True, "value_dtype": "float32"}, {"optimizer": "nesterov"}),
     ("chunks-over-senders-adamw", {**CHUNKS, "value_dtype": "int8", "mean_over": "senders"}, {"optimizer": "adamw"}),
-    ("over-senders-resume", {**STAIRS, "momentum_masking": True, "min_numel": 100, "mean_over": "senders"},
-     {"resume_at": 4}),
+    (
+        "over-senders-resume",
+        {**STAIRS, "momentum_masking": True, "min_numel": 100, "mean_over": "senders"},
+        {"resume_at": 4},
+    ),
 ):
     add(f"dgc/{_name}", lowbw.Strategy, {"method": lowbw.DGC(**_options)}, **_fields)
 
