@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.engine.exchange import DenseMean, Mean, Pending
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.when.fragments import balance
+from lightning_lowbw.when.every_k import balance
 
 # The sums in the status of an average.
 WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)

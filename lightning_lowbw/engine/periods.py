@@ -14,9 +14,7 @@ from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, RELATIVE_CHANGE, Period
-from lightning_lowbw.when.every_k import AUTO, EveryK
-from lightning_lowbw.when.fragments import hiding_steps
+from lightning_lowbw.when.every_k import AUTO, FIRST_LR_DECAY, RELATIVE_CHANGE, EveryK, Period, hiding_steps
 from lightning_lowbw.where.peers import Peers
 
 _logger = logging.getLogger(LOGGER)

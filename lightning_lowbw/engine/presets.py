@@ -12,8 +12,7 @@ from lightning_lowbw.engine.method import Method, Where, sorted_into
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import Compression, TopK, as_compression
-from lightning_lowbw.when.adaptive import FIRST_LR_DECAY, Rule
-from lightning_lowbw.when.every_k import AUTO, EveryK
+from lightning_lowbw.when.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.node_peers import Algorithm
 from lightning_lowbw.where.topology_choice import TopologyChoice

@@ -13,8 +13,7 @@ from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywo
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.adaptive import Rule
-from lightning_lowbw.when.outer import OuterName
+from lightning_lowbw.when.every_k import OuterName, Rule
 from lightning_lowbw.where.topology_choice import TopologyChoice
 
 # Of the method, beside what `AdaptiveLocalSGDStrategy` names itself.
@@ -98,7 +97,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         init_k_steps: the first k.
         max_k_steps: the largest k.
         begin_step: as in `LocalSGDStrategy`.
-        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.when.adaptive.PeriodSchedule`.
+        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.when.every_k.PeriodSchedule`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.

@@ -7,8 +7,7 @@ from typing import Any
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.what.payloads import Narrow
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.adaptive import FIRST_LR_DECAY
-from lightning_lowbw.when.every_k import AUTO, MOST_FRAGMENTS, EveryK
+from lightning_lowbw.when.every_k import AUTO, FIRST_LR_DECAY, MOST_FRAGMENTS, EveryK
 from lightning_lowbw.when.every_step import EveryStep
 
 

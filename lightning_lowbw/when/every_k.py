@@ -1,18 +1,267 @@
 """Every k local steps: ranks step with their own gradients, and their weights are averaged periodically.
 
+Here are the period k, fixed or adapted to the learning rate and the loss; outer optimizers, which are applied to the
+mean; fragments of a model that are averaged at different steps, so that less is sent at once; and `EveryK`, all of it.
+
 Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
 mini-batches, use local SGD", arXiv 1808.07217 (post-local); Douillard et al., "Streaming DiLoCo with overlapping
-communication", arXiv 2501.18512 (fragments).
+communication", arXiv 2501.18512, section 2.2 and algorithm 2 (fragments).
+
+Deviation: the authors' fragments are whole layers in a known order; here tensors are combined so that fragments have
+nearly equal sizes, for any model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
-from lightning_lowbw.arguments import is_count, is_number, names_arguments
+import torch
+from torch import Tensor
+
+from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.when.adaptive import PeriodSchedule, Rule
-from lightning_lowbw.when.outer import OuterName, OuterOptimizer
+
+Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
+FIRST_LR_DECAY = "first_lr_decay"
+RELATIVE_CHANGE = 1e-6  # below it a learning rate has not changed
+
+
+@dataclass(frozen=True)
+class Period:
+    """The period in use and what the next one is computed from.
+
+    Attributes:
+        k: local steps between two averages.
+        peak_lr: the learning rate that the reference loss belongs to; None before the first average.
+        reference_loss: the loss at that learning rate.
+        last_lr: the learning rate at the last decision.
+    """
+
+    k: int
+    peak_lr: float | None = None
+    reference_loss: float | None = None
+    last_lr: float | None = None
+
+
+@dataclass(frozen=True)
+class PeriodSchedule:
+    """Synchronous steps first, then an average after every k local ones.
+
+    Args:
+        k_steps: k; for the adaptive rules the first one (for "qsr" the least).
+        begin_step: the last synchronous step: gradients are all-reduced in steps 1 to `begin_step`, averages are
+            counted from there. A step (int), a fraction of the run (float in (0, 1)), or "first_lr_decay".
+        rule: "fixed", or how the next k follows from the learning rate and the loss, both means over ranks:
+
+            - "fleet": ``k = ceil(sqrt(lr_0 L k_0 / (lr L_0)))`` (PaddlePaddle Fleet)
+            - "adacomm": ``k = ceil(sqrt(lr_0 L / (lr L_0)) k_0)``; halved where this does not fall while lr stays
+            - "qsr": ``k = floor((qsr_alpha / lr)^2)``
+        max_k_steps: the largest k of the adaptive rules.
+        qsr_alpha: the numerator of "qsr", in units of the learning rate.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+
+    Source: Lin et al., "Don't use large mini-batches, use local SGD", arXiv 1808.07217 (post-local); Wang and Joshi,
+        "Adaptive communication strategies", arXiv 1810.08313 (adacomm); Gu et al., "A quadratic synchronization rule",
+        arXiv 2310.14423 (qsr).
+
+    Example:
+        >>> schedule = PeriodSchedule(k_steps=4, rule="adacomm")
+        >>> period = schedule.next(schedule.first(), lr=0.1, loss=2.0)
+        >>> schedule.next(period, lr=0.1, loss=0.5).k
+        2
+    """
+
+    k_steps: int = 8
+    begin_step: int | float | str = 1
+    rule: Rule = "fixed"
+    max_k_steps: int = 16
+    qsr_alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_one_of("rule", self.rule, get_args(Rule))
+        for name in ("k_steps", "max_k_steps"):
+            value = getattr(self, name)
+            if not is_count(value):
+                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 1.")
+        for name, rules in (("max_k_steps", ("fleet", "adacomm", "qsr")), ("qsr_alpha", ("qsr",))):
+            if self.rule not in rules and getattr(self, name) != getattr(PeriodSchedule, name):  # its default
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} with rule={self.rule!r}, which has no use for it: leave it out, "
+                    f"or set rule to {' or '.join(map(repr, rules))}."
+                )
+        if self.rule != "fixed" and self.max_k_steps < self.k_steps:
+            raise ConfigurationError(
+                f"max_k_steps={self.max_k_steps} is below the first k of {self.k_steps}: give at least as many."
+            )
+        if not (is_number(self.qsr_alpha) and self.qsr_alpha > 0):
+            raise ConfigurationError(f"qsr_alpha={self.qsr_alpha!r}: give a number > 0.")
+        begin = self.begin_step
+        is_step = is_count(begin, 0)
+        is_fraction = isinstance(begin, float) and 0.0 < begin < 1.0
+        if not (is_step or is_fraction or begin == FIRST_LR_DECAY):
+            raise ConfigurationError(
+                f"begin_step={begin!r}: give a number of steps (an integer >= 0), a fraction of the run (between 0 "
+                f"and 1, as 0.5), or {FIRST_LR_DECAY!r}."
+            )
+
+    @property
+    def is_always_synchronous(self) -> bool:
+        """Whether this is DDP: an average after every step is one of gradients, for any optimizer and clipping."""
+        return self.rule == "fixed" and self.k_steps == 1
+
+    def first(self) -> Period:
+        """Return the period to begin with."""
+        return Period(self.k_steps)
+
+    def next(self, period: Period, lr: float, loss: float) -> Period:
+        """Return the period after an average, from numbers that are equal on all ranks.
+
+        While the learning rate still rises above all earlier ones (warm-up) the reference follows it and k stays the
+        first one. A learning rate or a loss that is not positive and finite leaves k as it is.
+        """
+        if self.rule == "fixed" or not (lr > 0 and math.isfinite(lr)):
+            return period
+        if self.rule == "qsr":
+            root = min(self.qsr_alpha / lr, float(self.max_k_steps))  # the square of more would overflow
+            return replace(period, k=min(max(self.k_steps, math.floor(root**2)), self.max_k_steps), last_lr=lr)
+        if not (loss > 0 and math.isfinite(loss)):
+            return period
+        if period.peak_lr is None or period.reference_loss is None or lr > period.peak_lr * (1 + RELATIVE_CHANGE):
+            return Period(self.k_steps, lr, loss, lr)
+        ratio = period.peak_lr * loss / (lr * period.reference_loss)
+        wanted = math.sqrt(ratio * self.k_steps) if self.rule == "fleet" else math.sqrt(ratio) * self.k_steps
+        # not ceil(1.0000000000000002) = 2
+        k = max(1, min(math.ceil(min(wanted, self.max_k_steps) * (1 - 1e-12)), self.max_k_steps))
+        same_lr = period.last_lr is not None and abs(lr - period.last_lr) <= RELATIVE_CHANGE * period.last_lr
+        if self.rule == "adacomm" and same_lr and k >= period.k:
+            k = max(1, period.k // 2)
+        return replace(period, k=k, last_lr=lr)
+
+
+# Outer optimizers ----------------------------------------------------------------------------------------------------
+
+
+OuterName = Literal["none", "slowmo", "nesterov"]
+DEFAULT_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
+DEFAULT_MOMENTUM = {"none": 0.0, "slowmo": 0.5, "nesterov": 0.9}
+
+
+@dataclass(frozen=True)
+class OuterOptimizer:
+    """A step from the last consensus x0 along the pseudo-gradient x0 - mean; replicated, all ranks compute the same.
+
+    Args:
+        name: with u the outer velocity, which begins at 0:
+
+            - "none": ``x = mean``
+            - "slowmo": ``u = momentum u + (x0 - mean) / inner_lr;  x = x0 - lr inner_lr u``
+            - "nesterov": ``u = momentum u + (x0 - mean);  x = x0 - lr (x0 - mean + momentum u)``
+        lr: by default 1 for "slowmo", 0.7 for "nesterov".
+        momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
+
+    Raises:
+        ConfigurationError: a value is out of range, or given where it has no meaning.
+
+    Source: Wang et al., "SlowMo", arXiv 1910.00643, algorithm 1; Douillard et al., "DiLoCo", arXiv 2311.08105.
+    """
+
+    name: OuterName = "none"
+    lr: float | None = None
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of("outer", self.name, get_args(OuterName))
+        for key, value in (("outer_lr", self.lr), ("outer_momentum", self.momentum)):
+            if value is not None and self.name == "none":
+                raise ConfigurationError(f"{key}={value!r} without an outer optimizer: set outer='slowmo'.")
+        if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
+            raise ConfigurationError(f"outer_lr={self.lr!r}: give a number > 0.")
+        if self.momentum is not None and not (is_number(self.momentum) and 0 <= self.momentum < 1):
+            raise ConfigurationError(f"outer_momentum={self.momentum!r}: give a number in [0, 1).")
+
+    def step_(self, starts: list[Tensor], means: list[Tensor], velocities: list[Tensor], inner_lr: float) -> None:
+        """Move the last consensus to the new one, of all tensors at once.
+
+        In place:
+            `starts` and `means`, which become x; `velocities`, which are u. No memory is allocated.
+
+        Args:
+            starts: x0, the last consensus; float32 or float64, any shapes, at least one.
+            means: of the replicas; as `starts`.
+            velocities: as `starts`; empty with "none".
+            inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays.
+        """
+        lr = DEFAULT_LR[self.name] if self.lr is None else self.lr
+        momentum = DEFAULT_MOMENTUM[self.name] if self.momentum is None else self.momentum
+        if self.name == "none" or (self.name == "slowmo" and inner_lr <= 0):
+            torch._foreach_copy_(starts, means)
+            return
+        moves = means
+        torch._foreach_sub_(moves, starts)  # mean - x0: the pseudo-gradient, negated
+        torch._foreach_mul_(velocities, momentum)
+        if self.name == "slowmo":
+            torch._foreach_sub_(velocities, moves, alpha=1.0 / inner_lr)
+            torch._foreach_sub_(starts, velocities, alpha=lr * inner_lr)
+        else:
+            torch._foreach_sub_(velocities, moves)
+            torch._foreach_sub_(moves, velocities, alpha=momentum)
+            torch._foreach_add_(starts, moves, alpha=lr)
+        torch._foreach_copy_(means, starts)
+
+
+# Fragments -----------------------------------------------------------------------------------------------------------
+
+
+def balance(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return a fragment for each tensor: the largest first, each to the smallest fragment so far.
+
+    The largest fragment has at most 4/3 of what it must have (Graham, "Bounds on multiprocessing timing anomalies",
+    1969); a tensor is not cut, so that one with more than 1/P of it all is the peak.
+
+    Args:
+        sizes: of each tensor: elements, or bytes that are sent.
+        loads: what each fragment has already.
+
+    Example:
+        >>> balance([10, 50, 30, 20], [0, 0])
+        [0, 0, 1, 1]
+    """
+    totals, chosen = list(loads), [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        chosen[index] = min(range(len(totals)), key=lambda p: (totals[p], p))
+        totals[chosen[index]] += max(sizes[index], 1)  # empty tensors are spread, too
+    return chosen
+
+
+def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
+    """Return by how many steps the first period of a fragment is shortened, so that the last one is begun after k
+    steps.
+
+    Example:
+        >>> [100 - steps_before(fragment, 4, 100) for fragment in range(4)]
+        [25, 50, 75, 100]
+    """
+    return k_steps - round((fragment + 1) * k_steps / num_fragments)
+
+
+def hiding_steps(average_s: float, step_s: float, k_steps: int) -> int:
+    """Return tau, the number of steps that hide an average: as many as it takes, at least one, fewer than k.
+
+    Args:
+        average_s: seconds that an average takes, waited for.
+        step_s: seconds of a local step.
+    """
+    ratio = average_s / step_s if step_s > 0 else math.inf
+    return min(max(1, math.ceil(min(ratio, float(k_steps)))), k_steps - 1)
+
+
+# The schedule --------------------------------------------------------------------------------------------------------
+
 
 AUTO = "auto"
 MOST_FRAGMENTS = 4  # of "auto"
