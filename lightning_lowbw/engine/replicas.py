@@ -39,7 +39,10 @@ from lightning_lowbw.engine.average import (
     WEIGHT,
     Arrived,
     Average,
+    Delay,
     Fragment,
+    Phase,
+    RunningLoss,
     change_of,
     due,
     make_fragments,
@@ -48,7 +51,6 @@ from lightning_lowbw.engine.average import (
 from lightning_lowbw.engine.buffers import ReplicaBuffers, copies, put_back_, unchanged, wide_copies
 from lightning_lowbw.engine.checks import agree_on_end, raise_at_other_batches
 from lightning_lowbw.engine.exchange import DenseMean, TopKExchange, WholeExchange, exchange_for
-from lightning_lowbw.engine.periods import Delay, Phase, RunningLoss
 from lightning_lowbw.engine.state import check_origin, on_cpu, origin, own_part, saved
 from lightning_lowbw.engine.status import (
     EXACT,
