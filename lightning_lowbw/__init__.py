@@ -16,7 +16,6 @@ from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
     NonFiniteGradientError,
-    UnexpectedCollectiveError,
 )
 from lightning_lowbw.strategies import (
     AdaptiveLocalSGDStrategy,
@@ -64,7 +63,6 @@ __all__ = [
     "TopK",
     "Topology",
     "TrafficMonitor",
-    "UnexpectedCollectiveError",
     "Where",
     "Whole",
     "merge_states",

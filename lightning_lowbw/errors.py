@@ -16,7 +16,3 @@ class DisagreementError(ConfigurationError):
 
 class NonFiniteGradientError(FloatingPointError):
     """A gradient, a weight or a residual is infinite or NaN; the message says where, and what to do."""
-
-
-class UnexpectedCollectiveError(RuntimeError):
-    """A collective was issued where the training is to be local; the message names it."""

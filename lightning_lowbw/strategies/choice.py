@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_lowbw.arguments import check_flag
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.facts import agree_on_configuration
@@ -19,19 +18,17 @@ if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
 
 
-def regime_of(strategy: Strategy, uneven: Policy, audit: bool) -> Regime:
+def regime_of(strategy: Strategy, uneven: Policy) -> Regime:
     """Return what a strategy does apart from the exchange.
 
     Raises:
-        ConfigurationError: `uneven` or `audit` are out of range, or have no meaning for the method.
+        ConfigurationError: `uneven` is out of range, or has no meaning for the method.
     """
-    check_flag("audit", audit)
     if strategy.method.averages_weights:
-        return Replicas(strategy, uneven, audit)
-    given = [*([] if uneven == "finish" else [f"uneven={uneven!r}"]), *(["audit=True"] if audit else [])]
-    if given:
+        return Replicas(strategy, uneven)
+    if uneven != "finish":
         raise ConfigurationError(
-            f"{', '.join(given)}: for methods that average weights after some steps; the method given communicates in "
+            f"uneven={uneven!r}: for methods that average weights after some steps; the method given communicates in "
             f"every step ({in_words(strategy.method)}). Leave it out."
         )
     return Synchronous(strategy)
@@ -43,7 +40,7 @@ def take(strategy: Strategy, method: Method) -> None:
     strategy.method = method
     if is_other:
         strategy.regime.tear_down()
-        strategy.regime = regime_of(strategy, strategy._options["uneven"], strategy._options["audit"])
+        strategy.regime = regime_of(strategy, strategy._options["uneven"])
 
 
 def adopt(strategy: Strategy, method: Method) -> None:

@@ -80,12 +80,6 @@ class Groups:
         topology = self.gradients.topology
         return None if topology is None else [list(node) for node in topology.nodes]
 
-    @property
-    def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """The process groups of nodes and between them."""
-        both = {id(peers): peers for peers in (self.gradients, self.workers)}
-        return [group for peers in both.values() for group in peers.groups]
-
     def close(self) -> None:
         """End the threads, after the work that has been begun."""
         self.gradients.close()

@@ -6,17 +6,13 @@ after every batch; here they do so only after an average.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from torch.nn.parallel import DistributedDataParallel
-
-from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.where.audit import CollectiveAudit
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -29,47 +25,27 @@ def is_timed(callback: Callback) -> bool:
 
 
 class Quiet:
-    """Turns off or defers all communication in local steps; with `audit` checks that there is none."""
+    """Turns off or defers all communication in local steps."""
 
-    def __init__(self, strategy: Strategy, audit: bool) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._audit = CollectiveAudit() if audit else None
         self._may_communicate = True  # whether callbacks may communicate in this batch
-        self._replaced: list[tuple[Any, str]] = []  # attributes of Lightning's objects, to be restored
+        self._replaced: list[Callback] = []
 
     # The fit ----------------------------------------------------------------------------------------------------
 
     def defer(self, trainer: pl.Trainer) -> None:
         """Defer timers until the next average."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
-            if self._audit is not None and isinstance(callback, Checkpoint):
-                hook = functools.partial(self._allow, callback.on_train_batch_end)
-                self._replace(callback, "on_train_batch_end", hook)
             if is_timed(callback):
                 hook = functools.partial(self._call_if_communicating, callback.on_train_batch_end)
-                self._replace(callback, "on_train_batch_end", hook)
-
-    def begin_audit(self) -> None:
-        """Audit the collectives of the world from now on, except those inside nodes and between peers."""
-        if self._audit is not None:
-            self._audit.install(ignoring=self._strategy.groups.process_groups)
+                callback.on_train_batch_end = hook
+                self._replaced.append(callback)
 
     def restore(self) -> None:
         """Undo all replacements; a tuner in a callback starts the training twice."""
-        if self._audit is not None:
-            self._audit.uninstall()
         while self._replaced:
-            owner, name = self._replaced.pop()
-            vars(owner).pop(name, None)
-
-    def _replace(self, owner: Any, name: str, value: Callable[..., Any]) -> None:
-        setattr(owner, name, value)
-        self._replaced.append((owner, name))
-
-    def _allow(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        assert self._audit is not None
-        with self._audit.allowing():
-            hook(*args, **kwargs)
+            vars(self._replaced.pop()).pop("on_train_batch_end", None)
 
     def _call_if_communicating(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._may_communicate:
@@ -78,29 +54,17 @@ class Quiet:
     # The step ---------------------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """Begin to check for collectives, if all optimizers are to step locally."""
-        all_local = all(worker.is_local for worker in self._strategy.workers)
-        self._may_communicate = not all_local
+        """Let callbacks communicate unless all optimizers are to step locally."""
+        self._may_communicate = not all(worker.is_local for worker in self._strategy.workers)
         self.choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
-        if self._audit is not None and all_local:
-            self._audit.check()
-            self._audit.begin()
 
     def forbid(self) -> None:
         """Do not let callbacks communicate until the next batch, because some ranks have ended."""
         self._may_communicate = False
 
-    def end_backward(self, worker: Worker) -> None:
-        """Check that a local step's backward pass has sent nothing."""
-        if self._audit is not None and worker.is_local:
-            self._audit.check()
-
     def end_step(self, has_communicated: bool) -> None:
         """Let callbacks communicate until the next batch, if the step has communicated."""
-        if has_communicated:
-            self._may_communicate = True
-            if self._audit is not None:
-                self._audit.pause()
+        self._may_communicate |= has_communicated
         self.choose_backward_sync()
 
     def choose_backward_sync(self) -> None:
@@ -109,12 +73,5 @@ class Quiet:
         assert isinstance(model, DistributedDataParallel)
         if model.require_backward_grad_sync and not all(worker.reduces_in_backward for worker in workers):
             # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
-            with contextlib.nullcontext() if self._audit is None else self._audit.allowing():
-                model.reducer._rebuild_buckets()
+            model.reducer._rebuild_buckets()
         model.require_backward_grad_sync = any(self._strategy.regime.ddp_reduces(worker) for worker in workers)
-
-    def pause_audit(self) -> None:
-        """Allow collectives up to the next local batch, and none before."""
-        if self._audit is not None:
-            self._audit.check()
-            self._audit.pause()

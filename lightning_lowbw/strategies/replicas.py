@@ -40,7 +40,6 @@ class Replicas(Viewing):
     Args:
         strategy: the strategy.
         uneven: as in `Strategy`.
-        audit: as in `Strategy`.
 
     Attributes:
         quiet: keeps the steps between averages free of communication.
@@ -50,7 +49,7 @@ class Replicas(Viewing):
         ConfigurationError: a value is out of range, or does not go together with averages.
     """
 
-    def __init__(self, strategy: Strategy, uneven: Policy, audit: bool) -> None:
+    def __init__(self, strategy: Strategy, uneven: Policy) -> None:
         super().__init__(strategy)
         when = strategy.method.when
         assert isinstance(when, EveryK)
@@ -59,8 +58,8 @@ class Replicas(Viewing):
                 "broadcast_buffers=True (or forward_sync_buffers=True) sends the buffers of rank 0 in every forward "
                 "pass; local SGD averages them with the parameters. Leave it out."
             )
-        self.quiet = Quiet(strategy, audit)
-        self.uneven = Uneven(strategy, uneven, self.quiet.pause_audit)
+        self.quiet = Quiet(strategy)
+        self.uneven = Uneven(strategy, uneven)
         self._losses: list[Tensor] = []  # for the next optimizer that steps
         self._is_observed = False  # by an optimizer; others may step, too, until the next backward
 
@@ -119,7 +118,6 @@ class Replicas(Viewing):
                 "static_graph=True, and the first step is local: DDP learns the graph in a first step that it reduces. "
                 "Leave it out, or begin with a synchronous step (begin_step=1; a resume in the local phase has none)."
             )
-        self.quiet.begin_audit()
 
     @override
     def tear_down(self) -> None:
@@ -164,7 +162,6 @@ class Replicas(Viewing):
         for loss in self._losses:
             worker.observe_loss(loss)
         self._is_observed = True
-        self.quiet.end_backward(worker)
 
     @override
     def end_batch(self, trainer: pl.Trainer) -> None:
@@ -185,7 +182,6 @@ class Replicas(Viewing):
         trainer = module.trainer
         is_interrupted = self.strategy.is_interrupted or self.is_fit_over  # after an exception replicas differ
         if not is_interrupted:
-            self.quiet.pause_audit()
             self.uneven.check_view(trainer)
             if trainer.state.fn == TrainerFn.FITTING and self.strategy.world_size > 1:
                 agree_on_averages_(trainer, self.strategy.ledger, self.strategy.root_device)
@@ -206,7 +202,6 @@ class Replicas(Viewing):
     @override
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Agree on monitored metrics; the epoch may have ended without a last batch."""
-        self.quiet.pause_audit()
         self.uneven.finish_epoch(is_over(trainer))
         super().end_epoch(trainer)
 

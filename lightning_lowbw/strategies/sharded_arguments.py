@@ -22,7 +22,6 @@ def refuse_keywords(unknown: Mapping[str, Any], strategy: type) -> None:
         "process_group": "the groups follow from topology",
         "data_parallel_size": "it is the ranks of a node, by topology, divided by tensor_parallel_size",
         "uneven": "the ranks of a node take each step together, so all need as many batches",
-        "audit": "FSDP communicates inside the node in every step",
     }
     for name in unknown:
         reason = f": {reasons[name]}. Leave it out" if name in reasons else ": unknown keyword"

@@ -71,7 +71,6 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             number of ranks per node, the ranks of each node, or a `Topology`.
         uneven: for averages of weights, and ranks with more batches than others in an epoch: "finish" them, or
             "stop" at the next average. They are weighted by samples once a rank has ended.
-        audit: for averages of weights: raise an error that names any collective between two of them.
         resume: what ``fit(ckpt_path=...)`` loads: "exact" also the folder beside the ``.ckpt``, which has each rank's
             own state; "weights and optimizer" the ``.ckpt`` alone, as when the folder is lost, or residuals do not fit
             another method.
@@ -99,14 +98,13 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         *,
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
-        audit: bool = False,
         resume: Needs = "exact",
         **kwargs: Unpack[DDPKeywords],
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
         self.method = as_method(method, topology)
         self.ledger = TrafficLedger()
-        self._options: dict[str, Any] = {"uneven": uneven, "audit": audit, "resume": resume}
+        self._options: dict[str, Any] = {"uneven": uneven, "resume": resume}
         self._workers = {}
         self._graph: Any = None  # of the last loss, until the gradients are exchanged
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
@@ -116,7 +114,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.groups = Groups()
         self.clipping = Clipping(self, self._exchange_unscaled, self._has_reduced)
-        self.regime = regime_of(self, self._options["uneven"], self._options["audit"])
+        self.regime = regime_of(self, self._options["uneven"])
         self.auto = AutoSparsity(self)
         self.signals = Signals(self)
         self._hook = GradientHook(self)

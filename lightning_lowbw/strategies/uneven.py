@@ -15,7 +15,6 @@ counters, schedulers and learning rates of the rank with the most batches become
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -83,7 +82,6 @@ class Uneven:
     Args:
         strategy: the strategy.
         policy: what ranks do that have more batches than others: "finish" them, or "stop" when they average next.
-        pause_audit: called before a message between two averages.
 
     Attributes:
         meets: whether the numbers of batches differ or are unknown, so that the ranks meet; equal on all of them.
@@ -94,9 +92,9 @@ class Uneven:
         ConfigurationError: the policy is none of these.
     """
 
-    def __init__(self, strategy: Strategy, policy: Policy, pause_audit: Callable[[], None]) -> None:
+    def __init__(self, strategy: Strategy, policy: Policy) -> None:
         check_one_of("uneven", policy, get_args(Policy))
-        self._strategy, self._policy, self._pause_audit = strategy, policy, pause_audit
+        self._strategy, self._policy = strategy, policy
         self._loader: Any = None  # whose length on this rank is `_num_batches`
         self._num_batches = 0.0
         self.begin_fit()
@@ -255,7 +253,6 @@ class Uneven:
         progress = batches_of(trainer)
         is_synchronous = not all(worker.is_local for worker in self._strategy.replicas)
         if is_synchronous or self._is_view_due(trainer):
-            self._pause_audit()
             places = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
             progress.is_last_batch = any(place.is_last for place in places)
             return
@@ -327,7 +324,6 @@ class Uneven:
         trainer = self._strategy.trainer
         if trainer.received_sigterm and not self.all_are_here:
             raise SIGTERMException
-        self._pause_audit()
         what = ENDED if batches_of(trainer).current.ready else EMPTY
         while True:
             places = self._meet(what, is_over)

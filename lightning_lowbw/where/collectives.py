@@ -324,7 +324,7 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
             tensor.copy_(received.view(tensor.shape))
 
 
-# Looked up at each call: the audit of collectives replaces them. Their names up to torch 2.12 warn from 2.13 on.
+# The names up to torch 2.12 warn from 2.13 on.
 def _all_gather() -> Callable[..., Any]:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -23,7 +23,6 @@ class FlatPeers:
     """
 
     topology = None
-    groups: Sequence[dist.ProcessGroup | None] = ()
     local_rank, num_local_ranks, is_two_level = 0, 1, False
 
     def __init__(

@@ -42,7 +42,6 @@ class NodePeers:
         node: the collectives of this node's ranks.
         local_rank: of this rank in its node.
         num_local_ranks: of this node.
-        groups: all process groups made here for this rank.
 
     Raises:
         ConfigurationError: on all ranks; the nodes are of different sizes, and the algorithm is "sharded".
@@ -89,11 +88,6 @@ class NodePeers:
             peers = topology.peers(topology.local_rank_of(self.rank))
             self._between = Collectives(group_of(peers, purpose, timeout), ledger, "inter")
             self._queued_between = Collectives(group_of(peers, queued, timeout), ledger, "inter")
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup | None]:
-        used = (self.node, self._queued_node, self._queued_between, self._between)
-        return [collectives.group for collectives in used if collectives is not None]
 
     @property
     def num_ranks(self) -> int:

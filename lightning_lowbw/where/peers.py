@@ -44,11 +44,6 @@ class Peers(Protocol):
         ...
 
     @property
-    def groups(self) -> Sequence[dist.ProcessGroup | None]:
-        """The process groups made for this rank by a topology; when flat none. The audit leaves them out."""
-        ...
-
-    @property
     def topology(self) -> Topology | None:
         """Which ranks share a node; None when flat. For messages, checks and saved states; the arithmetic of a
         method does not depend on it."""

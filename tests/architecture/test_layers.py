@@ -239,7 +239,6 @@ def test_what_is_exported() -> None:
         "TopK",
         "Topology",
         "TrafficMonitor",
-        "UnexpectedCollectiveError",
         "Where",
         "Whole",
         "merge_states",
@@ -267,7 +266,7 @@ def test_the_constructors_have_the_defaults_of_the_method() -> None:
     assert {**knobs_of(DGCStrategy), "sparsity": "auto"}.items() <= of_dgc.items()
     assert set(of_dgc) - set(knobs_of(DGCStrategy)) == {"density", "chunk", "decay", "mean_over", "clip_to_median"}
     assert DGCStrategy().method == Strategy(auto).method == preset("dgc")
-    outside = {"value_dtype", "compression", "topology", "uneven", "audit"}  # not of the schedule
+    outside = {"value_dtype", "compression", "topology", "uneven"}  # not of the schedule
     for strategy, method in ((LocalSGDStrategy, LocalSGD()), (AdaptiveLocalSGDStrategy, AdaptiveLocalSGD())):
         knobs = {{"init_k_steps": "k_steps"}.get(name, name): value for name, value in knobs_of(strategy).items()}
         of_schedule = {name: value for name, value in knobs.items() if name not in outside}

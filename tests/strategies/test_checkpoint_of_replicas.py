@@ -35,7 +35,7 @@ def fit_with_unsynced_names(folder: str, resume: str) -> tuple[str, list[str]]:
     saver = ModelCheckpoint(folder, filename="{step}-{mine:.1f}", every_n_train_steps=3, save_top_k=1, monitor="mine")
     trace = Trace()
     options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True}
-    trainer = make_trainer(LocalSGDStrategy(k_steps=4, audit=True), num_ranks, callbacks=[saver, trace], **options)
+    trainer = make_trainer(LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[saver, trace], **options)
     trainer.fit(Named(data_by_step=True), make_data(num_ranks, STEPS), ckpt_path=resume or None)
     return str(saver.best_model_path), trace.after
 

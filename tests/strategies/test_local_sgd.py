@@ -13,7 +13,6 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong in (
         {"broadcast_buffers": True},
         {"uneven": "wait"},
-        {"audit": "no"},
         {"k_step": 4},
         {"ddp_comm_hook": print},
         {"compression": {"top_k": 64}},
@@ -37,13 +36,13 @@ def test_a_schedule_of_the_adaptive_strategy_may_limit_k() -> None:
 
 def test_the_adaptive_strategy_hands_on_what_it_does_not_name() -> None:
     strategy = AdaptiveLocalSGDStrategy(
-        2, max_k_steps=9, rule="qsr", qsr_alpha=0.1, outer="slowmo", delay_steps=1, mixing=0.5, topology=2, audit=True
+        2, max_k_steps=9, rule="qsr", qsr_alpha=0.1, outer="slowmo", delay_steps=1, mixing=0.5, topology=2
     )
     knobs = {"max_k_steps": 9, "rule": "qsr", "qsr_alpha": 0.1, "outer": "slowmo", "delay_steps": 1, "mixing": 0.5}
     assert strategy.method == LocalSGD(k_steps=2, topology=2, **knobs)
     parameters = inspect.signature(AdaptiveLocalSGDStrategy).parameters
     assert list(parameters)[:5] == ["init_k_steps", "max_k_steps", "begin_step", "rule", "qsr_alpha"]
-    assert {"outer", "compression", "uneven", "audit", "topology", "bucket_cap_mb"} <= set(parameters)
+    assert {"outer", "compression", "uneven", "topology", "bucket_cap_mb"} <= set(parameters)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def make_case(number: int) -> tuple[Any, list[Any]]:
         ("dgc", [warmup, lowbw.TrafficMonitor()]),
         (make_strategies()[0], [lowbw.TrafficMonitor()]),
         ("local_sgd", [schedule, lowbw.TrafficMonitor()]),
-        (lowbw.LocalSGDStrategy(k_steps=2, audit=True), []),
+        (lowbw.LocalSGDStrategy(k_steps=2), []),
         ("diloco", [schedule]),
         ("int8", []),
         ("hierarchical", []),

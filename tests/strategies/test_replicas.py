@@ -116,7 +116,7 @@ class Gan(pl.LightningModule):
 def fit_gan(adaptive: bool) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     model = Gan()
-    strategy = AdaptiveLocalSGDStrategy(3, audit=True) if adaptive else LocalSGDStrategy(3, audit=True)
+    strategy = AdaptiveLocalSGDStrategy(3) if adaptive else LocalSGDStrategy(3)
     trace = []
 
     class Watch(pl.Callback):
@@ -136,7 +136,7 @@ def fit_gan(adaptive: bool) -> dict[str, Any]:
 
 
 def fit_gan_with_unused() -> int:
-    strategy = LocalSGDStrategy(3, audit=True, find_unused_parameters=True)
+    strategy = LocalSGDStrategy(3, find_unused_parameters=True)
     make_trainer(strategy, dist.get_world_size()).fit(Gan(), make_data(2, 8))
     return strategy.workers[0].num_averages
 

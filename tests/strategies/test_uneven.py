@@ -87,7 +87,7 @@ def make(method: str, **kwargs: Any) -> LocalSGDStrategy:
 def fit(method: str, data: DataLoader, model: Tiny, uneven: str = "finish", **options: Any) -> dict[str, Any]:
     trace = Trace()
     options = {"max_epochs": 2, **options, "callbacks": [trace, *options.get("callbacks", [])]}
-    strategy = make(method, uneven=uneven, audit=True)
+    strategy = make(method, uneven=uneven)
     trainer = make_trainer(strategy, dist.get_world_size(), **options)
     trainer.fit(model, data, uneven_loader(1))
     return {

@@ -64,11 +64,9 @@ from lightning_lowbw import (
             "momentum; topology='flat', uneven='stop')",
         ),
         (
-            LocalSGDStrategy(
-                15, 0, outer="nesterov", num_fragments=3, delay_steps="auto", compression=Compression(), audit=True
-            ),
+            LocalSGDStrategy(15, 0, outer="nesterov", num_fragments=3, delay_steps="auto", compression=Compression()),
             "LocalSGDStrategy(every 15 steps after step 0, the 1.562 % largest changes of each chunk of 4096 as int2, "
-            "in 3 fragments, outer optimizer 'nesterov', hidden behind measured steps; topology='flat', audit=True)",
+            "in 3 fragments, outer optimizer 'nesterov', hidden behind measured steps; topology='flat')",
         ),
         (
             LocalSGDStrategy(100, 0, num_fragments="auto"),

@@ -74,6 +74,23 @@ class Trace(pl.Callback):
         self.shown.append(weights(module))
 
 
+class Silence(pl.Callback):
+    """Fails where something is sent to all ranks in a batch without an average; the last of the callbacks."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before = num_collectives()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # In the first step DDP rebuilds its buckets, once.
+        if trainer.global_step > 1 and not any(worker.has_met for worker in trainer.strategy.workers):
+            assert num_collectives() == self.before, f"sent after step {trainer.global_step}"
+
+
+def num_collectives() -> int:
+    """Return how many have been issued on the group of the world, also by C++."""
+    return torch.distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+
+
 class Kill(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import ConfigurationError, DisagreementError, Topology, UnexpectedCollectiveError
-from lightning_lowbw.where.audit import CollectiveAudit
+from lightning_lowbw import ConfigurationError, DisagreementError, Topology
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.mean import MeanWork, average_gradients_
 from lightning_lowbw.where.node_peers import NodePeers
@@ -67,11 +66,7 @@ def has_its_place(peers: Peers, nodes: Any) -> None:
     assert peers.is_two_level == (len(nodes) > 1 and not is_flat(nodes))
     assert (peers.node.num_ranks, peers.node.rank) == (len(own), local_rank)
     assert peers.group is None
-    if is_flat(nodes):
-        assert (peers.groups, peers.topology) == ((), None)
-    else:
-        assert peers.topology == Topology(nodes)
-        assert dist.group.WORLD not in peers.groups
+    assert peers.topology == (None if is_flat(nodes) else Topology(nodes))
 
 
 def sums_over_all_ranks(peers: Peers, nodes: Any) -> None:
@@ -198,24 +193,6 @@ def counts_bytes_by_the_formulas(peers: Peers, nodes: Any) -> None:
     expect(all_gather_bytes(part, local), 0, lambda: peers.gather_parts_in_node(tensor[: part // 4], 1001))
 
 
-def is_known_to_the_audit(peers: Peers, nodes: Any) -> None:
-    """Collectives of a topology's own groups are no surprise to it; those of the world are."""
-    audit = CollectiveAudit()
-    audit.install(ignoring=peers.groups)
-    try:
-        audit.begin()
-        gather(peers, message_of(peers.rank, 8))
-        peers.begin_all_reduce_(torch.ones(4)).wait()
-        peers.reduce_scatter_in_node(torch.ones(4))
-        if is_flat(nodes):
-            with pytest.raises(UnexpectedCollectiveError, match=r"all_gather_\w+ at .*collectives"):
-                audit.check()
-        else:
-            audit.check()
-    finally:
-        audit.uninstall()
-
-
 def assert_replicas_are_equal(tensor: Tensor) -> None:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tensor.tolist())
@@ -232,14 +209,12 @@ CASES = [
     divides_into_parts,
     fuses_means,
     counts_bytes_by_the_formulas,
-    is_known_to_the_audit,
 ]
 NEED_PARTS = {
     gathers_messages,
     begins_in_order,
     divides_into_parts,
     counts_bytes_by_the_formulas,
-    is_known_to_the_audit,
 }
 
 
