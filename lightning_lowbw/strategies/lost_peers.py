@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_lowbw.errors import DisagreementError
-from lightning_lowbw.where.roll_call import ANSWER_S, Answers, RollCall
+from lightning_lowbw.where.heartbeat import ANSWER_S, Answers, Heartbeat
 from lightning_lowbw.where.topology_choice import NODE_VARIABLES
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ FROM_TORCH = ("torch.", "lightning_lowbw.")  # modules
 LOST = "a peer was lost"
 NO_GRAPH = "returned a loss that depends on no parameter, which a dense step needs of all ranks"
 OTHER_SIZE = "Received data size doesn't match"  # gloo's last words before it ends the process
+WITHOUT_STORE = (
+    "the lost rank is not known: the store where the ranks have met does not answer either. It is in the process of "
+    "rank 0, or of the launcher on its node: look at the output there."
+)
 FIT = "_call_and_handle_interrupt"  # of Lightning, the outermost
 # By the name of a function on the stack, the innermost first.
 PHASES = {
@@ -64,13 +68,13 @@ class LostPeers:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._roll_call = RollCall(self._phase)
+        self._heartbeat = Heartbeat(self._phase)
 
     def begin_fit(self) -> None:
-        """Begin to answer roll calls. Another exchange between all ranks must follow."""
+        """Begin the heartbeat. Another exchange between all ranks must follow."""
         number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), None)
         node = "" if number is None else f"node {number}, "
-        self._roll_call.begin(f"{node}host {socket.gethostname()}, pid {os.getpid()}")
+        self._heartbeat.begin(f"{node}host {socket.gethostname()}, pid {os.getpid()}")
 
     def explain_(self, exception: BaseException) -> None:
         """Add the lost ranks to an exception, if they are its cause; leave a note about any other exception for the
@@ -79,20 +83,20 @@ class LostPeers:
         In place:
             The exception's message; torch's own becomes its cause. Takes a few seconds at most.
         """
-        if not self._roll_call.has_begun:
+        if not self._heartbeat.has_begun:
             return
         message = str(exception)
         phase = self._phase(frame for frame, _ in traceback.walk_tb(exception.__traceback__))
         if not _is_of_lost_peer(exception):
-            self._roll_call.note(
+            self._heartbeat.note(
                 f"{type(exception).__name__} in {phase}: {message.splitlines()[0] if message else ''}", tells=True
             )
             return
-        self._roll_call.note(f"{LOST} in {phase}", tells=False)
-        answers, heard = self._roll_call.call(), self._roll_call.heard
+        self._heartbeat.note(f"{LOST} in {phase}", tells=False)
+        answers, heard = self._heartbeat.ask(), self._heartbeat.heard
         if answers is None and any(not reason.startswith(LOST) for reason in heard.failed.values()):
             answers = heard
-        told = self._without_store() if answers is None else self._told(answers)
+        told = WITHOUT_STORE if answers is None else self._told(answers)
         cause = RuntimeError(message)
         cause.__cause__ = exception.__cause__
         exception.args = (f"Rank {dist.get_rank()}, in {phase}: {told}",)
@@ -110,7 +114,7 @@ class LostPeers:
         """
         own, timeout = self._strategy.trainer.global_step, self._strategy._timeout or default_pg_timeout
         last = time.monotonic() + timeout.total_seconds()
-        while (answers := self._roll_call.come_to_end()) is not None and not (answers.failed or answers.silent):
+        while (answers := self._heartbeat.come_to_end()) is not None and not (answers.failed or answers.silent):
             going = [f"rank {rank} is in {phase}" for rank, phase in answers.present.items() if _trains_on(phase, own)]
             if going:
                 raise DisagreementError(
@@ -121,8 +125,8 @@ class LostPeers:
                 return
 
     def close(self) -> None:
-        """Stop answering."""
-        self._roll_call.close()
+        """End the heartbeat."""
+        self._heartbeat.close()
 
     def _told(self, answers: Answers) -> str:
         own = {rank: reason for rank, reason in answers.failed.items() if not reason.startswith(LOST)}
@@ -158,12 +162,6 @@ class LostPeers:
             f"all other ranks answer ({'; '.join(there)}), so the network failed, or they did not come within the "
             f"timeout. Ranks in other places than this one have taken another branch, have {NO_GRAPH}, or are slow: "
             "give a longer timeout=... (seconds) to the strategy."
-        )
-
-    def _without_store(self) -> str:
-        return (
-            f"the lost rank is not known: the store at {self._roll_call.address}, where the ranks have met, does not "
-            "answer either. It is in the process of rank 0, or of the launcher on its node: look at the output there."
         )
 
     def _phase(self, frames: Iterable[FrameType] | None = None) -> str:

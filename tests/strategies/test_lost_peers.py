@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbw import DGCStrategy, DisagreementError, HierarchicalStrategy, LocalSGDStrategy
 from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
-from lightning_lowbw.where.roll_call import Answers
+from lightning_lowbw.where.heartbeat import Answers
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of, without_places
@@ -231,10 +231,8 @@ def test_a_rank_that_has_said_why_it_fails_is_named_without_the_store(monkeypatc
     told = []
     for failed in ({0: "ValueError in the training: no such file"}, {0: "a peer was lost in the training"}):
         heard = Answers({}, failed, [], {0: "host a, pid 1"})
-        gone = SimpleNamespace(
-            has_begun=True, note=lambda *_, **__: None, call=lambda: None, heard=heard, address="a:1"
-        )
-        monkeypatch.setattr(peers, "_roll_call", gone)
+        gone = SimpleNamespace(has_begun=True, note=lambda *_, **__: None, ask=lambda: None, heard=heard)
+        monkeypatch.setattr(peers, "_heartbeat", gone)
         error = raised(RuntimeError("gloo: Connection closed by peer"))
         peers.explain_(error)
         told.append(str(error))
@@ -252,7 +250,7 @@ def test_the_end_is_not_waited_for_longer_than_the_timeout(monkeypatch: pytest.M
         time.sleep(0.05)
         return Answers({1: "validation after step 7"}, {}, [], {1: "host a"})
 
-    monkeypatch.setattr(peers, "_roll_call", SimpleNamespace(come_to_end=in_validation))
+    monkeypatch.setattr(peers, "_heartbeat", SimpleNamespace(come_to_end=in_validation))
     peers.come_to_end()
     assert 2 <= len(calls) <= 6
 

@@ -1,4 +1,4 @@
-"""The private things of torch's groups and stores that are relied on. A test here fails when they have moved."""
+"""The private things of torch's groups that are relied on. A test here fails when they have moved."""
 
 from __future__ import annotations
 
@@ -8,30 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.where import roll_call
 from lightning_lowbw.where.groups import group_of
 from lightning_lowbw.where.node_mesh import NAMES, make_node_mesh
-from lightning_lowbw.where.roll_call import RollCall, _server
 from lightning_lowbw.where.topology import Topology
 from tests.ranks import run_ranks
-
-
-def test_the_store_that_the_ranks_have_met_at_takes_more_connections() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        server = _server()
-        assert isinstance(server, dist.TCPStore)
-        client = dist.TCPStore(
-            server.host, server.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
-        )
-        client.set("key", "value")
-        client.wait(["key"], timedelta(milliseconds=10))
-        assert client.delete_key("key")
-        with pytest.raises(RuntimeError):
-            client.wait(["key"], timedelta(milliseconds=10))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
@@ -63,24 +43,6 @@ def test_so_have_those_inside_a_node_of_shards(tensor_parallel_size: int) -> Non
         assert timeouts == [7, 7, 7]
         node = [0, 1] if rank < 2 else [2, 3]
         assert ranks == ([node, [rank]] if tensor_parallel_size == 1 else [[rank], node])
-
-
-def test_a_store_that_does_not_take_them_in_time_does_not_end_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_out(_: RollCall) -> None:
-        raise dist.DistNetworkError("timed out")
-
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(roll_call, "_server", lambda: store)
-    monkeypatch.setattr(RollCall, "_connect", time_out)
-    call = RollCall(lambda: "")
-    call.begin("here")
-    assert not call.has_begun
-    call.note("a reason", tells=True)
-    assert call.call() is None
-    call.close()
 
 
 def bind_to_a_gpu() -> list[bool]:
