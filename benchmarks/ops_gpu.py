@@ -42,8 +42,8 @@ from lightning_lowbw.engine import whole_gradients
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.ops import dispatch, gpu
-from lightning_lowbw.where.collectives import Reduction
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.collectives import TensorWork
+from lightning_lowbw.where.peers import FlatPeers
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
@@ -97,11 +97,11 @@ class Echo(FlatPeers):
     def num_participants(self) -> int:
         return self.num_ranks
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
-        return Reduction(tensor.mul_(self.num_ranks))
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        return TensorWork(tensor.mul_(self.num_ranks))
 
     def begin_gather(self, message: Tensor) -> Any:
-        return Reduction(message.expand(1, self.num_ranks, -1).contiguous())
+        return TensorWork(message.expand(1, self.num_ranks, -1).contiguous())
 
 
 def decoder_shapes(width: int, num_layers: int) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from packaging.requirements import Requirement
 
 from lightning_lowbw import Compression, EveryStep, Topology, cli
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.zoo import ByteLanguageModel
 from tests.programs import ROOT, TORCHRUN, run_python, run_script
 

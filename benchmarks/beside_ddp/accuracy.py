@@ -48,9 +48,9 @@ from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.exclusions import numels_of
 from lightning_lowbw.strategies.step_times import StepTimes
 from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.ledger import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.where.link import Link
-from lightning_lowbw.where.volume import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.where.peers import FlatPeers
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")

@@ -37,8 +37,8 @@ from lightning_lowbw import DGCStrategy, EveryStep
 from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, why_dense
 from lightning_lowbw.strategies import auto_sparsity
 from lightning_lowbw.strategies.step_times import NUM_UNTIMED
+from lightning_lowbw.where.ledger import all_reduce_bytes
 from lightning_lowbw.where.link import Link
-from lightning_lowbw.where.volume import all_reduce_bytes
 
 WINDOW_S, LEAST_STEPS, MOST_STEPS, UNTIMED_STEPS = 4.0, 3, 20, 3  # of one measurement in the lab
 NUM_ROUNDS = 8  # of measurements in turn, where a step is short enough for `MOST_STEPS`

@@ -15,8 +15,7 @@ from lightning_lowbw.callbacks.epochs import OF_PACKAGE
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.volume import all_reduce_bytes
+from lightning_lowbw.where.ledger import TrafficLedger, all_reduce_bytes
 
 
 @names_arguments

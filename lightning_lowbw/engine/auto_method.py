@@ -23,7 +23,7 @@ from lightning_lowbw.engine.auto import Measured, Run, in_time, schedule, second
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import LocalSGD, NarrowGradients
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.topology import TopologyChoice
 
 NARROW = ("float16", "int8")  # each a name of `engine.presets`, too
 # benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.

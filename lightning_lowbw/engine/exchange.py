@@ -34,11 +34,11 @@ from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.sparse_sum import Sparse
 from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.ledger import all_gather_bytes, narrow_mean_bytes
 from lightning_lowbw.where.mean import MeanWork, mean_over
 from lightning_lowbw.where.narrow import narrow_mean_
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
-from lightning_lowbw.where.volume import all_gather_bytes, narrow_mean_bytes
 
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
@@ -221,7 +221,7 @@ class QuantizedExchange:
             The residuals; and the signal, where it is contiguous, becomes the mean.
 
         Wire:
-            `where.volume.narrow_mean_bytes` of all elements together: an all-to-all, and an all-gather.
+            `where.ledger.narrow_mean_bytes` of all elements together: an all-to-all, and an all-gather.
         """
         assert status is None
         return _Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))

@@ -31,8 +31,8 @@ from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.engine.exchange import DenseMean, Signal, exchanges
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.what.residuals import Residuals
+from lightning_lowbw.where.ledger import all_reduce_bytes
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.volume import all_reduce_bytes
 
 
 @names_arguments

@@ -26,10 +26,10 @@ from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
+from lightning_lowbw.where.ledger import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
 from lightning_lowbw.where.link import Link, choose
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.probe import measure_link
-from lightning_lowbw.where.volume import all_gather_rounds, all_reduce_bytes, all_reduce_rounds, narrow_mean_bytes
 
 SAMPLE = 1 << 18  # elements on which selecting and encoding is timed
 LARGE = SAMPLE << 4  # on a GPU these, too: what takes longer depends on their number, and the rest are launches

@@ -38,9 +38,8 @@ from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import agree, failing_together
-from lightning_lowbw.where.node_peers import Algorithm
-from lightning_lowbw.where.peers import Peers, make_peers
-from lightning_lowbw.where.topology_choice import TopologyChoice, asks_for_two_levels, check_choice
+from lightning_lowbw.where.peers import Algorithm, Peers, make_peers
+from lightning_lowbw.where.topology import TopologyChoice, asks_for_two_levels, check_choice
 
 _logger = logging.getLogger(LOGGER)
 

@@ -14,8 +14,8 @@ from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.top_k import Compression, TopK, as_compression
 from lightning_lowbw.when.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.node_peers import Algorithm
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.peers import Algorithm
+from lightning_lowbw.where.topology import TopologyChoice
 
 # Those of the paper and of PaddlePaddle Fleet: 99.9 % kept back.
 DGC_SPARSITY = (0.999,)

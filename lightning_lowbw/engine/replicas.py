@@ -76,9 +76,9 @@ from lightning_lowbw.ops.reference import are_not_finite, as_real
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import AUTO, EveryK, steps_before
 from lightning_lowbw.where.agreement import agree
+from lightning_lowbw.where.ledger import all_reduce_bytes
 from lightning_lowbw.where.mean import average_gradients_, wide_dtype
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.volume import all_reduce_bytes
 
 _logger = logging.getLogger(LOGGER)
 HOST = torch.device("cpu")

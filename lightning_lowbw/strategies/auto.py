@@ -11,7 +11,7 @@ from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywo
 from lightning_lowbw.strategies.step_times import NUM_STEPS
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.topology import TopologyChoice
 
 
 class AutoStrategy(Strategy):

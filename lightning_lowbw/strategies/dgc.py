@@ -10,7 +10,7 @@ from lightning_lowbw.engine.presets import DGC, DGC_SPARSITY
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.when.every_step import AUTO
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.topology import TopologyChoice
 
 
 class DGCStrategy(Strategy):

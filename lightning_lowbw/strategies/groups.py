@@ -8,9 +8,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.engine.method import Method
-from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.peers import Peers
+from lightning_lowbw.where.peers import FlatPeers, Peers
 from lightning_lowbw.where.topology import Topology
 
 

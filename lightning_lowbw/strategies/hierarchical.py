@@ -7,8 +7,8 @@ from typing_extensions import Unpack
 from lightning_lowbw.engine.presets import Hierarchical
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.where.node_peers import Algorithm
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.peers import Algorithm
+from lightning_lowbw.where.topology import TopologyChoice
 
 
 class HierarchicalStrategy(Strategy):

@@ -14,7 +14,7 @@ from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import OuterName, Rule
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.topology import TopologyChoice
 
 # Of the method, beside what `AdaptiveLocalSGDStrategy` names itself.
 OTHER_KNOBS = {"outer", "delay_steps", "compression", "topology"}

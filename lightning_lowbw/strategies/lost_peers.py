@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_lowbw.errors import DisagreementError
 from lightning_lowbw.where.heartbeat import ANSWER_S, Answers, Heartbeat
-from lightning_lowbw.where.topology_choice import NODE_VARIABLES
+from lightning_lowbw.where.topology import NODE_VARIABLES
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy

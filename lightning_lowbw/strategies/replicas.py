@@ -27,7 +27,7 @@ from lightning_lowbw.strategies.uneven import Policy, Uneven
 from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.where.agreement import gather
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.peers import FlatPeers
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy

@@ -54,11 +54,10 @@ from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.collectives import Collectives
-from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.node_mesh import NodeMesh, make_node_mesh
-from lightning_lowbw.where.topology import Topology
-from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice, resolve
+from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.topology import Topology, TopologyChoice, check_choice, resolve
 
 
 class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):

@@ -25,7 +25,7 @@ from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_be
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.peers import FlatPeers
 from lightning_lowbw.where.topology import Topology
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ from lightning_lowbw.strategies.velocities import with_whole_velocities
 from lightning_lowbw.strategies.words import in_words, where_in_words
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.ledger import Level, TrafficLedger
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.topology import TopologyChoice
 
 SETTLE_S = 0.02
 

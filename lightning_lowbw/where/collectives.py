@@ -1,62 +1,125 @@
-"""The collectives of one process group, accounted for in a ledger: bytes sent, and seconds waited."""
+"""Process groups, made once, and the collectives of one of them, with a ledger of bytes sent and seconds waited.
+
+This package does not keep a group alive; torch does, until `destroy_process_group`. At interpreter shutdown a gloo
+thread may still release a tensor. It then needs the GIL, Python ends the thread, and C++ aborts the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.where.groups import Held, is_gloo
-from lightning_lowbw.where.ledger import Level, TrafficLedger
+from lightning_lowbw.where.ledger import Level, TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 from lightning_lowbw.where.side_queue import new_future
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 
 
-class TensorWork(Protocol):
+class Held:
+    """Returns a group, as long as torch has it, and does not keep it alive.
+
+    Raises:
+        RuntimeError: when it is called; the group has been destroyed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._is_weak = isinstance(group, dist.ProcessGroup)  # else the world, or a group without this rank
+        self._group: Any = ref(group) if self._is_weak else group
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        """Return the group."""
+        group: dist.ProcessGroup | None = self._group() if self._is_weak else self._group
+        if group is None and self._is_weak:
+            raise RuntimeError("The process group has been destroyed: attach a new worker, or build a new Trainer.")
+        return group
+
+
+_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], Held] = {}  # by the world, and what it is for
+
+
+def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Return the process group of some ranks, made at the first call.
+
+    Collective: all ranks of the world, those outside of the group as well, in the same order of calls.
+
+    Args:
+        ranks: of the world; a group has them in ascending order.
+        purpose: concurrent work needs its own groups, because the ranks may begin it in different orders.
+        timeout: after which a collective of the group fails; None is that of the world.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    for stale in [key for key in _groups if key[0]() is not world]:
+        del _groups[stale]  # a world that was made anew has groups of its own
+    key = ref(world), (ranks, purpose, timeout)
+    if key not in _groups:
+        with _not_split_from(world):
+            group = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
+        _groups[key] = Held(group)
+    return _groups[key]()
+
+
+@contextmanager
+def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let `new_group` make a new gloo group, also where the world is bound to a GPU, as Lightning's is.
+
+    From a bound world torch splits the group off. Gloo says that it supports that, and a rank outside of the group ends
+    in an AttributeError (torch 2.13).
+    """
+    device = world.bound_device_id
+    if device is None or dist.get_backend(world) != "gloo":
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _timeout_of_world() -> timedelta | None:
+    """Return the timeout given to `init_process_group`; None, the backend's default, if it is not known."""
+    for device in ("cpu", "cuda"):
+        try:
+            backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]
+        except RuntimeError:  # the world has none for this device
+            continue
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether a group's collectives on tensors of a device are gloo's, where it has several backends, too."""
+    return device.type == "cpu" or dist.get_backend(group) == "gloo"
+
+
+@dataclass(frozen=True)
+class TensorWork:
     """Work on a tensor that has been begun."""
+
+    tensor: Tensor
+    work: Any = None  # torch.distributed's, or a future; None if there was nothing to do
+    staged: Tensor | None = None  # where messages arrive, if not in the tensor
 
     def wait(self) -> Tensor:
         """Wait for it (on CUDA the current stream does), and return the tensor."""
-        ...
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """An all-gather that has been begun."""
-
-    out: Tensor
-    work: Any = None  # has a wait(); None if there was nothing to do
-    staged: Tensor | None = None  # where the messages arrive, if not in `out`
-
-    def wait(self) -> Tensor:
-        """Wait for it (on CUDA the current stream does), and return the messages of all ranks, in rank order."""
         if self.work is not None:
             self.work.wait()
         if self.staged is not None:
-            self.out.view(-1).copy_(self.staged)
-        return self.out
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """An all-reduce that has been begun."""
-
-    tensor: Tensor
-    work: Any = None  # torch.distributed's; None if there was nothing to do
-
-    def wait(self) -> Tensor:
-        """Wait for it (on CUDA the current stream does), and return the reduced tensor."""
-        if self.work is not None:
-            self.work.wait()
+            self.tensor.view(-1).copy_(self.staged)
         return self.tensor
 
     def get_future(self) -> Future[Tensor]:
-        """Return the future of the reduced tensor, as a communication hook of DDP must.
+        """Return the future of the tensor, as a communication hook of DDP must.
 
         It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA. That DDP does wait
         for this one on a GPU is not tested here.
@@ -69,28 +132,6 @@ class Reduction:
         else:
             self.work.get_future().add_done_callback(lambda reduced: _hand_over(reduced, self.tensor, future))
         return future
-
-
-class AllReducing(Protocol):
-    """The interface that a fused mean needs: `Collectives` and all `Peers` have it."""
-
-    @property
-    def ledger(self) -> TrafficLedger:
-        """The ledger of the traffic."""
-        ...
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that take part."""
-        ...
-
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Any:
-        """Begin to sum a flat tensor over the ranks, in place; return what has a `wait()`.
-
-        Args:
-            exact: see `Peers.begin_all_reduce_`.
-        """
-        ...
 
 
 class Collectives:
@@ -132,8 +173,8 @@ class Collectives:
         """This process's rank in the group."""
         return 0 if self.is_alone or not dist.is_initialized() else dist.get_rank(self.group)
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Any:
-        """Begin to sum a flat tensor over the ranks, in place; return a `Reduction`.
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        """Begin to sum a flat tensor over the ranks, in place; return the work.
 
         Collective: all ranks, in the same order of calls.
 
@@ -141,9 +182,9 @@ class Collectives:
             exact: unused; a group is one network.
         """
         if self.num_ranks == 1:
-            return Reduction(tensor)
+            return TensorWork(tensor)
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return Reduction(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
+        return TensorWork(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over the ranks, in place; by default the sum.
@@ -189,7 +230,7 @@ class Collectives:
         self._record(all_gather_bytes(message.nbytes, self.num_ranks))
         return out if received is out else out.copy_(received.view(out.shape))
 
-    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> Gathering:
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
         """Begin `all_gather`.
 
         Collective: all ranks, in the same order of calls.
@@ -204,13 +245,13 @@ class Collectives:
         num_ranks = self.num_ranks
         out = message.new_empty((num_ranks, message.numel())) if out is None else out
         if num_ranks == 1:
-            return Gathering(out, staged=message)
+            return TensorWork(out, staged=message)
         self._record(all_gather_bytes(message.nbytes, num_ranks))
         sent = self._staged(message)
         received = None if sent.device == out.device else sent.new_empty(out.numel())
         target = out.view(-1) if received is None else received
         work = _all_gather()(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
-        return Gathering(out, work, received)
+        return TensorWork(out, work, received)
 
     def all_to_all(self, message: Tensor) -> Tensor:
         """Send the r-th of equal parts of a message to rank r; return the parts received, in rank order.

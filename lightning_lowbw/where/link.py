@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_lowbw.where.volume import (
+from lightning_lowbw.where.ledger import (
     all_gather_bytes,
     all_gather_rounds,
     all_reduce_bytes,

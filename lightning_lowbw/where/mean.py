@@ -14,9 +14,11 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.ops.table import upload
-from lightning_lowbw.where.collectives import AllReducing
+from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.peers import Peers
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's
+Ranks = Collectives | Peers  # those of a group, or all
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
@@ -50,7 +52,7 @@ class MeanWork:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], control: Tensor, weight: float, peers: AllReducing, *, exact: bool = True
+        self, tensors: Sequence[Tensor], control: Tensor, weight: float, peers: Ranks, *, exact: bool = True
     ) -> None:
         self._peers = peers
         self._shapes = [as_real(tensor).shape for tensor in tensors]
@@ -104,7 +106,7 @@ def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
             view.copy_(part).mul_(weight)
 
 
-def mean_over(tensors: Sequence[Tensor], peers: AllReducing, device: torch.device) -> list[Tensor]:
+def mean_over(tensors: Sequence[Tensor], peers: Ranks, device: torch.device) -> list[Tensor]:
     """Return the mean of tensors over ranks, in `wide_dtype`; see `MeanWork`.
 
     Collective: all ranks, blocking.
@@ -119,7 +121,7 @@ def mean_over(tensors: Sequence[Tensor], peers: AllReducing, device: torch.devic
 def average_gradients_(
     parameters: Sequence[Parameter],
     flags: Sequence[float],
-    peers: AllReducing,
+    peers: Ranks,
     device: torch.device,
     *,
     dense_only: bool = False,

@@ -47,7 +47,7 @@ def narrow_mean_(
     an all-gather, on two levels one more all-gather in the node.
 
     Wire:
-        `where.volume.narrow_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of the float32
+        `where.ledger.narrow_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of the float32
         all-reduce, and a scale per 128 values.
 
     Args:

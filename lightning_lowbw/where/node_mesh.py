@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.groups import Held, group_of
+from lightning_lowbw.where.collectives import Held, group_of
 from lightning_lowbw.where.topology import Topology
 
 NAMES = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelParallelStrategy

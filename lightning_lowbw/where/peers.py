@@ -1,103 +1,184 @@
-"""Who communicates with whom, behind one interface: flat, or on two levels.
+"""Who communicates with whom: flat, or on two levels. `make_peers` chooses; a method need not distinguish the two.
 
 A method keeps an equal part of every flat tensor on each rank of a node, exchanges messages about its part with the
 ranks that keep the same part in other nodes, and gathers in its node what they have sent. When flat, each rank is a
-node of its own: its part is the whole tensor, and operations inside the node do nothing. So a method does not need to
-distinguish the two.
+node of its own: its part is the whole tensor, and operations inside the node do nothing.
+
+All operations are collective: all ranks call them, in the same order. Those that begin something return at once; the
+others block (on CUDA, the stream).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.where.agreement import agree
-from lightning_lowbw.where.collectives import Collectives, Reduction, TensorWork
-from lightning_lowbw.where.flat_peers import FlatPeers
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.node_peers import Algorithm, NodePeers
-from lightning_lowbw.where.topology import Topology
-from lightning_lowbw.where.topology_choice import TopologyChoice, check_choice, resolve
+from lightning_lowbw.where.collectives import Collectives, TensorWork, group_of, is_gloo
+from lightning_lowbw.where.ledger import Level, TrafficLedger, all_reduce_bytes
+from lightning_lowbw.where.side_queue import SideQueue
+from lightning_lowbw.where.topology import Topology, TopologyChoice, check_choice, part_of, resolve
+
+Algorithm = Literal["sharded", "leader"]
 
 
-class Peers(Protocol):
-    """The ranks of a training, as a method on one rank uses them.
+class FlatPeers:
+    """All ranks of a group alike: each is a participant of its own. For what is not said here see `NodePeers`.
 
-    Operations run in the order of calls, on all ranks. On two levels they use their own groups, so that collectives of
-    `node` and `between` may be issued at any time.
+    Args:
+        group: the process group; None is the world, or one rank where torch.distributed is not initialised.
+        ledger: where the traffic is written down.
+        nodes: where the model is sharded inside nodes: the ranks of each, of which one is a peer. For messages.
     """
 
-    @property
-    def ledger(self) -> TrafficLedger:
-        """The ledger of the traffic, by level if there are two."""
-        ...
+    topology = None
+    local_rank, num_local_ranks, is_two_level = 0, 1, False
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ledger: TrafficLedger | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.nodes = nodes
+        self.ledger = TrafficLedger() if ledger is None else ledger
+        self.between = Collectives(group, self.ledger)
+        self.node = Collectives(group, self.ledger, is_alone=True)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks; None is the world."""
-        ...
-
-    @property
-    def topology(self) -> Topology | None:
-        """Which ranks share a node; None when flat. For messages, checks and saved states; the arithmetic of a
-        method does not depend on it."""
-        ...
-
-    @property
-    def nodes(self) -> Sequence[Sequence[int]] | None:
-        """The ranks of each node, where a model is sharded inside nodes and each peer is one of them. For messages."""
-        ...
+        return self.between.group
 
     @property
     def num_ranks(self) -> int:
-        """The number of all ranks; 1 where torch.distributed is not initialised."""
-        ...
+        return self.between.num_ranks
 
     @property
     def rank(self) -> int:
-        """This rank among all; 0 where torch.distributed is not initialised."""
-        ...
+        return self.between.rank
 
     @property
     def num_participants(self) -> int:
-        """N of the equations, the participants in the exchange on the slow network: ranks when flat, else nodes."""
-        ...
+        return self.between.num_ranks
 
-    @property
-    def num_local_ranks(self) -> int:
-        """How many ranks this rank's node has; 1 when flat."""
-        ...
+    def check_parts(self) -> None:
+        pass
 
-    @property
-    def local_rank(self) -> int:
-        """This rank among those of its node; 0 when flat. The launcher may count them in another order."""
-        ...
+    def part(self, numel: int, local_rank: int | None = None) -> slice:
+        return slice(0, numel)
 
-    @property
-    def is_two_level(self) -> bool:
-        """Whether there are several nodes, at least one of several ranks: then gradients are summed inside the node
-        before the method sees them, and each rank keeps and exchanges its part of what the node has."""
-        ...
+    def count_dense(self, nbytes: int) -> None:
+        self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
 
-    @property
-    def node(self) -> Collectives:
-        """The collectives of this node's ranks; when flat, of this rank alone, which do nothing."""
-        ...
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        return self.between.begin_all_reduce_(tensor)
+
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        self.between.all_reduce_(tensor, op)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        self.between.broadcast_(tensor)
+
+    def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
+        return TensorWork(tensor)
+
+    def begin_gather(self, message: Tensor) -> TensorWork:
+        out = allocate((1, self.num_ranks, message.numel()), message.dtype, message.device)
+        return self.between.begin_all_gather(message, out)
+
+    def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
+        return part[:numel]
+
+    def close(self) -> None:
+        pass
+
+
+class NodePeers:
+    """The ranks of the world on nodes, with a fast network inside and a slow one between: a node is one participant.
+
+    Operations of several collectives run in order on one thread with gloo, on one stream with NCCL. They use their own
+    groups, because collectives on `node` and `between` may be issued at any time. With a single node there is one
+    participant: no slow network, no parts, and nothing to compress.
+
+    Args:
+        topology: of the world.
+        algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of them
+            with the ranks that have its local rank in the other nodes. "leader": the first rank of each node exchanges
+            all of them, for nodes of different sizes; there are no parts then.
+        inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own dtype.
+        ledger: of the traffic, by level.
+        timeout: of the groups that are made here; None is that of the world.
+        purpose: peers that are in use at the same time need groups of their own.
+
+    Attributes:
+        node: the collectives of this node's ranks.
+        local_rank: of this rank in its node; the launcher may count them in another order.
+        num_local_ranks: how many ranks this node has.
+        num_participants: N of the equations, the participants in the exchange on the slow network.
+        is_two_level: whether gradients are summed inside the node before the method sees them, and each rank keeps and
+            exchanges its part of what the node has.
+
+    Raises:
+        ConfigurationError: on all ranks; the nodes are of different sizes, and the algorithm is "sharded".
+    """
+
+    group = nodes = None
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        algorithm: Algorithm,
+        inter_dtype: torch.dtype | None,
+        ledger: TrafficLedger,
+        timeout: timedelta | None,
+        purpose: str,
+    ) -> None:
+        if algorithm == "sharded":
+            _ = topology.ranks_per_node  # raises where they differ
+        self.topology, self.algorithm, self.inter_dtype, self.ledger = topology, algorithm, inter_dtype, ledger
+        self.rank, self.num_ranks = dist.get_rank(), topology.world_size
+        self.num_participants, self.is_two_level = topology.num_nodes, topology.num_nodes > 1
+        self._own_node = topology.nodes[topology.node_of(self.rank)]
+        self.local_rank = topology.local_rank_of(self.rank) if self.is_two_level else 0
+        self.num_local_ranks = len(self._own_node) if self.is_two_level else 1
+        self._queue = SideQueue(purpose)
+
+        def collectives(groups: Iterable[tuple[int, ...]], level: Level) -> tuple[Any, Any]:
+            """Make groups, which all ranks do in one order; return those of this rank: to be used now, and in turn."""
+            own: tuple[Any, Any] = None, None
+            for ranks in groups:
+                now, in_turn = (group_of(ranks, each, timeout) for each in (purpose, f"{purpose}, in turn"))
+                if self.rank in ranks:
+                    own = Collectives(now, ledger, level), Collectives(in_turn, ledger, level)
+            return own
+
+        self.node, self._queued_node = collectives(topology.nodes, "intra")
+        if algorithm == "leader":
+            self._between, self._queued_between = None, collectives([topology.leaders], "inter")[1]
+        else:
+            equal_parts = [topology.peers(each) for each in range(topology.ranks_per_node)]
+            self._between, self._queued_between = collectives(equal_parts, "inter")
+        self._parts = self.node if self.is_two_level else Collectives(None, ledger, is_alone=True)
+        # What all ranks do together crosses the slow network, where there is one.
+        self._world = Collectives(None, ledger, "inter" if self.is_two_level else "intra")
 
     @property
     def between(self) -> Collectives:
-        """The collectives of the ranks that keep this rank's part in all nodes; when flat, of all ranks.
-
-        Raises:
-            ConfigurationError: as `check_parts`.
-        """
-        ...
+        """The collectives of the ranks that keep this rank's part in all nodes; when flat, of all ranks."""
+        self.check_parts()
+        assert self._between is not None
+        return self._between
 
     def check_parts(self) -> None:
         """Check that the ranks of a node can keep parts of a tensor, and exchange them with those of other nodes.
@@ -105,105 +186,144 @@ class Peers(Protocol):
         Raises:
             ConfigurationError: on all ranks; the nodes are of different sizes, or their leaders do the exchange.
         """
-        ...
+        if self._between is None:
+            _ = self.topology.ranks_per_node  # raises where they differ
+            sizes = ", ".join(str(len(node)) for node in self.topology.nodes)
+            raise ConfigurationError(
+                f"algorithm='leader' on nodes of {sizes} ranks: only the first rank of each node exchanges something, "
+                "and this method needs all of them, each for its part. Take algorithm='sharded'."
+            )
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
         """Return the part of a flat tensor that this, or that, rank of a node keeps: all of it when flat.
 
         Every part has ceil(numel / ranks of the node) elements, except the last ones, which may be shorter or empty.
         """
-        ...
+        return part_of(numel, self.local_rank if local_rank is None else local_rank, self.num_local_ranks)
 
     def count_dense(self, nbytes: int) -> None:
         """Add to the ledger the traffic of a dense exchange of gradients of this size; communicates nothing."""
-        ...
+        self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
+        if self.algorithm == "leader":
+            part = nbytes if self.local_rank == 0 else 0
+        else:
+            part = -(-nbytes // self.num_local_ranks)
+        self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> Reduction:
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
 
-        Collective: all ranks, in the same order of calls.
-
         Wire:
-            Flat: an all-reduce. Two levels, "sharded": reduce-scatter in the node, all-reduce of each part between
-            nodes, all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these,
-            broadcast in the node.
+            Flat: an all-reduce. "sharded": reduce-scatter in the node, all-reduce of each part between nodes,
+            all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these, broadcast
+            in the node.
 
         Args:
             exact: whether `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
         """
-        ...
+        if self.num_participants == 1:
+            return self.node.begin_all_reduce_(tensor)
+        inter_dtype = None if exact else self.inter_dtype
+        stages = self._through_leaders_ if self.algorithm == "leader" else self._in_parts_
+        return TensorWork(tensor, self._begin(lambda: stages(tensor, inter_dtype), tensor))
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce a flat tensor over all ranks, in place; by default the sum.
-
-        Collective: all ranks, blocking (on CUDA, for the stream).
-
-        Wire:
-            A sum as `begin_all_reduce_`; any other operation as one all-reduce of all ranks.
-        """
-        ...
+        """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
+        if op != dist.ReduceOp.SUM:
+            self._world.all_reduce_(tensor, op)
+            return
+        with self.ledger.waiting(tensor.device):
+            self.begin_all_reduce_(tensor).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of the first rank.
+        """Overwrite a tensor with that of the first rank."""
+        self._world.broadcast_(tensor)
 
-        Collective: all ranks, blocking (on CUDA, for the stream).
-        """
-        ...
-
-    def begin_all_reduce_in_node_(self, tensor: Tensor) -> Reduction:
-        """Begin to sum a flat tensor over the ranks of this node, in place; when flat it is the sum already.
-
-        Collective: all ranks of the node, in the same order of calls as `begin_all_reduce_`.
-        """
-        ...
+    def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
+        """Begin to sum a flat tensor over the ranks of this node, in place; when flat it is the sum already."""
+        return TensorWork(tensor, self._begin(lambda: self._queued_node.begin_all_reduce_(tensor).wait(), tensor))
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         """Begin to gather the messages of all ranks of all nodes, each about the part of its rank.
 
         Who waits accounts for the time.
 
-        Collective: all ranks with messages of one size, in the same order of calls as `begin_all_reduce_`.
-
         Wire:
             An all-gather between nodes; on two levels, an all-gather in the node of what was received.
 
         Args:
-            message: uint8, 1-d, not to be written before it has been waited for.
+            message: uint8, 1-d, of one size on all ranks, not to be written before it has been waited for.
 
         Returns:
             Work on a tensor: uint8, shape (local ranks, participants, bytes of a message): first whose part it is
             about, then the node, in the order of the topology; when flat (1, ranks, bytes), in rank order. The same on
             all ranks.
-
-        Raises:
-            ConfigurationError: as `check_parts`.
         """
-        ...
+        self.check_parts()
+        shape = self.num_local_ranks, self.num_participants, message.numel()
+        out = allocate(shape, message.dtype, message.device)
+        return TensorWork(out, self._begin(lambda: self._gather_into(out, message), out, message))
 
     def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
         """Return this rank's part of the sum over the node, filled with zeros to the size of the first part.
 
         When flat it is the vector itself, no copy.
-
-        Collective: all ranks of the node, blocking (on CUDA, for the stream).
         """
-        ...
+        with self.ledger.waiting(vector.device):
+            return self._parts.reduce_scatter(vector)
 
     def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
-        """Return the whole of which each rank of the node has a part: shape (numel,).
+        """Return the whole of which each rank of the node has a part (see `reduce_scatter_in_node`): shape (numel,).
 
         When flat it is the part itself, no copy.
-
-        Collective: all ranks of the node, blocking (on CUDA, for the stream).
-
-        Args:
-            part: 1-d, of the size of the first part; see `reduce_scatter_in_node`.
         """
-        ...
+        with self.ledger.waiting(part.device):
+            return self._parts.gather_parts(part, numel)
 
     def close(self) -> None:
         """End the threads, after the work that has been begun."""
-        ...
+        self._queue.close()
+
+    def _begin(self, collectives: Callable[[], object], result: Tensor, *reads: Tensor) -> torch.futures.Future[Tensor]:
+        return self._queue.begin(collectives, result, reads, in_thread=is_gloo(None, result.device))
+
+    def _in_parts_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+        part = self._queued_node.reduce_scatter(tensor)
+        self._sum_between_(part, inter_dtype)
+        tensor.copy_(self._queued_node.gather_parts(part, tensor.numel()))
+
+    def _through_leaders_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+        leader, group = self._own_node[0], self._queued_node.group
+        staged = tensor.cpu() if is_gloo(group, tensor.device) else tensor  # whose reduce takes the CPU's only
+        if self.num_local_ranks > 1:
+            dist.reduce(staged, dst=leader, group=group)
+        if self.local_rank == 0:
+            self._sum_between_(staged, inter_dtype)
+        if self.num_local_ranks > 1:
+            dist.broadcast(staged, src=leader, group=group)
+            self.ledger.record(tensor.nbytes, "intra")
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+        # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
+        is_narrower = inter_dtype is not None and inter_dtype.itemsize < tensor.itemsize
+        wire = tensor.to(inter_dtype) if is_narrower else tensor
+        self._queued_between.begin_all_reduce_(wire).wait()
+        if wire is not tensor:
+            tensor.copy_(wire)
+
+    def _gather_into(self, out: Tensor, message: Tensor) -> None:
+        received = self._queued_between.begin_all_gather(message).wait()
+        # A group has its ranks in ascending order; nodes need not be in the same order at all local ranks.
+        peers = self.topology.peers(self.local_rank)
+        if list(peers) != sorted(peers):
+            rows = received.unbind(0)
+            received = torch.stack([rows[sorted(peers).index(rank)] for rank in peers])
+        self._queued_node.begin_all_gather(received.view(-1), out).wait()
+
+
+Peers = FlatPeers | NodePeers
 
 
 def make_peers(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.ledger import all_gather_bytes, all_gather_rounds, all_reduce_rounds
 from lightning_lowbw.where.link import Link
-from lightning_lowbw.where.volume import all_gather_bytes, all_gather_rounds, all_reduce_rounds
 
 LATENCY_BUDGET_S, BANDWIDTH_BUDGET_S = 0.1, 0.4  # after which nothing new is begun
 MAX_LATENCIES, MAX_TRANSFERS = 15, 32

@@ -49,7 +49,7 @@ class SparseReduceScatter:
 
         Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
 
-        Wire: see `SparseSum`; `where.volume.sparse_reduce_scatter_elements` elements.
+        Wire: see `SparseSum`; `where.ledger.sparse_reduce_scatter_elements` elements.
 
         Args:
             parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating

@@ -28,7 +28,7 @@ from lightning_lowbw import (
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw import ConfigurationError, EveryK, EveryStep, Method, Narrow, TopK, Whole
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.volume import all_reduce_bytes
+from lightning_lowbw.where.ledger import TrafficLedger, all_reduce_bytes
 from tests.contract.rows import ROWS, Row
 from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, train, trained
 from tests.contract.volumes import FLOAT_BYTES, NUMEL, wire_bytes

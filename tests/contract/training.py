@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
 from tests.contract.rows import ROWS, Row
 from tests.engine.problem import AWKWARD, Parameters, backward, make_parameters
 from tests.ranks import run_ranks

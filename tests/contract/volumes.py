@@ -1,6 +1,6 @@
 """What a rank sends in each step of a row, by the formulas of the payload: on two levels between nodes.
 
-Written from `where.volume`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
+Written from `where.ledger`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from lightning_lowbw import EveryK, EveryStep, Narrow, TopK, Whole
 from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 from tests.contract.rows import Row
 from tests.engine.problem import AWKWARD
 

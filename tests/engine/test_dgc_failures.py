@@ -19,7 +19,7 @@ from lightning_lowbw.engine import sparse_exchange
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.collectives import Collectives, Gathering
+from lightning_lowbw.where.collectives import Collectives, TensorWork
 from tests.engine.problem import (
     Parameters,
     backward,
@@ -422,7 +422,7 @@ def lose_the_link(*_: Any, **__: Any) -> None:
     raise LinkLost
 
 
-CUT = [(Gathering, "wait"), (Collectives, "all_to_all"), (Collectives, "all_reduce_")]  # of one kind of exchange each
+CUT = [(TensorWork, "wait"), (Collectives, "all_to_all"), (Collectives, "all_reduce_")]  # of one kind of exchange each
 
 
 def fail_in_the_exchange(options: dict[str, Any]) -> tuple[str, int, str]:

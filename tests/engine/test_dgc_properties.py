@@ -18,7 +18,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
 from tests.engine.problem import (
     AWKWARD,
     CLOSE,

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch import Tensor
 
 from lightning_lowbw import DGC, ConfigurationError, DisagreementError, EveryStep, Method, Narrow, TopK, Where
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.where.topology import part_of
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
 from tests.engine.problem import (
     AWKWARD,
     FLAT,

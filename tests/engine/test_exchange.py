@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_lowbw.engine.sparse_exchange import predict
 from torch import Tensor
 
 from lightning_lowbw import DGC
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.sparse_exchange import predict
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.ledger import all_gather_bytes
 from lightning_lowbw.where.link import EXCHANGES, Link
-from lightning_lowbw.where.volume import all_gather_bytes
 from tests.engine.problem import AWKWARD, backward, each, from_memory, make_parameters
 from tests.ranks import run_ranks
 

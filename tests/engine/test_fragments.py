@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch.nn import Parameter
 
 from lightning_lowbw import Compression, ConfigurationError, LocalSGD
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import preset
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.volume import all_reduce_bytes
+from lightning_lowbw.where.ledger import all_reduce_bytes
 from tests.engine.problem import AWKWARD, NODES, Parameters, make_parameters, weights_of
 from tests.engine.replica_problem import (
     CLOSE,

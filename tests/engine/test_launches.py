@@ -34,9 +34,8 @@ from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.what import positions
 from lightning_lowbw.what.momentum import MomentumCorrection
 from lightning_lowbw.what.top_k import TopK, small_numel
-from lightning_lowbw.where.flat_peers import FlatPeers
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.node_peers import NodePeers
+from lightning_lowbw.where.peers import FlatPeers, NodePeers
 from lightning_lowbw.where.side_queue import SideQueue
 from lightning_lowbw.where.topology import Topology
 from tests.shapes import resnet50_shapes, transformer_shapes

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.engine.link_watch import CHANGE, WATCHED_STEPS, LinkWatch
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.peers import FlatPeers
 from tests.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from lightning_lowbw.engine.measuring import measure, seconds_of_small_tensors
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.peers import make_peers
-from lightning_lowbw.where.topology_choice import TopologyChoice
+from lightning_lowbw.where.topology import TopologyChoice
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

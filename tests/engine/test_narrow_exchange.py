@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
+from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, Narrow, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.merging import merge_states
-from lightning_lowbw.engine.narrow_exchange import NarrowExchange
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 from lightning_lowbw.where.peers import make_peers
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 from tests.engine.problem import (
     AWKWARD,
     FLAT,

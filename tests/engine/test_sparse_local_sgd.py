@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, LocalSGD
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.ledger import all_gather_bytes
 from lightning_lowbw.where.topology import part_of
-from lightning_lowbw.where.volume import all_gather_bytes
 from tests.engine.problem import NODES, Shape, coefficients, make_parameters, make_weight
 from tests.engine.replica_problem import (
     BASE,

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.what.values import VALUE_NAMES
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.collectives import Gathering, Reduction
+from lightning_lowbw.where.collectives import TensorWork
 from tests.engine.problem import NODES, Nodes, Shape, weights_of
 from tests.engine.replica_problem import (
     BASE,
@@ -299,7 +299,7 @@ def fail_in_the_average(options: dict[str, Any]) -> dict[str, Any]:
     train_on(worker, parameters, range(5))
     kept = residuals_of(worker)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gathering if options["compression"] else Reduction, "wait", lose_the_link)
+        patch.setattr(TensorWork, "wait", lose_the_link)
         with pytest.raises(LinkLost):
             train_on(worker, parameters, range(5, 6 + worker.delay_steps))
     state = worker.state_dict()

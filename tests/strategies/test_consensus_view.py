@@ -15,7 +15,7 @@ from torch import nn
 from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.peers import FlatPeers
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
 from tests.tiny import Tiny, make_data, make_trainer, sgd

@@ -19,7 +19,7 @@ from torch.futures import Future
 from lightning_lowbw.strategies import gradient_hook
 from lightning_lowbw.strategies.gradient_hook import GradientHook, completed, copied_back
 from lightning_lowbw.where import side_queue
-from lightning_lowbw.where.flat_peers import FlatPeers
+from lightning_lowbw.where.peers import FlatPeers
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 

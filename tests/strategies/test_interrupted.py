@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
 from lightning_lowbw.strategies import shards
 from lightning_lowbw.strategies.overwriting import PART
-from lightning_lowbw.where.collectives import Gathering, Reduction
+from lightning_lowbw.where.collectives import TensorWork
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of, without_places
 from tests.strategies.watching import SPARSE
@@ -251,7 +251,7 @@ class LosesTheLink(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step == self.step:
-            for work in (Gathering, Reduction):
+            for work in (TensorWork,):
                 self.patch.setattr(work, "wait", self.fail)
 
     @staticmethod

@@ -27,7 +27,7 @@ from lightning_lowbw.what.sparse_sum import (
     scatter_capacity,
     sum_in_order,
 )
-from lightning_lowbw.where.volume import sparse_reduce_scatter_elements
+from lightning_lowbw.where.ledger import sparse_reduce_scatter_elements
 
 NUMELS = (1000, 0, 1, 257, 4096)
 

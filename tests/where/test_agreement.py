@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.control import MODULUS
 from torch import Tensor
 
-from lightning_lowbw.engine.control import MODULUS
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.where import agreement
 from lightning_lowbw.where.agreement import MAX_DIFFERENCES, agree, checksum, digest, failing_together, gather

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.where.collectives import Collectives
-from lightning_lowbw.where.ledger import MAX_PENDING, TrafficLedger
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.ledger import MAX_PENDING, TrafficLedger, all_gather_bytes, all_reduce_bytes
 from tests.ranks import run_ranks
 
 LATE_S = 0.4

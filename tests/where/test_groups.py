@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.where.groups import group_of
+from lightning_lowbw.where.collectives import group_of
 from lightning_lowbw.where.node_mesh import NAMES, make_node_mesh
 from lightning_lowbw.where.topology import Topology
 from tests.ranks import run_ranks

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.where import narrow
+from lightning_lowbw.where.ledger import all_gather_bytes, narrow_mean_bytes
 from lightning_lowbw.where.narrow import narrow_mean_
 from lightning_lowbw.where.peers import make_peers
-from lightning_lowbw.where.volume import all_gather_bytes, narrow_mean_bytes
 from tests.narrow import decode, encode
 from tests.ranks import run_ranks
 

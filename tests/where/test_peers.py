@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, DisagreementError, Topology
-from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.ledger import TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 from lightning_lowbw.where.mean import MeanWork, average_gradients_
-from lightning_lowbw.where.node_peers import NodePeers
-from lightning_lowbw.where.peers import FlatPeers, Peers, make_peers
-from lightning_lowbw.where.volume import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from lightning_lowbw.where.peers import FlatPeers, NodePeers, Peers, make_peers
 from tests.ranks import run_ranks
 
 WORLD = 4

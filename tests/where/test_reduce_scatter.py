@@ -12,9 +12,8 @@ from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import exact_top_k
 from lightning_lowbw.what.sparse_sum import COUNT_BYTES
 from lightning_lowbw.where.collectives import Collectives
-from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.ledger import TrafficLedger, sparse_reduce_scatter_elements
 from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
-from lightning_lowbw.where.volume import sparse_reduce_scatter_elements
 from tests.ranks import run_ranks
 
 NUMELS, COUNTS, STEPS = (3000, 1, 500, 6000), (60, 1, 10, 120), 8

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_lowbw.where import side_queue
-from lightning_lowbw.where.collectives import Reduction
+from lightning_lowbw.where.collectives import TensorWork
 from lightning_lowbw.where.side_queue import SideQueue, new_future
 
 GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -127,11 +127,11 @@ def test_a_future_carries_the_device_of_its_tensor(recorder: Recorder) -> None:
 def test_what_the_hook_of_ddp_returns_carries_a_device(recorder: Recorder) -> None:
     """Done, begun by torch.distributed, or begun here; its value is the tensor when the collective has ended."""
     tensor, callbacks = recorder.tensor("the bucket"), []
-    Reduction(tensor).get_future()
+    TensorWork(tensor).get_future()
     assert recorder.calls == ["future of [device(type='cuda', index=0)]", "result"]
     recorder.calls.clear()
     reduced = types.SimpleNamespace(add_done_callback=callbacks.append, value=lambda: [tensor])
-    Reduction(tensor, types.SimpleNamespace(get_future=lambda: reduced)).get_future()
+    TensorWork(tensor, types.SimpleNamespace(get_future=lambda: reduced)).get_future()
     assert recorder.calls == ["future of [device(type='cuda', index=0)]"]
     callbacks[0](reduced)
     assert recorder.calls[1:] == ["result"]
@@ -169,7 +169,7 @@ def test_on_a_cpu_it_runs_in_order_and_errors_are_raised_where_they_are_waited_f
 
 def test_an_error_of_a_collective_reaches_the_hook_of_ddp() -> None:
     failed: torch.futures.Future[Any] = torch.futures.Future()
-    future = Reduction(torch.zeros(2), types.SimpleNamespace(get_future=lambda: failed)).get_future()
+    future = TensorWork(torch.zeros(2), types.SimpleNamespace(get_future=lambda: failed)).get_future()
     failed.set_exception(RuntimeError("the peer is gone"))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the peer is gone"):
         future.wait()

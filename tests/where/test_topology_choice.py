@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_lowbw import ConfigurationError, Topology
-from lightning_lowbw.where.topology_choice import check_choice, discover, resolve
+from lightning_lowbw.where.topology import check_choice, discover, resolve
 from tests.ranks import run_ranks
 
 BLOCKS = Topology(((0, 1), (2, 3)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.where.volume import (
+from lightning_lowbw.where.ledger import (
     all_gather_bytes,
     all_gather_rounds,
     all_reduce_bytes,
