@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import graphlib
 import importlib
 import inspect
 import itertools
@@ -101,48 +102,32 @@ def is_under(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def test_every_folder_has_its_place() -> None:
-    assert {layer_of(module) for module in MODULES} - {"__init__", "cli"} == set(BELOW)
-    assert set(FOREIGN) <= set(BELOW)
-    assert set(BELOW) >= {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    assert len(MODULES) > 15  # the tests below do look at something
-
-
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_layer_imports_only_what_lies_below(module: Path) -> None:
-    layer = layer_of(module)
-    if layer in ("__init__", "cli"):
-        return
-    tree = parse(module)
-    for name in imported_names(tree):
-        if is_under(name, PACKAGE):
-            imported = name.split(".")[1]
-            assert imported in BELOW[layer] | {layer}, f"{module} imports {name}"
-    for name in (*imported_names(tree), *attribute_chains(tree)):
-        forbidden = [package for package in FOREIGN.get(layer, ()) if is_under(name, package)]
-        assert not forbidden, f"{module} uses {name}"
-
-
-def test_callbacks_do_not_import_each_other() -> None:
-    """What they share is in one module, which is free to all."""
+def test_a_layer_imports_only_what_lies_below() -> None:
+    assert {layer_of(module) for module in MODULES} - {"__init__", "cli"} == set(BELOW) >= set(FOREIGN)
     for module in MODULES:
-        if layer_of(module) == "callbacks":
-            siblings = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.callbacks")]
-            assert [name for name in siblings if not is_under(name, f"{PACKAGE}.callbacks.epochs")] == [], module
+        layer, tree = layer_of(module), parse(module)
+        for name in imported_names(tree):
+            if layer in BELOW and is_under(name, PACKAGE):
+                assert name.split(".")[1] in BELOW[layer] | {layer}, f"{module} imports {name}"
+        for name in (*imported_names(tree), *attribute_chains(tree)):
+            forbidden = [package for package in FOREIGN.get(layer, ()) if is_under(name, package)]
+            assert not forbidden, f"{module} uses {name}"
 
 
-def test_callbacks_do_not_import_the_insides_of_strategies() -> None:
-    inside = {module.stem for module in MODULES if layer_of(module) == "strategies"}
-    for module in MODULES:
-        if layer_of(module) == "callbacks":
-            names = [name for name in imported_names(parse(module)) if is_under(name, f"{PACKAGE}.strategies")]
-            assert not inside & {name.split(".")[2] for name in names}, module
+@pytest.mark.xfail(strict=True, reason="engine and strategies are being untied")
+def test_no_imports_form_a_cycle() -> None:
+    """Nor those behind TYPE_CHECKING and inside functions: what is in a cycle can only be read together."""
+    dotted = {".".join((PACKAGE, *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
+    graph = {
+        module: {name if name in dotted else name.rpartition(".")[0] for name in imported_names(parse(path))} - {module}
+        for module, path in dotted.items()
+    }
+    graphlib.TopologicalSorter({module: names & {*dotted} for module, names in graph.items()}).prepare()
 
 
 def test_only_the_command_line_imports_hydra() -> None:
     for module in MODULES:
-        names = list(imported_names(parse(module)))
-        uses = [name for name in names if is_under(name, "hydra") or is_under(name, "omegaconf")]
+        uses = [name for name in imported_names(parse(module)) if name.split(".")[0] in ("hydra", "omegaconf")]
         assert bool(uses) == (module == Path("cli.py")), f"{module}: {uses}"
 
 
@@ -156,57 +141,32 @@ def test_lightning_is_imported_by_names_that_the_mirror_replaces() -> None:
 
 def test_triton_is_imported_where_it_is_launched() -> None:
     """Not when a module is loaded: it is not there on every machine. Device code is loaded when it is launched."""
-    device_code = [Path("ops/triton_kernels.py"), Path("ops/triton_messages.py")]
-    assert {*device_code} <= {*MODULES}
-    for module in MODULES:
+    device_code = {module for module in MODULES if module.match("triton_*.py")}
+    assert device_code
+    for module in {*MODULES} - device_code:
         tree = parse(module)
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 node.body = [ast.Pass()]
-        names = list(imported_names(tree))
-        assert module in device_code or not [name for name in names if is_under(name, "triton")], module
-        loads = [name for name in names if is_under(name, f"{PACKAGE}.ops.triton_kernels")]
-        assert module in device_code or not loads, module
+        assert not [name for name in imported_names(tree) if "triton" in name], module
 
 
-def test_no_public_name_is_that_of_a_sibling_module() -> None:
+def test_names_and_docstrings() -> None:
     for module in MODULES:
-        siblings = {path.stem for path in (ROOT / module).parent.glob("*.py")}
-        siblings |= {path.name for path in (ROOT / module).parent.iterdir() if path.is_dir()}
-        defined = {node.name for node in parse(module).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))} - {
-            "main"
-        }
-        assert not defined & siblings, module
-
-
-def test_no_module_is_called_utils() -> None:
-    assert not {module.stem for module in MODULES} & {"utils", "util", "helpers", "misc", "common"}
-
-
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_modules_and_public_definitions_say_what_they_are(module: Path) -> None:
-    tree = parse(module)
-    assert ast.get_docstring(tree), module
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{module}: {node.name}"
-
-
-# The tests ------------------------------------------------------------------------------------------------------------
-
-TESTS = Path(__file__).parents[1]
-
-
-def imports_a_test(path: Path) -> bool:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    imported = {part for name in imported_names(tree) if is_under(name, "tests") for part in name.split(".")}
-    return any(part.startswith("test_") for part in imported)
+        assert module.stem not in {"utils", "util", "helpers", "misc", "common"}
+        tree, siblings = parse(module), {path.stem for path in (ROOT / module).parent.iterdir()}
+        assert ast.get_docstring(tree), module
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{module}: {node.name}"
+                assert node.name == "main" or node.name not in siblings, f"{module}: {node.name} is a module, too"
 
 
 def test_no_test_module_imports_another() -> None:
     """What they share is in modules that are no tests: `tiny.py`, `oracle.py`, `engine/problem.py`."""
-    importing = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py") if imports_a_test(path)}
-    assert not importing
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        names = [name for name in imported_names(ast.parse(path.read_text())) if is_under(name, "tests")]
+        assert not [name for name in names if ".test_" in name], path
 
 
 # The public surface ---------------------------------------------------------------------------------------------------
@@ -296,55 +256,31 @@ def test_the_strategy_hands_every_argument_on() -> None:
         assert DGCStrategy(**arguments).method == DGC(**{"sparsity": "auto", **arguments})  # type: ignore[arg-type]
 
 
+LOCAL = ("local_sgd", "post_local_sgd", "diloco", "sparse_loco", "streaming_diloco")
 NAMES = {
     "dgc": DGCStrategy,
-    "local_sgd": LocalSGDStrategy,
-    "post_local_sgd": LocalSGDStrategy,
-    "diloco": LocalSGDStrategy,
-    "sparse_loco": LocalSGDStrategy,
-    "streaming_diloco": LocalSGDStrategy,
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
     "lowbw": AutoStrategy,
-    "dgc_hierarchical": DGCStrategy,
-    "lowbw_hierarchical": AutoStrategy,
-    "local_sgd_hierarchical": LocalSGDStrategy,
-    "post_local_sgd_hierarchical": LocalSGDStrategy,
-    "diloco_hierarchical": LocalSGDStrategy,
-    "sparse_loco_hierarchical": LocalSGDStrategy,
-    "streaming_diloco_hierarchical": LocalSGDStrategy,
-    "adaptive_local_sgd_hierarchical": AdaptiveLocalSGDStrategy,
-    "hierarchical": HierarchicalStrategy,
-    "float16": Strategy,
-    "float16_hierarchical": Strategy,
-    "int8": Strategy,
-    "int8_hierarchical": Strategy,
-    "int4": Strategy,
-    "int4_hierarchical": Strategy,
+    **dict.fromkeys(LOCAL, LocalSGDStrategy),
+    **dict.fromkeys(("float16", "int8", "int4"), Strategy),
 }
+NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": HierarchicalStrategy}
 OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
 
 
 def test_strategies_are_known_by_name() -> None:
-    names = [name for name in StrategyRegistry.available_strategies() if is_ours(name)]
-    assert sorted(names) == sorted([*map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)), *OF_SHARDS])
-    for name, cls in NAMES.items():
-        assert "ddp" not in name  # Lightning treats such names in its own way
-        assert name == name.lower()
-        for (start, start_method), (search, found) in itertools.product(START_METHODS.items(), SEARCHES.items()):
-            strategy = StrategyRegistry.get(name + start + search)
-            assert type(strategy) is cls
-            assert (strategy.method.where.topology == "auto") == ("hierarchical" in name)
-            assert strategy._start_method == start_method
-            assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(found)
-    for name in OF_SHARDS:
-        assert type(StrategyRegistry.get(name)) is ShardedStrategy
-
-
-def is_ours(name: str) -> bool:
-    strategy = StrategyRegistry[name]["strategy"]
-    return bool(strategy.__module__.startswith(PACKAGE))
+    ours = [name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith(PACKAGE)]
+    assert sorted(ours) == sorted([*map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)), *OF_SHARDS])
+    assert not [name for name in NAMES if "ddp" in name or name != name.lower()]  # Lightning has ways with "ddp"
+    for name, start, search in itertools.product(NAMES, START_METHODS, SEARCHES):
+        strategy = StrategyRegistry.get(name + start + search)
+        assert type(strategy) is NAMES[name]
+        assert (strategy.method.where.topology == "auto") == ("hierarchical" in name)
+        assert strategy._start_method == START_METHODS[start]
+        assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(SEARCHES[search])
+    assert {type(StrategyRegistry.get(name)) for name in OF_SHARDS} == {ShardedStrategy}
 
 
 def test_registering_again_changes_nothing() -> None:
