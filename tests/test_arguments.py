@@ -19,9 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lowbw as lowbw
 from lightning_lowbw import ConfigurationError, Method, ShardedStrategy, Strategy, Topology
-from lightning_lowbw.lab import LabError
-from lightning_lowbw.lab.cli import _change, _rates
-from lightning_lowbw.lab.launcher import check_run
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from lightning_lowbw.when.every_step import EveryStep
 
@@ -34,7 +31,7 @@ OBJECTS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint
 OBJECTS |= {"process_group", "process_group_backend", "bucket_cap_mb_list"}
 SAYS = re.compile(r"give|[Cc]hoose|[Ll]eave|take|[Aa]llowed|arguments are|each rank from 0 on|use |Use |set ")
 
-NAMES = [
+NAMES = ["auto", "flat", "int8", "int4", "bfloat16", "float32", "exact", "stop", "nesterov", "slowmo", "average"]
     "auto",
     "flat",
     "int8",
@@ -114,28 +111,18 @@ def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None
     assert SAYS.search(message), f"{given_values}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("constructor", "choices"),
-    [
-        (lowbw.EveryK, {"k": 3}),
-        (lowbw.TopK, {"sparsity": 0.9}),
-        (lowbw.SparsityWarmup, {"epoch": 1}),
-        (lowbw.TrafficMonitor, {"bar": True}),
-        (lowbw.Topology, {}),
-        (lowbw.NarrowGradients, {"bits": 8}),
-    ],
-)
-def test_wrong_names_are_told_the_right_ones(constructor: Any, choices: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["EveryK", "TopK", "SparsityWarmup", "TrafficMonitor", "Topology", "NarrowGradients"])
+def test_wrong_names_are_told_the_right_ones(name: str) -> None:
+    constructor = CONSTRUCTORS[name]
     names = list(inspect.signature(constructor).parameters)
-    with pytest.raises(ConfigurationError, match=rf"^{constructor.__name__}: .*Its arguments are: {', '.join(names)}"):
-        constructor(**choices)
+    with pytest.raises(ConfigurationError, match=rf"^{name}: .*Its arguments are: {', '.join(names)}"):
+        constructor(nonsense=1)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, 1e300, "20", True, [20]])
-def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
-    with pytest.raises(ConfigurationError, match="give the seconds that a collective may take"):
-        lowbw.DGCStrategy(timeout=timeout)
-    assert lowbw.DGCStrategy(timeout=20)._timeout == lowbw.DGCStrategy(timeout=20.0)._timeout
+def test_a_timeout_is_a_number_of_seconds() -> None:
+    for timeout in (0, -1, math.nan, math.inf, 1e300, "20", True, [20]):
+        with pytest.raises(ConfigurationError, match="give the seconds that a collective may take"):
+            lowbw.DGCStrategy(timeout=timeout)
     assert lowbw.DGCStrategy(timeout=20)._timeout.total_seconds() == 20
 
 
@@ -179,20 +166,3 @@ def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, Dict
         use(built)
         return
     assert isinstance(error.__cause__, ConfigurationError), f"{knob}={word}: {error}"
-
-
-# The lab --------------------------------------------------------------------------------------------------------------
-
-texts = st.text("0123456789.:,-+einfagmkbtulmd ", max_size=8) | st.sampled_from(["1gbit", "1e400:1gbit", "nan:1gbit"])
-
-
-@quickly(40)
-@given(text=texts, number=st.integers(-2, 5) | st.just(10**12), seconds=st.none() | st.floats() | st.just(1e400))
-def test_flags_of_the_lab_run_or_say_what_is_allowed(text: str, number: int, seconds: float | None) -> None:
-    messages = []
-    for function in (lambda: _rates(text, 2), lambda: _change(text), lambda: check_run(number, seconds)):
-        try:
-            function()
-        except LabError as error:
-            messages.append(str(error))
-    assert all("give" in message for message in messages)

@@ -8,9 +8,10 @@ The host has no streams, so on a CPU a test sees only what is called; that the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -57,16 +58,15 @@ class SideQueue:
             in_thread: for gloo, whose collectives block the host; else they are queued on a stream from here.
         """
         future = new_future(result.device)
-        order = _HostOrder() if result.device.type == "cpu" else _StreamOrder(result.device, self.purpose)
-        tensors = (result, *reads)
+        run = partial(_run, collectives, _Start(result.device, self.purpose), (result, *reads), future, in_thread)
         if in_thread:
             if self.purpose not in _threads:
                 _threads[self.purpose] = ThreadPoolExecutor(1, f"lightning_lowbw {self.purpose}"), WeakSet()
             thread, users = _threads[self.purpose]
             users.add(self)
-            thread.submit(_run, collectives, order, tensors, future, in_thread)
+            thread.submit(run)
         else:
-            _run(collectives, order, tensors, future, in_thread)
+            run()
         return future
 
     def close(self) -> None:
@@ -78,33 +78,6 @@ class SideQueue:
             del _threads[self.purpose]
 
 
-class _HostOrder:
-    """Nothing to order: what was computed before is there."""
-
-    @contextmanager
-    def side_stream(self, tensors: tuple[Tensor, ...], *, in_thread: bool) -> Iterator[None]:
-        yield
-
-
-class _StreamOrder:
-    """After what is on the device's current stream now; on a stream beside it."""
-
-    def __init__(self, device: torch.device, purpose: str) -> None:
-        self._stream = side_stream(device, purpose)
-        self._ready = _cuda.Event()
-        self._ready.record(_cuda.current_stream(device))
-
-    @contextmanager
-    def side_stream(self, tensors: tuple[Tensor, ...], *, in_thread: bool) -> Iterator[None]:
-        if in_thread:  # gloo reads from the host
-            self._ready.synchronize()
-        self._stream.wait_event(self._ready)
-        for tensor in tensors:  # whose memory is not to be used again before this stream has done with it
-            tensor.record_stream(self._stream)
-        with _cuda.stream(self._stream):
-            yield
-
-
 def side_stream(device: torch.device, purpose: str) -> Any:
     """Return the CUDA stream of a device for a purpose, always the same one."""
     if (device, purpose) not in _streams:
@@ -112,15 +85,36 @@ def side_stream(device: torch.device, purpose: str) -> Any:
     return _streams[device, purpose]
 
 
+class _Start:
+    """What is on the device's current stream now: work on a stream beside it begins after that."""
+
+    def __init__(self, device: torch.device, purpose: str) -> None:
+        self._stream = None  # on the host what was computed before is there
+        if device.type != "cpu":
+            self._stream, self._ready = side_stream(device, purpose), _cuda.Event()
+            self._ready.record(_cuda.current_stream(device))
+
+    def wait(self, tensors: tuple[Tensor, ...], in_thread: bool) -> Any:
+        """Wait for it on the stream beside, and return the context in which work is queued there."""
+        if self._stream is None:
+            return nullcontext()
+        if in_thread:  # gloo reads from the host
+            self._ready.synchronize()
+        self._stream.wait_event(self._ready)
+        for tensor in tensors:  # whose memory is not to be used again before this stream has done with it
+            tensor.record_stream(self._stream)
+        return _cuda.stream(self._stream)
+
+
 def _run(
     collectives: Callable[[], object],
-    order: _HostOrder | _StreamOrder,
+    start: _Start,
     tensors: tuple[Tensor, ...],
     future: Future[Tensor],
     in_thread: bool,
 ) -> None:
     try:
-        with torch.no_grad(), order.side_stream(tensors, in_thread=in_thread):
+        with torch.no_grad(), start.wait(tensors, in_thread):
             collectives()
             future.set_result(tensors[0])  # here: it records an event on the side stream
     except Exception as error:  # noqa: BLE001 - handed to whoever waits for it

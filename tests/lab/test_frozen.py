@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from lightning_lowbw.lab.network import INTERFACE
 from tests.lab.namespaces import needs_lab
 from tests.strategies.adapted import METHODS, SAVED_AT, STEPS, DropsFrozen, fit
 
-pytestmark = needs_lab
+pytestmark = [*needs_lab, pytest.mark.slow]
 
 
 class Count(pl.Callback):

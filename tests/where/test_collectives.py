@@ -1,54 +1,53 @@
-"""The two collectives on real gloo ranks, and what the ledger says of them."""
+"""The collectives on real gloo ranks, and what the ledger says of them; groups, with what is private in torch."""
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.collectives import Collectives, group_of
 from lightning_lowbw.where.ledger import MAX_PENDING, TrafficLedger, all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.where.node_mesh import NAMES, make_node_mesh
+from lightning_lowbw.where.topology import Topology
 from tests.ranks import run_ranks
 
 LATE_S = 0.4
 
 
-def exchange_once(dtypes: list[torch.dtype]) -> dict[str, Any]:
-    exchange = Collectives(None, TrafficLedger())
-    rank = exchange.rank
-    facts: dict[str, Any] = {"rank": rank, "num_ranks": exchange.num_ranks, "sums": [], "bytes": []}
-    for dtype in dtypes:
+def exchange_once(members: list[int]) -> dict[str, Any] | None:
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    exchange = Collectives(group, TrafficLedger())
+    rank, num_ranks = exchange.rank, exchange.num_ranks
+    sent = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
         tensor = torch.arange(7).to(dtype) * (rank + 1)
         exchange.all_reduce_(tensor)
-        facts["sums"].append(tensor)
-        facts["bytes"].append((exchange.ledger.sent_bytes, exchange.ledger.received_bytes))
+        assert tensor.equal(torch.arange(7).to(dtype) * sum(range(1, num_ranks + 1)))
+        sent.append(exchange.ledger.sent_bytes)
     message = torch.tensor([rank, 255 - rank, 0, 128, 7], dtype=torch.uint8)
-    facts["gathered"] = exchange.all_gather(message)
-    facts["message"] = message
-    facts["bytes"].append((exchange.ledger.sent_bytes, exchange.ledger.received_bytes))
-    return facts
+    gathered = exchange.all_gather(message)
+    assert message.tolist() == [rank, 255 - rank, 0, 128, 7]
+    assert exchange.ledger.received_bytes == exchange.ledger.sent_bytes
+    return {"gathered": gathered.tolist(), "sent": [*sent, exchange.ledger.sent_bytes], "place": (rank, num_ranks)}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_messages_and_bytes(num_ranks: int) -> None:
-    dtypes = [torch.float32, torch.float64, torch.bfloat16]
-    for rank, facts in enumerate(run_ranks(exchange_once, num_ranks, dtypes)):
-        assert facts["rank"] == rank
-        assert facts["num_ranks"] == num_ranks
-        total = 0
-        for dtype, result, measured in zip(dtypes, facts["sums"], facts["bytes"], strict=False):
-            assert result.dtype == dtype
-            assert result.equal(torch.arange(7).to(dtype) * sum(range(1, num_ranks + 1)))
-            total += all_reduce_bytes(7 * dtype.itemsize, num_ranks)
-            assert measured == (total, total)
-        assert facts["gathered"].dtype == torch.uint8
-        assert facts["gathered"].tolist() == [[sender, 255 - sender, 0, 128, 7] for sender in range(num_ranks)]
-        assert facts["message"].tolist() == [rank, 255 - rank, 0, 128, 7]  # untouched
-        total += all_gather_bytes(5, num_ranks)
-        assert facts["bytes"][-1] == (total, total)
+@pytest.mark.parametrize("members", [[0, 1], [0, 2], [0, 1, 2]])
+def test_sums_messages_and_bytes(members: list[int]) -> None:
+    num_ranks = len(members)
+    one, two = all_reduce_bytes(28, num_ranks), all_reduce_bytes(56, num_ranks)
+    sums = [one, one + two, one + two + all_reduce_bytes(14, num_ranks)]
+    found = [facts for facts in run_ranks(exchange_once, 3, members) if facts is not None]
+    for rank, facts in enumerate(found):
+        assert facts["place"] == (rank, num_ranks)
+        assert facts["gathered"] == [[sender, 255 - sender, 0, 128, 7] for sender in range(num_ranks)]
+        assert facts["sent"] == [*sums, sums[-1] + all_gather_bytes(5, num_ranks)]
 
 
 def wait_for_a_late_rank(collective: str) -> float:
@@ -56,8 +55,7 @@ def wait_for_a_late_rank(collective: str) -> float:
     dist.barrier()
     if exchange.rank == 1:
         time.sleep(LATE_S)
-    tensor = torch.zeros(4, dtype=torch.uint8)
-    exchange.all_reduce_(tensor) if collective == "all_reduce_" else exchange.all_gather(tensor)
+    getattr(exchange, collective)(torch.zeros(4, dtype=torch.uint8))
     return exchange.ledger.exposed_s
 
 
@@ -68,60 +66,9 @@ def test_waiting_is_counted_where_it_happens(collective: str) -> None:
     assert 0 < late < waited
 
 
-def exchange_in_a_subgroup() -> dict[str, Any] | None:
-    members = [0, 2]
-    group = dist.new_group(members)
-    if dist.get_rank() not in members:
-        return None
-    exchange = Collectives(group, TrafficLedger())
-    tensor = torch.ones(10)
-    exchange.all_reduce_(tensor)
-    gathered = exchange.all_gather(torch.tensor([dist.get_rank()], dtype=torch.uint8))
-    return {
-        "rank": exchange.rank,
-        "num_ranks": exchange.num_ranks,
-        "sum": tensor.tolist(),
-        "gathered": gathered.tolist(),
-        "sent_bytes": exchange.ledger.sent_bytes,
-    }
-
-
-def test_a_subgroup_has_its_own_ranks_and_volumes() -> None:
-    first, outsider, last = run_ranks(exchange_in_a_subgroup, 3)
-    assert outsider is None
-    for rank, facts in enumerate((first, last)):
-        assert facts == {
-            "rank": rank,
-            "num_ranks": 2,
-            "sum": [2.0] * 10,
-            "gathered": [[0], [2]],
-            "sent_bytes": all_reduce_bytes(40, 2) + all_gather_bytes(1, 2),
-        }
-
-
 def test_without_a_process_group_there_is_one_rank() -> None:
-    exchange = Collectives(None, TrafficLedger())
-    assert (exchange.num_ranks, exchange.rank) == (1, 0)
-
-
-def test_every_exchange_has_its_own_ledger() -> None:
-    one, other = Collectives(None, TrafficLedger()), Collectives(None, TrafficLedger())
-    one.ledger.record(10)
-    assert other.ledger == TrafficLedger()
-    assert one.ledger == TrafficLedger(sent_bytes=10, received_bytes=10)
-    shared = TrafficLedger()
-    assert Collectives(None, shared).ledger is shared
-
-
-def test_waits_on_a_cpu_add_up_at_once() -> None:
-    ledger = TrafficLedger()
-    for _ in range(2):
-        with ledger.waiting(torch.device("cpu")):
-            time.sleep(0.02)
-    assert 0.04 <= ledger.exposed_s < 2.0
-    before = ledger.exposed_s
-    ledger.settle()
-    assert ledger.exposed_s == before
+    exchange = Collectives()
+    assert (exchange.num_ranks, exchange.rank, exchange.ledger) == (1, 0, TrafficLedger())
 
 
 @pytest.mark.gpu
@@ -134,6 +81,51 @@ def test_waits_on_a_gpu_are_read_later() -> None:
     torch.cuda.synchronize()
     ledger.settle()
     assert 0.0 < ledger.exposed_s < 10.0
-    before = ledger.exposed_s
-    ledger.settle()
-    assert ledger.exposed_s == before
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+def timeout_of(group: Any) -> float:
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        groups = [group_of((0,), "test", timeout) for timeout in (None, timedelta(seconds=3))]
+        assert [timeout_of(group) for group in groups] == [7, 3]
+    finally:
+        dist.destroy_process_group()
+
+
+def timeouts_of_a_mesh(tensor_parallel_size: int) -> tuple[list[float], list[list[int]]]:
+    """Return the timeouts of the groups inside this rank's node, and their ranks."""
+    nodes = Topology(((0, 1), (2, 3)))
+    mesh = make_node_mesh(nodes, dist.get_rank(), "cpu", tensor_parallel_size, timedelta(seconds=7)).mesh
+    groups = [mesh.get_group(name) for name in NAMES]
+    of_slice = mesh["data_parallel"].get_group()  # what FSDP takes
+    return [timeout_of(each) for each in (*groups, of_slice)], [dist.get_process_group_ranks(each) for each in groups]
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_so_have_those_inside_a_node_of_shards(tensor_parallel_size: int) -> None:
+    for rank, (timeouts, ranks) in enumerate(run_ranks(timeouts_of_a_mesh, 4, tensor_parallel_size)):
+        assert timeouts == [7, 7, 7]
+        node = [0, 1] if rank < 2 else [2, 3]
+        assert ranks == ([node, [rank]] if tensor_parallel_size == 1 else [[rank], node])
+
+
+def bind_to_a_gpu() -> list[bool]:
+    """Make groups as Lightning's world does, which is bound to a GPU; return whether this rank is in each."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    members = [group_of((rank,), "test of a bound world") is not dist.GroupMember.NON_GROUP_MEMBER for rank in (0, 1)]
+    assert world.bound_device_id == torch.device("cuda", 0)
+    world.bound_device_id = None
+    return members
+
+
+def test_groups_are_made_in_a_world_that_is_bound_to_a_gpu() -> None:
+    assert run_ranks(bind_to_a_gpu, 2) == [[True, False], [False, True]]

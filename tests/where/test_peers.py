@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -276,13 +275,6 @@ def test_one_rank_alone() -> None:
         assert traffic(peers.ledger) == (0, 0, 0)
 
 
-def test_a_topology_that_does_not_fit_the_world() -> None:
-    with pytest.raises(ConfigurationError, match="1 ranks cannot be divided"):
-        make_peers(2)
-    with pytest.raises(ConfigurationError, match="give 'flat', 'auto'"):
-        make_peers("nodes")
-
-
 def be_refused() -> dict[str, str]:
     said = {}
 
@@ -342,32 +334,6 @@ def test_only_leaders_send_between_nodes() -> None:
     by_rank = run_ranks(sum_through_leaders, WORLD)
     inter = sum(all_reduce_bytes(2 * numel, 2) for numel in NUMELS)
     assert by_rank == [(4 * sum(NUMELS), inter if rank % 2 == 0 else 0) for rank in range(WORLD)]
-
-
-def note_timeouts() -> list[Any]:
-    """What is asked of torch; a group that is too slow is not waited for in a test."""
-    asked: list[Any] = []
-    new_group = dist.new_group
-
-    def noted(ranks: list[int], **kwargs: Any) -> Any:
-        asked.append(kwargs["timeout"])
-        return new_group(ranks, **kwargs)
-
-    dist.new_group = noted
-    try:
-        counts = []
-        for timeout in (timedelta(seconds=77), timedelta(seconds=77), None):
-            make_peers(2, timeout=timeout)
-            counts.append(len(asked))
-    finally:
-        dist.new_group = new_group
-    return [counts, [each if each is None else each.total_seconds() for each in asked]]
-
-
-def test_groups_have_the_users_timeout() -> None:
-    for counts, asked in run_ranks(note_timeouts, WORLD):
-        assert counts == [8, 8, 16]  # two of each node, two of each local rank; made once for a timeout
-        assert asked == [77.0] * 8 + [1800.0] * 8  # of the world, where nothing is asked for: torch's default
 
 
 def on_one_node() -> None:

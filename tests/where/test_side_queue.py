@@ -16,7 +16,7 @@ import torch
 
 from lightning_lowbw.where import side_queue
 from lightning_lowbw.where.collectives import TensorWork
-from lightning_lowbw.where.side_queue import SideQueue, new_future
+from lightning_lowbw.where.side_queue import SideQueue
 
 GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -104,14 +104,6 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
         assert recorder.threads["wait on the host"] == recorder.threads["collective"]
 
 
-def test_an_error_on_a_gpu_is_handed_over(recorder: Recorder) -> None:
-    def fail() -> None:
-        raise RuntimeError("no network")
-
-    SideQueue("gradients").begin(fail, recorder.tensor("the result"), in_thread=False)
-    assert recorder.calls[-1] == "RuntimeError('no network')"
-
-
 def test_one_stream_for_each_purpose_and_device(recorder: Recorder) -> None:
     for purpose, device in (("gradients", GPU), ("averages", GPU), ("gradients", OTHER_GPU), ("gradients", GPU)):
         SideQueue(purpose).begin(lambda: None, recorder.tensor("the result", device), in_thread=False)
@@ -119,13 +111,8 @@ def test_one_stream_for_each_purpose_and_device(recorder: Recorder) -> None:
     assert used == ["side stream 1", "side stream 2", "side stream 3", "side stream 1"]
 
 
-def test_a_future_carries_the_device_of_its_tensor(recorder: Recorder) -> None:
-    new_future(GPU)
-    assert recorder.calls == ["future of [device(type='cuda', index=0)]"]
-
-
 def test_what_the_hook_of_ddp_returns_carries_a_device(recorder: Recorder) -> None:
-    """Done, begun by torch.distributed, or begun here; its value is the tensor when the collective has ended."""
+    """Done, or begun by torch.distributed; its value is the tensor when the collective has ended."""
     tensor, callbacks = recorder.tensor("the bucket"), []
     TensorWork(tensor).get_future()
     assert recorder.calls == ["future of [device(type='cuda', index=0)]", "result"]
