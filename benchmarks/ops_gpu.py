@@ -43,7 +43,7 @@ from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.ops import dispatch, gpu
 from lightning_lowbw.where.collectives import TensorWork
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
@@ -80,7 +80,7 @@ class Row:
         return statistics.median(self.ms)
 
 
-class Echo(FlatPeers):
+class Echo(Peers):
     """Ranks that all send what this one does; nothing leaves the device.
 
     Args:

@@ -50,7 +50,7 @@ from lightning_lowbw.strategies.step_times import StepTimes
 from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
 from lightning_lowbw.where.ledger import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.where.link import Link
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
@@ -254,7 +254,7 @@ def seconds_of_tensors(task: str) -> float:
     samples = []
     for _ in range(NUM_WORK_SAMPLES):
         counts = sum(are_sparse), len(are_sparse) - sum(are_sparse)
-        samples.append(measuring.seconds_of_small_tensors(what, FlatPeers(), torch.device("cpu"), *counts))
+        samples.append(measuring.seconds_of_small_tensors(what, Peers(), torch.device("cpu"), *counts))
     least = torch.tensor(min(samples), dtype=torch.float64)
     dist.all_reduce(least, dist.ReduceOp.MAX)
     return float(least)

@@ -15,7 +15,7 @@ from lightning_lowbw.strategies.advice import callbacks_of
 from lightning_lowbw.where.agreement import differ
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.mean import mean_over
-from lightning_lowbw.where.peers import FlatPeers, Peers
+from lightning_lowbw.where.peers import Peers
 
 # Callbacks that keep an average of the weights over steps, in `_average_model`.
 AVERAGING: tuple[type[pl.Callback], ...] = (
@@ -68,7 +68,7 @@ def agree_on_averages_(trainer: pl.Trainer, ledger: TrafficLedger, device: torch
 
     Collective: all ranks, blocking; for each callback two numbers, and if they differ as `agree_on_weights_`.
     """
-    peers = FlatPeers(None, ledger)
+    peers = Peers(None, ledger)
     for callback in averaging_callbacks(trainer):
         average = getattr(callback, "_average_model", None)
         if average is None or peers.num_ranks == 1:

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.peers import FlatPeers, Peers
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import Topology
 
 
@@ -23,7 +23,7 @@ class Groups:
     """
 
     def __init__(self) -> None:
-        self.gradients: Peers = FlatPeers()
+        self.gradients: Peers = Peers()
         self.workers: Peers = self.gradients
 
     def make(

@@ -27,7 +27,7 @@ from lightning_lowbw.strategies.uneven import Policy, Uneven
 from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.where.agreement import gather
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 
 if TYPE_CHECKING:
     from lightning_lowbw.strategies.strategy import Strategy
@@ -214,7 +214,7 @@ class Replicas(Viewing):
     def end_training(self) -> None:
         module = self.strategy.lightning_module
         assert module is not None
-        everyone = FlatPeers(None, self.strategy.ledger)
+        everyone = Peers(None, self.strategy.ledger)
         agree_on_weights_(weights_of(module), everyone, self.strategy.root_device)
 
 

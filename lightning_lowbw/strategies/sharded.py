@@ -56,7 +56,7 @@ from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.node_mesh import NodeMesh, make_node_mesh
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import Topology, TopologyChoice, check_choice, resolve
 
 
@@ -228,7 +228,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self._default.begin()
         if not fitting:
             return
-        peers = FlatPeers(self.groups.peers, self.ledger, nodes=self.groups.nodes)
+        peers = Peers(self.groups.peers, self.ledger, nodes=self.groups.nodes)
         with torch.no_grad():
             equalise_(trainer.lightning_module, self._tensors, Collectives(self.groups.peers, TrafficLedger()))
         for optimizer, view, worker in make_workers(self, self._tensors, peers):

@@ -25,7 +25,7 @@ from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_be
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import Topology
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def make_workers(
-    strategy: ShardedStrategy, tensors: LocalTensors, peers: FlatPeers
+    strategy: ShardedStrategy, tensors: LocalTensors, peers: Peers
 ) -> list[tuple[Optimizer, LocalView, Worker]]:
     """Make a worker for each optimizer, which sees this rank's shards.
 

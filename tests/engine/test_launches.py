@@ -35,7 +35,7 @@ from lightning_lowbw.what import positions
 from lightning_lowbw.what.momentum import MomentumCorrection
 from lightning_lowbw.what.top_k import TopK, small_numel
 from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.peers import FlatPeers, NodePeers
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.side_queue import SideQueue
 from lightning_lowbw.where.topology import Topology
 from tests.shapes import resnet50_shapes, transformer_shapes
@@ -306,10 +306,10 @@ def forgotten() -> Iterator[None]:
 
 def make_peers(num_ranks: int, num_nodes: int) -> Any:
     if num_ranks == num_nodes:
-        return FlatPeers()
+        return Peers()
     size = num_ranks // num_nodes
     nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
-    return NodePeers(
+    return Peers.on_nodes(
         Topology(nodes),
         algorithm="sharded",
         inter_dtype=None,
@@ -416,7 +416,7 @@ def test_launches_of_an_average(
     """As the table says, and none that depends on the number of tensors; the checksum takes some for 4M elements."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
-        count = count_average(monkeypatch, "ResNet-50", AVERAGES[method], FlatPeers())
+        count = count_average(monkeypatch, "ResNet-50", AVERAGES[method], Peers())
     finally:
         dist.destroy_process_group()
     num_waits = sum(number for name, number in count.items() if name.startswith("wait"))

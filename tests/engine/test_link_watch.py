@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.engine.link_watch import CHANGE, WATCHED_STEPS, LinkWatch
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 from tests.ranks import run_ranks
 
 
 def observe(seconds: float, *, num_windows: int = 1, predicted_s: float = 0.1, least_s: float = 0.01) -> list[float]:
     """Return what is found, where the last rank waits so long in every step, and the others do not at all."""
-    peers, watch, found = FlatPeers(), LinkWatch(predicted_s, least_s), []
+    peers, watch, found = Peers(), LinkWatch(predicted_s, least_s), []
     for _ in range(num_windows * (WATCHED_STEPS + 1)):
         if dist.get_rank() == dist.get_world_size() - 1:
             peers.ledger.exposed_s += seconds
@@ -50,7 +50,7 @@ def test_every_window_is_one_by_itself() -> None:
 
 
 def observe_with_a_restart() -> list[float]:
-    peers, watch, found = FlatPeers(), LinkWatch(0.1, 0.01), list[float]()
+    peers, watch, found = Peers(), LinkWatch(0.1, 0.01), list[float]()
     for step in range(2 * WATCHED_STEPS):
         peers.ledger.exposed_s += 1.0
         if step == WATCHED_STEPS - 1:

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
 from tests.tiny import Tiny, make_data, make_trainer, sgd
@@ -102,7 +102,7 @@ def agree_among_peers() -> list[list[float]]:
     rank = dist.get_rank()
     group = [dist.new_group([shard, shard + 2]) for shard in (0, 1)][rank % 2]
     tensors = [torch.full((3,), float(rank % 2)), torch.full((2,), float(rank)), torch.zeros(0)]
-    agree_on_weights_(tensors, FlatPeers(group), torch.device("cpu"))
+    agree_on_weights_(tensors, Peers(group), torch.device("cpu"))
     return [tensor.tolist() for tensor in tensors]
 
 

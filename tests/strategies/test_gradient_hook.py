@@ -19,7 +19,7 @@ from torch.futures import Future
 from lightning_lowbw.strategies import gradient_hook
 from lightning_lowbw.strategies.gradient_hook import GradientHook, completed, copied_back
 from lightning_lowbw.where import side_queue
-from lightning_lowbw.where.peers import FlatPeers
+from lightning_lowbw.where.peers import Peers
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 
@@ -143,7 +143,7 @@ def reduce_two_optimizers(phases: tuple[bool, bool]) -> list[list[float]]:
     views = list(buffer.split([2, 3]))
     strategy: Any = SimpleNamespace(
         workers=workers,
-        groups=SimpleNamespace(gradients=FlatPeers()),
+        groups=SimpleNamespace(gradients=Peers()),
         root_device=torch.device("cpu"),
         regime=SimpleNamespace(ddp_reduces=lambda worker: worker.reduces_in_backward),
     )

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_lowbw.engine.control import MODULUS
 from torch import Tensor
 
+from lightning_lowbw.engine.status import MODULUS
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.where import agreement
 from lightning_lowbw.where.agreement import MAX_DIFFERENCES, agree, checksum, digest, failing_together, gather

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, DisagreementError, Topology
 from lightning_lowbw.where.ledger import TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 from lightning_lowbw.where.mean import MeanWork, average_gradients_
-from lightning_lowbw.where.peers import FlatPeers, NodePeers, Peers, make_peers
+from lightning_lowbw.where.peers import Peers, make_peers
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -302,11 +302,11 @@ def be_refused() -> dict[str, str]:
             said[name] = str(caught_parts.value)
     if rank < 2:
         peers = make_peers("flat", pair)
-        assert isinstance(peers, FlatPeers)
+        assert peers.topology is None
         assert (peers.num_ranks, peers.rank, peers.group) == (2, rank, pair)
         assert gather(peers, message_of(rank, 3)).equal(torch.stack([message_of(r, 3) for r in range(2)])[None])
-    assert isinstance(make_peers(1), FlatPeers)  # a node for each rank
-    assert isinstance(make_peers(2, dist.group.WORLD), NodePeers)
+    assert make_peers(1).topology is None  # a node for each rank
+    assert make_peers(2, dist.group.WORLD).topology == Topology(((0, 1), (2, 3)))
     (found,) = {make_peers("auto").topology}
     assert found == Topology(((0, 1, 2, 3),))  # the tests' ranks say GROUP_RANK=0
     return said
