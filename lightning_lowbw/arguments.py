@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -61,6 +61,21 @@ def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) 
     if unknown:
         raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {', '.join(names)}.")
     return kind(**arguments)
+
+
+def code_of(value: object, prefix: str = "") -> str:
+    """Return the call that makes a dataclass, without arguments that have their default; of other values the `repr`.
+
+    Args:
+        value: such as a `Method`.
+        prefix: of each class, such as "lowbw.".
+    """
+    if not is_dataclass(value):
+        return repr(value)
+    given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+    defaults = {each.name: each.default for each in fields(value) if each.default is not MISSING}
+    shown = [f"{name}={code_of(each, prefix)}" for name, each in given.items() if each != defaults.get(name, MISSING)]
+    return f"{prefix}{type(value).__name__}({', '.join(shown)})"
 
 
 def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Parameter, str]:

@@ -24,7 +24,7 @@ LONG = (
     *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_convergence.py", "test_cli.py"),
     *("ops/test_gpu.py", "lab/test_lab.py", "lab/test_frozen.py", "demo/test_demo.py", "test_surface.py"),
     *("engine/test_launches.py", "engine/test_weight_decay.py", "engine/test_optimizers.py"),
-    *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py", "test_auto_sparsity.py"),
+    *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py"),
     *("strategies/test_sharded.py", "test_sharded_checkpoint.py", "strategies/test_large_models.py"),
     *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_uneven.py"),
 )

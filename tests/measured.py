@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from lightning_lowbw.engine.auto import Measured
-from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
-from lightning_lowbw.strategies.step_times import StepTimes
+from lightning_lowbw.engine.auto import DENSITIES, Measured
+from lightning_lowbw.strategies import auto_choice
+from lightning_lowbw.where.link import Link
 
 
-def give_measured(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> list[int]:
-    """Let each fit find this; return a list that gets, per time that it is asked for, the step of the first worker."""
-    steps: list[int] = []
+def make_measured(step_s: float, dense_s: float, by_density: dict[float, float] | float, **others: float) -> Measured:
+    """Return times on a link of 80 Mb/s; one of `by_density` is of all densities."""
+    sparse = by_density if isinstance(by_density, dict) else dict.fromkeys(DENSITIES, by_density)
+    return Measured(step_s, dense_s, {**sparse, **others}, Link(1e-4, 1e7))
 
-    def measure(auto: AutoSparsity, *_: Any) -> Measured:
-        steps.append(auto._strategy.workers[0].step)
-        return measured
 
-    monkeypatch.setattr(StepTimes, "medians", lambda _: (measured.step_s, measured.dense_s))
-    monkeypatch.setattr(AutoSparsity, "_measure", measure)
-    return steps
+def give_measured(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> tuple[list[Measured], list[str]]:
+    """Let each fit find this; return lists that get it each time that exchanges are measured, and what is said."""
+    asked, said = list[Measured](), list[str]()
+    monkeypatch.setattr(auto_choice, "medians", lambda _: replace(measured, exchange_s={}))
+    monkeypatch.setattr(auto_choice, "measure", lambda *_: (asked.append(measured), measured)[1])
+    monkeypatch.setattr(auto_choice, "rank_zero_info", said.append)
+    return asked, said

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,10 @@ from benchmarks.beside_ddp.tasks import (
     write,
 )
 from benchmarks.harness import as_plain
-from lightning_lowbw import DGCStrategy, EveryStep
+from lightning_lowbw import DGCStrategy, EveryStep, Method
 from lightning_lowbw.engine import auto as rule
-from lightning_lowbw.engine import measuring
-from lightning_lowbw.engine.auto import DENSITIES
-from lightning_lowbw.engine.measuring import seconds_of_work
-from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.exclusions import numels_of
-from lightning_lowbw.strategies.step_times import StepTimes
+from lightning_lowbw.engine.auto import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
+from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
 from lightning_lowbw.where.ledger import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.where.link import Link
@@ -59,9 +55,7 @@ PERTURBATION = 1e-6
 VARIANTS: dict[str, dict[str, Any]] = {  # arguments of DGCStrategy
     "dgc 99.9 %": {"sparsity": FIXED["sparsity"]},
     "auto": {"sparsity": "auto"},
-    "auto, momentum cut": {"sparsity": "auto", "keep_momentum": False},  # as in steps that send less
 }
-NUM_WORK_SAMPLES = 8  # of which the fastest counts, as of steps
 SMOOTHING = 20  # steps of the training loss at the end
 NUM_NOMINAL_STEPS = 60  # of which the fastest is a task's step, whatever else runs on the machine
 SCRIPT = str(Path(__file__).parents[1] / "auto.py")
@@ -94,18 +88,12 @@ def constants_of(options: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_nominal(nominal: dict[str, Any], tasks: Sequence[str]) -> None:
-    """Measure what is not there yet: seconds of a task's step on one thread, and of selecting, by density.
+    """Measure what is not there yet: seconds of a task's step on one thread.
 
     In place:
         `nominal`.
     """
     torch.set_num_threads(1)
-    if len(nominal.get("work_s", ())) != len(DENSITIES):
-        what = DGCStrategy(sparsity="auto").method.what
-        assert isinstance(what, TopK)
-        cpu = torch.device("cpu")
-        samples = [[seconds_of_work(what, each, NUM_RANKS, cpu) for each in DENSITIES] for _ in range(NUM_WORK_SAMPLES)]
-        nominal["work_s"] = [min(of_density) for of_density in zip(*samples, strict=True)]
     for task in tasks:
         if task not in nominal.setdefault("step_s", {}):
             curve, data = Curve(), data_of(task)
@@ -118,27 +106,33 @@ def measure_nominal(nominal: dict[str, Any], tasks: Sequence[str]) -> None:
 def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[list[str]]:
     """Let auto measure nominal values: the clock, the link and the work are given, all else is the package's own."""
     said: list[str] = []
-    work_s = dict(zip(DENSITIES, nominal["work_s"], strict=True))
+    step_s, (small_s, sent_s) = nominal["step_s"][task], nominal["exchange_s"][task]
+    numels = [each.numel() for each in TASKS[task].make_model().parameters() if each.requires_grad]
 
-    def timed(times: StepTimes) -> tuple[float, float]:
-        sparse, others = numels_of(times._strategy)
-        step_s, nbytes = nominal["step_s"][task], 4 * (sum(sparse) + sum(others))
-        return step_s, step_s + link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(nbytes, NUM_RANKS))
+    def dense_s(numel: int) -> float:
+        return link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(4 * numel, NUM_RANKS))
 
+    def measure(what: TopK, _: Any, numels: tuple[list[int], list[int]], *__: Any) -> Measured:
+        sparse, others = numels
+        fixed_s = small_s + dense_s(sum(others))
+        work_s = {density: fixed_s + sent_s * density * sum(sparse) for density in DENSITIES}
+        sending_s = {density: link.time_s(1, what.nbytes(sparse, density)) for density in DENSITIES}
+        exchange_s: dict[float | str, float] = {density: work_s[density] + sending_s[density] for density in DENSITIES}
+        return Measured(step_s, step_s + dense_s(sum(sparse) + sum(others)), exchange_s, link)
+
+    timed = Measured(step_s, step_s + dense_s(sum(numels)), {}, link)
     with (
-        mock.patch.object(StepTimes, "medians", timed),
-        mock.patch.object(measuring, "measure_link", return_value=link),
-        mock.patch.object(measuring, "seconds_of_work", lambda _, density, *__: work_s[density]),
-        mock.patch.object(measuring, "seconds_of_small_tensors", return_value=nominal["small_s"][task]),
-        mock.patch.object(auto_sparsity, "rank_zero_info", said.append),
+        mock.patch.object(auto_choice, "medians", return_value=timed),
+        mock.patch.object(auto_choice, "measure", measure),
+        mock.patch.object(auto_choice, "rank_zero_info", said.append),
     ):
         yield said
 
 
 def schedule_of(strategy: Any) -> Row | None:
     """Return the schedule that a strategy has come to have as plain values; None where all steps are dense."""
-    when = strategy.method.when if isinstance(strategy, DGCStrategy) else EveryStep(sparsity="auto")
-    return as_plain(when)
+    method = strategy.method if isinstance(strategy, DGCStrategy) else Method()
+    return as_plain(method.when) if method.compresses_gradients else None
 
 
 def small_numel_of(task: str) -> int:
@@ -156,8 +150,6 @@ def payload_of(method: str, task: str) -> Row:
     least = small_numel_of(task)
     what = DGCStrategy(**VARIANTS[method]).method.what
     assert isinstance(what, TopK)
-    if VARIANTS[method].get("sparsity") == "auto" and what.keep_momentum is None:
-        what = replace(what, keep_momentum=True)  # as auto does with what it chooses
     default = asdict(TopK())
     payload = {name: value for name, value in asdict(what).items() if value != default[name]}
     return payload if least == MOST_NUMEL else {**payload, "small_numel": least}  # rows from before are of `MOST_NUMEL`
@@ -214,8 +206,8 @@ def train_all(job: Row, path: Path) -> None:
     nominal, constants = results["nominal"], job["constants"]
     dist.init_process_group("gloo")
     for task in job["tasks"]:
-        if task not in nominal.setdefault("small_s", {}):
-            nominal["small_s"][task] = seconds_of_tensors(task)
+        if task not in nominal.setdefault("exchange_s", {}):
+            nominal["exchange_s"][task] = seconds_of_exchanges(task)
     for num_steps in job["steps"]:
         for task in job["tasks"]:
             cell = {"task": task, "steps": num_steps}
@@ -244,20 +236,16 @@ def train_all(job: Row, path: Path) -> None:
     dist.destroy_process_group()
 
 
-def seconds_of_tensors(task: str) -> float:
-    """Return what the exchange of a sparse step takes for the tensors of a task, however little is sent."""
-    what = TopK()
-    numels = {name: each.numel() for name, each in TASKS[task].make_model().named_parameters()}
-    least = small_numel(numels.values())
-    assert least == small_numel_of(task)
-    are_sparse = [what.takes(name, numel, least) for name, numel in numels.items()]
-    samples = []
-    for _ in range(NUM_WORK_SAMPLES):
-        counts = sum(are_sparse), len(are_sparse) - sum(are_sparse)
-        samples.append(measuring.seconds_of_small_tensors(what, Peers(), torch.device("cpu"), *counts))
-    least = torch.tensor(min(samples), dtype=torch.float64)
-    dist.all_reduce(least, dist.ReduceOp.MAX)
-    return float(least)
+def seconds_of_exchanges(task: str) -> list[float]:
+    """Return what a sparse exchange takes on loopback for the tensors of a task, and for each element that is sent."""
+    num_tensors, least, most = len(list(TASKS[task].make_model().parameters())), DENSITIES[0], DENSITIES[-1]
+    when = EveryStep(0, 2 * rule.NUM_EXCHANGES, (1.0 - most, 1.0 - least))
+    method = Method(when=when, what=TopK(min_numel=SMALL_NUMEL))
+    numels = [*[SMALL_NUMEL] * num_tensors, SAMPLE]
+    (many_s, _), (few_s, _) = time_exchanges(method, numels, Peers(), torch.device("cpu"), num_stairs=2)
+    found = torch.tensor([few_s, max(0.0, many_s - few_s) / SAMPLE / (most - least)], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return list(found.tolist())
 
 
 def choose_for(cell: Row, links: Sequence[str], nominal: dict[str, Any]) -> list[Row]:

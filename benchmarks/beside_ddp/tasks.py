@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.harness import describe_environment
 from benchmarks.models import GPT2, WORKLOADS, Scored, Timed, loader, small_resnet
-from lightning_lowbw.strategies.step_times import NUM_STEPS
+from lightning_lowbw.strategies.auto_choice import NUM_STEPS
 from lightning_lowbw.where.link import Link
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 

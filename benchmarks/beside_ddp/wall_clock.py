@@ -33,10 +33,10 @@ from benchmarks.beside_ddp.tasks import (
     write,
 )
 from benchmarks.harness import run_in_lab
-from lightning_lowbw import DGCStrategy, EveryStep
-from lightning_lowbw.engine.auto import DENSITIES, Measured, Run, plan, why_dense
-from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.strategies.step_times import NUM_UNTIMED
+from lightning_lowbw import DGC, DGCStrategy, EveryStep
+from lightning_lowbw.engine.auto import DENSITIES, Candidate, Measured, Run, choose, why_dense
+from lightning_lowbw.strategies import auto_choice
+from lightning_lowbw.strategies.auto_choice import NUM_UNTIMED, OF_AUTO
 from lightning_lowbw.where.ledger import all_reduce_bytes
 from lightning_lowbw.where.link import Link
 
@@ -127,15 +127,15 @@ def choose_for_real(task: str) -> Row:
     curve, data = Curve(stop_after=CHOSEN_AFTER), data_of(task)
     found: Row = {}
 
-    def planning(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-        found.update(measured=as_numbers(measured), steps_per_epoch=run.steps_per_epoch, is_adam=run.is_adam)
-        return plan(measured, run, budget)
+    def choosing(measured: Measured, run: Run, *others: Any) -> tuple[Candidate, str]:
+        found.update(measured=as_numbers(measured), is_adam=run.is_adam)
+        return choose(measured, run, *others)
 
     strategy = DGCStrategy(sparsity="auto", **COMMON)
     # For runs of all lengths it has to measure, whether or not one of this length does.
     with (
-        mock.patch.object(auto_sparsity, "plan", planning),
-        mock.patch.object(auto_sparsity, "why_dense", return_value=None),
+        mock.patch.object(auto_choice, "choose", choosing),
+        mock.patch.object(auto_choice, "why_dense", return_value=None),
     ):
         make_trainer(strategy, max(STEPS), curve, data, NUM_RANKS).fit(TIMED_TASKS[task].make_model(), data)
     dense_s = curve.step_s[NUM_UNTIMED - 1 : -1]
@@ -145,7 +145,8 @@ def choose_for_real(task: str) -> Row:
 
 def as_numbers(measured: Measured) -> Row:
     """Return what has been measured as plain values."""
-    return {**asdict(measured), "sparse_s": list(measured.sparse_s.values())}
+    times = {"step_s": measured.step_s, "dense_s": measured.dense_s, "link": asdict(measured.link)}
+    return {**times, "sparse_s": [measured.exchange_s[density] for density in DENSITIES]}
 
 
 def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str, bool]:
@@ -153,10 +154,12 @@ def planned(record: Row, num_steps: int) -> tuple[EveryStep | None, str, bool]:
     kept = record["measured"]
     sparse_s = dict(zip(DENSITIES, kept["sparse_s"], strict=True))
     measured = Measured(kept["step_s"], kept["dense_s"], sparse_s, Link(**kept["link"]))
-    lengths = {name: record[name] for name in ("steps_per_epoch", "is_adam") if name in record}
-    run = Run(num_done=CHOSEN_AFTER, num_steps=num_steps, **lengths)
-    reason = why_dense(measured.step_s, measured.dense_s, run, EveryStep().budget)
-    return (*plan(measured, run, EveryStep().budget), True) if reason is None else (None, reason, False)
+    run = Run(num_done=CHOSEN_AFTER, num_steps=num_steps, is_adam=record.get("is_adam", False))
+    if reason := why_dense(measured, run, EveryStep().budget):
+        return None, reason, False
+    found, reason = choose(measured, run, DGC(sparsity="auto"), OF_AUTO, {})
+    when = found.method.when
+    return when if found.name == "dgc" and isinstance(when, EveryStep) else None, reason, True
 
 
 def densities_of(when: EveryStep | None, num_steps: int) -> dict[float, int]:

@@ -1,68 +1,82 @@
-"""`sparsity="auto"`: chooses the density and the schedule of deep gradient compression from measured step times.
+"""`sparsity="auto"` and `strategy="lowbw"`: a few measurements, and a choice that follows from them alone.
 
-Accuracy comes first, then time. Top-k costs accuracy because it delays elements. The cost decreases with the number of
-times that an element is sent in the run, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 %
-(docs/methods/dgc_measured.md). So the choice among a few densities is
+The rule, as the user knows it:
 
-    the largest whose exchange fits into a fraction of the step (the budget), and
-    none at which an element is sent less than `Run.times_sent` times in the rest of the run;
+1. The first steps are dense. If a dense exchange fits into the budget, a share of a step, all steps are; so they are if
+   the rest of the run would wait less than `LEAST_WAIT_S` for it. Then nothing else is measured.
+2. Deep gradient compression takes the largest density of `DENSITIES` whose exchange fits into the budget, but none at
+   which an element is sent less than 30 times (with Adam and AdamW 60) in the rest of the run.
+3. It begins dense for 5 % of the run; then come stairs a factor of 4 apart, for 20 %. Not with trained weights.
+4. Of the candidates, in the order of how much they change the training, the first is chosen whose mean step is
+   predicted to take at most the budget longer than the shortest.
+5. All ranks choose alike, once; a resumed run keeps the choice.
 
-if the two differ, the denser one. If no sparse step is much faster than a dense one, all steps are dense, as in DDP.
-All steps are also dense, and the link is not measured, if the time that could be saved is less than the time of the
-measurement, or if the run is too short for any of these densities.
-A warm-up comes first: dense steps, then stairs. Its length is a fraction of the steps of the run, not of its time: on a
-slow link that would be only a dozen dense steps, and sparse steps so early cost more accuracy than any density later.
+The 30 and 60: top-k costs accuracy because it delays elements, the less the more often each is sent, density times
+steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (docs/methods/dgc_measured.md). The warm-up is a share of the
+steps, not of the time: on a slow link that would be a dozen steps, and sparse steps so early cost the most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from lightning_lowbw.arguments import code_of
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.presets import LocalSGD, NarrowGradients
+from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.link import Link
+from lightning_lowbw.where.ledger import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.where.link import Link, measure_link
+from lightning_lowbw.where.peers import Peers
 
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
 LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
-# Of the wait of a dense step: less is not worth it, and the prediction is not more precise.
-LEAST_SAVED = 0.2
-MEASURING_S = 1.0  # for the link and the work
-ASSUMED_STEPS = 10_000  # where the length of the run is not known
-STAIR = 2  # from one stair to the next, in the densities above: a factor of 4
+LEAST_WAIT_S = 5.0  # of which a fifth is sure to be saved, and that is what measuring takes
+DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps that are left
+STAIR = 2  # from one stair to the next, in the densities above
 MOST_STAIR = 0.3  # the paper's first is 0.25
 MOST_STAIR_ADAM = 0.2  # with 0.256, text from scratch lost 0.6 % in 5,000 steps, with dense steps in its place nothing
-DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps of the run
-MOST_DENSE_EPOCHS, MOST_STAIR_EPOCHS = 2, 4  # PaddlePaddle Fleet's, and the paper's
+# benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.
+LOCAL_STEPS = 8
+
+SAMPLE, SAMPLE_OF_GPU = 1 << 18, 1 << 22  # elements that are exchanged to measure; of fewer a GPU shows launches only
+SMALL_NUMEL = 64  # of tensors of which only the number counts
+NUM_EXCHANGES = 4  # of each kind; the first one allocates, and finds its threshold
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of steps, on this rank or on the slowest; for a plan they must be the same on all ranks.
+    """What steps take; for a choice it must be the same on all ranks.
 
     Attributes:
         step_s: seconds of an optimizer step without communication.
         dense_s: seconds of a dense one.
-        sparse_s: seconds that the exchange of a sparse step adds to the first, by density.
-        link: by which the latter was predicted.
-        narrow_s: as `sparse_s`, of gradients in few bits per value, by `value_dtype`; empty if not needed.
-        average_s: seconds of an average of the weights.
+        exchange_s: predicted seconds that an exchange adds to the first: by density, by `value_dtype` of whole
+            gradients, and of an "average" of the weights.
+        link: by which they were predicted.
     """
 
     step_s: float
     dense_s: float
-    sparse_s: Mapping[float, float]
+    exchange_s: Mapping[float | str, float]
     link: Link
-    narrow_s: Mapping[str, float] = field(default_factory=dict)
-    average_s: float = 0.0
 
     def __str__(self) -> str:
         """Return the measured numbers on which the choice is based."""
-        return (
-            f"{_timed(self.step_s, self.dense_s)}, the link carries {self.link.bandwidth_bytes_per_s * 8e-6:,.0f} "
-            f"Mb/s, latency {in_time(self.link.latency_s)}"
-        )
+        shown = f"a step takes {ms(self.step_s)} without communication and {ms(self.dense_s)} with all gradients"
+        if not self.exchange_s:
+            return shown
+        mbit_per_s = self.link.bandwidth_bytes_per_s * 8e-6
+        return f"{shown}, the link carries {mbit_per_s:,.0f} Mb/s, latency {ms(self.link.latency_s)}"
 
 
 @dataclass(frozen=True)
@@ -71,213 +85,257 @@ class Run:
 
     Attributes:
         num_done: optimizer steps taken.
-        num_steps: of the whole run; None where it is not known.
-        steps_per_epoch: None where it is not known.
+        num_steps: of the whole run; infinite where it is not known.
         is_pretrained: whether it starts from trained weights, which need no warm-up.
-        is_adam: whether the optimizer is Adam or AdamW; see `times_sent` and `most_stair`.
+        is_adam: whether the optimizer is Adam or AdamW.
     """
 
     num_done: int
-    num_steps: int | None = None
-    steps_per_epoch: int | None = None
+    num_steps: float = math.inf
     is_pretrained: bool = False
     is_adam: bool = False
 
     @property
-    def num_left(self) -> int:
+    def num_left(self) -> float:
         """Steps to come, at least 1."""
-        return max(1, (ASSUMED_STEPS if self.num_steps is None else self.num_steps) - self.num_done)
-
-    @property
-    def times_sent(self) -> int:
-        """How many times, on average, an element must be sent at least in the remaining steps."""
-        return LEAST_TIMES_SENT_ADAM if self.is_adam else LEAST_TIMES_SENT
-
-    @property
-    def most_stair(self) -> float:
-        """The highest density of a stair of the warm-up; dense steps take the place of higher ones."""
-        return MOST_STAIR_ADAM if self.is_adam else MOST_STAIR
+        return max(1, self.num_steps - self.num_done)
 
 
-def why_dense(step_s: float, dense_s: float, run: Run, budget: float, *, or_else: bool = False) -> str | None:
-    """Return why all steps are dense for any link, which is then not measured; None if the link matters.
+@dataclass(frozen=True)
+class Candidate:
+    """A method, and what it is predicted to take.
 
-    Args:
-        step_s: seconds of an optimizer step without communication.
-        dense_s: of a dense one.
-        run: what is known of the run.
-        budget: as of `plan`.
-        or_else: whether another method than sparse steps may replace dense ones: then the link matters even if the run
-            is too short for sparse steps.
+    Attributes:
+        name: in `CANDIDATES`.
+        method: the method.
+        mean_s: seconds of a step, on average to the end of the run.
+        last_s: seconds of a step at the end of the run.
+        why: what has decided its numbers.
+    """
+
+    name: str
+    method: Method
+    mean_s: float
+    last_s: float
+    why: str = ""
+
+
+def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
+    """Return why all steps are dense whatever the link is, which is then not measured; None if the link matters.
 
     Example:
-        >>> why_dense(0.01, 0.03, Run(num_done=7, num_steps=200), budget=0.05)
-        'a step takes 10 ms without communication and 30 ms with all gradients: whole gradients are sent, as with DDP; \
-193 steps are left, which wait 3.86 s for gradients in all; the link is measured, for 1 s, only from 5 s on'
+        >>> why_dense(Measured(0.1, 0.13, {}, Link(0.0, 1.0)), Run(num_done=7, num_steps=107), budget=0.05)
+        'all 100 steps that are left wait 3 s for gradients, and the link is measured from 5 s on'
     """
-    waited_s, why = run.num_left * (dense_s - step_s), _why_it_fits(step_s, dense_s, budget)
-    if why is None and not or_else and not _often_enough(run):
-        why = _times_sent(run, _length(run))
-    if why is None and LEAST_SAVED * waited_s < MEASURING_S:
-        why = f"{_length(run)}, which wait {in_time(waited_s)} for gradients in all; the link is measured, for "
-        why += f"{in_time(MEASURING_S)}, only from {in_time(MEASURING_S / LEAST_SAVED)} on"
-    return None if why is None else f"{_timed(step_s, dense_s)}: {_all(why)}"
+    wait_s = measured.dense_s - measured.step_s
+    if wait_s <= budget * measured.step_s:
+        return f"whole gradients add less than {100 * budget:.4g} % of a step"
+    if run.num_left * wait_s < LEAST_WAIT_S:
+        all_s = f"all {run.num_left:.0f} steps that are left wait {run.num_left * wait_s:.2g} s for gradients"
+        return f"{all_s}, and the link is measured from {LEAST_WAIT_S:.0f} s on"
+    return None
 
 
-def plan(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-    """Return the schedule, or None if all steps are to be dense; and one sentence with the reason.
+def choose(
+    measured: Measured, run: Run, given: Method, names: Sequence[str], refused: Mapping[str, str]
+) -> tuple[Candidate, str]:
+    """Return the candidate to continue with, and one sentence that says why.
 
     Args:
-        measured: the times of steps.
+        measured: by `measure`, on the slowest rank.
         run: what is known of the run.
-        budget: the fraction of a step that its exchange may take, in (0, 1].
+        given: the method with "auto" in it: its budget, its payload for sparse steps, its topology.
+        names: of `CANDIDATES`, in their order.
+        refused: by name, why others of these may not be taken.
 
     Example:
         >>> slow = Measured(0.1, 0.9, {density: 2 * density for density in DENSITIES}, Link(1e-4, 125e6))
-        >>> when, reason = plan(slow, Run(num_done=6, num_steps=20_000, is_pretrained=True), budget=0.05)
-        >>> when.rampup_begin_step, when.sparsity
-        (6, (0.998,))
+        >>> given = Method(when=EveryStep(sparsity="auto"), what=TopK())
+        >>> found, reason = choose(slow, Run(7, 20_007, is_pretrained=True), given, ("ddp", "dgc"), {})
         >>> print(reason)
         a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1,000 Mb/s, \
-latency 0.1 ms: 0.2 % of each gradient is sent from step 6 on; more would take over 5 % of a step
+latency 0.1 ms: dgc, 104 ms a step (more would take over 5 % of a step); ddp would take 900 ms. To write it down: \
+strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, sparsity=(0.998,)), what=lowbw.TopK()))
     """
-    when, words = schedule(measured, run, budget)
-    return when, f"{measured}: {words}"
+    assert isinstance(given.when, EveryStep)
+    budget = given.when.budget
+    found = {name: refused.get(name) or CANDIDATES[name](measured, run, given) for name in names}
+    candidates = [each for each in found.values() if isinstance(each, Candidate)]
+    least_s = min(each.mean_s for each in candidates)
+    chosen = next(each for each in candidates if each.mean_s <= (1.0 + budget) * least_s)
+    why = f" ({chosen.why})" if chosen.why else ""
+    parts = [f"{measured}: {chosen.name}, {ms(chosen.mean_s)} a step{why}"]
+    parts += [f"{each.name} would take {ms(each.mean_s)}" for each in candidates if each is not chosen]
+    parts += [f"not {name}, because {why}" for name, why in found.items() if isinstance(why, str)]
+    return chosen, f"{'; '.join(parts)}. To write it down: {written(chosen.method)}"
 
 
-def schedule(measured: Measured, run: Run, budget: float) -> tuple[EveryStep | None, str]:
-    """Return what `plan` returns, but the reason without the measured numbers."""
-    density, why = _density(measured, run, _length(run), budget)
-    if density is None:
-        return None, _all(why)
-    stairs, num_dense, per_stair = _warm_up(measured, run, density)
-    when = EveryStep(run.num_done + num_dense, max(1, per_stair) * len(stairs), tuple(1.0 - each for each in stairs))
-    begin, last = when.rampup_begin_step, f"{100 * density:.4g} %"
-    sent = f"{last} of each gradient is sent from step {begin} on"
-    if len(stairs) > 1:
-        each = "each " if len(stairs) > 2 else ""
-        before = ", ".join(f"{100 * stair:.4g} %" for stair in stairs[:-1])
-        sent = f"whole gradients until step {begin}, then {per_stair} steps {each}at {before}, then {last} to the end"
-    return when, f"{sent}; {why}"
+def written(method: Method) -> str:
+    """Return the code that selects a method, as it can be typed after ``import lightning_lowbw as lowbw``."""
+    is_ddp = method.kind == "whole" and method.where.topology == "flat"
+    return 'strategy="ddp"' if is_ddp else f"strategy=lowbw.Strategy({code_of(method, 'lowbw.')})"
 
 
-def plan_anew(measured: Measured, run: Run, budget: float, begin_step: int) -> tuple[EveryStep, str]:
-    """Return what `plan` returns, for a run whose steps are sparse already: no warm-up, and no dense steps.
-
-    In dense steps the residuals would never be sent, and velocities differ between ranks.
-
-    Args:
-        measured: what steps take.
-        run: what is known of the run.
-        budget: as of `plan`.
-        begin_step: the first sparse step.
-    """
-    # Elements have been sent since then, too, so the smaller number of steps left is no reason for a higher density.
-    sparse = replace(run, num_done=begin_step)
-    density, why = _density(measured, sparse, f"{sparse.num_left} steps are sparse", budget)
-    density = DENSITIES[-1] if density is None else density
-    words = f"{100 * density:.4g} % of each gradient is sent from step {run.num_done} on; {why}"
-    return EveryStep(begin_step, 1, (1.0 - density,)), f"{measured}: {words}"
+def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
+    """Return whole gradients in each step: nothing changes."""
+    return Candidate("ddp", Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
-def seconds_left(when: EveryStep, measured: Measured, run: Run) -> float:
-    """Return the time of the remaining steps with a schedule of `schedule`, in seconds."""
-    begin, stairs, stop = when.rampup_begin_step, when.stairs, run.num_done + run.num_left
-    per_stair = when.rampup_step // len(stairs)
-    bounds = [min(begin + number * per_stair, stop) for number in range(len(stairs))] + [stop]
-    sparse_s = {round(1.0 - density, 9): seconds for density, seconds in measured.sparse_s.items()}
-    seconds = (min(begin, stop) - run.num_done) * measured.dense_s
-    for stair, first, last in zip(stairs, bounds, bounds[1:], strict=False):
-        seconds += (last - first) * (measured.step_s + sparse_s[round(stair, 9)])
-    return seconds
+def _narrow(value_dtype: str, measured: Measured, run: Run, given: Method) -> Candidate:
+    """Return whole gradients in few bits: rounds values, and sends rounding errors later."""
+    method = NarrowGradients(value_dtype, rampup_begin_step=run.num_done)
+    step_s = measured.step_s + measured.exchange_s[value_dtype]
+    return Candidate(value_dtype, replace(method, where=given.where), step_s, step_s)
 
 
-def _density(measured: Measured, run: Run, length: str, budget: float) -> tuple[float | None, str]:
-    """Return the density after the warm-up, None for dense steps; and the reason."""
-    step_s = measured.step_s
-    if fits := _why_it_fits(step_s, measured.dense_s, budget):
-        return None, fits
-    often, enough = _times_sent(run, length), _often_enough(run)
+def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
+    """Return deep gradient compression, which delays most elements; or why there is no density for it."""
+    assert isinstance(given.when, EveryStep)
+    left, step_s, add_s = run.num_left, measured.step_s, measured.exchange_s
+    if left == math.inf:
+        return "the number of steps is not known: give Trainer(max_steps=...)"
+    times_sent = LEAST_TIMES_SENT_ADAM if run.is_adam else LEAST_TIMES_SENT
+    often = f"each element must be sent {times_sent} times on average, and {left:.0f} steps are left"
+    enough = [density for density in DENSITIES if density * left >= times_sent]
     if not enough:
-        return None, often
-    most_s = _most_seconds(measured)
-    fitting = [density for density in enough if measured.sparse_s[density] <= min(budget * step_s, most_s)]
-    density = max(fitting) if fitting else min(enough, key=measured.sparse_s.__getitem__)
-    if measured.sparse_s[density] > most_s:
-        return None, f"{often}: that would be {100 * density:.4g} %, and hardly faster"
-    return density, f"more would take over {_share(budget)}" if fitting else often
+        return often
+    fitting = [density for density in enough if add_s[density] <= given.when.budget * step_s]
+    density = max(fitting, default=enough[0])
+    stairs, num_dense, per_stair = _warm_up(run, density)
+    begin, lengths = run.num_done + num_dense, [num_dense, *[per_stair] * (len(stairs) - 1)]
+    times_s = [measured.dense_s, *(step_s + add_s[stair] for stair in stairs)]
+    mean_s = sum(n * s for n, s in zip([*lengths, left - sum(lengths)], times_s, strict=True)) / left
+    when = EveryStep(begin, max(1, per_stair) * len(stairs), tuple(round(1.0 - stair, 6) for stair in stairs))
+    why = f"more would take over {100 * given.when.budget:.4g} % of a step" if fitting else often
+    return Candidate("dgc", replace(given, when=when), mean_s, times_s[-1], why)
 
 
-def _often_enough(run: Run) -> list[float]:
-    """Return the densities at which an element is sent often enough in the remaining steps."""
-    return [density for density in DENSITIES if density * run.num_left >= run.times_sent]
-
-
-def _times_sent(run: Run, length: str) -> str:
-    return f"each element must be sent {run.times_sent} times on average, and {length}"
-
-
-def _length(run: Run) -> str:
-    if run.num_steps is None:
-        return f"{ASSUMED_STEPS} steps are assumed"
-    return "1 step is left" if run.num_left == 1 else f"{run.num_left} steps are left"
-
-
-def _timed(step_s: float, dense_s: float) -> str:
-    return f"a step takes {in_time(step_s)} without communication and {in_time(dense_s)} with all gradients"
-
-
-def _all(why: str) -> str:
-    return f"whole gradients are sent, as with DDP; {why}"
-
-
-def _share(budget: float) -> str:
-    return f"{100 * budget:.4g} % of a step"
-
-
-def _why_it_fits(step_s: float, dense_s: float, budget: float) -> str | None:
-    return f"a dense exchange adds less than {_share(budget)}" if dense_s - step_s <= budget * step_s else None
-
-
-def _most_seconds(measured: Measured) -> float:
-    """Return the longest exchange of a sparse step that is still better than a dense step."""
-    return (1.0 - LEAST_SAVED) * (measured.dense_s - measured.step_s)
-
-
-def _warm_up(measured: Measured, run: Run, density: float) -> tuple[list[float], int, int]:
+def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
     """Return the stairs of densities (the last one stays), and the number of dense steps and of steps per stair."""
     if run.is_pretrained:
         return [density], 0, 0
-    epoch = run.steps_per_epoch or run.num_left
-    above, most_s = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR][::-1], _most_seconds(measured)
-    # Dense steps take the place of stairs that cost accuracy, or would not be faster; these stairs are the first ones.
-    before = [stair for stair in above if stair <= run.most_stair and measured.sparse_s[stair] <= most_s]
-    num_steps = min(STAIRS_SHARE * run.num_left, MOST_STAIR_EPOCHS * epoch)
-    per_stair = round(num_steps / len(above)) if above else 0
-    num_dense = min(round(DENSE_SHARE * run.num_left), MOST_DENSE_EPOCHS * epoch)
-    num_dense = max(0, num_dense + (len(above) - len(before)) * per_stair - run.num_done)
+    above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR][::-1]
+    before = [stair for stair in above if stair <= (MOST_STAIR_ADAM if run.is_adam else MOST_STAIR)]
+    per_stair = round(STAIRS_SHARE * run.num_left / len(above)) if above else 0
+    num_dense = round(DENSE_SHARE * run.num_left) + (len(above) - len(before)) * per_stair  # in place of too high ones
     return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
 
 
-def in_time(seconds: float) -> str:
-    """Return a number of seconds in its unit: "110 ms", "1.5 s", "25 min", "3.5 h"."""
-    for unit, length in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= (length if unit == "s" else 2 * length):
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds * 1e3:.3g} ms"
+def _local_sgd(measured: Measured, run: Run, given: Method) -> Candidate | str:
+    """Return averages of weights, hidden behind steps: replicas differ between them; or why there would be none."""
+    average_s, step_s, k_steps = measured.exchange_s["average"], measured.step_s, LOCAL_STEPS
+    delay = min(k_steps - 1, math.ceil(average_s / step_s))
+    if run.num_left < k_steps + delay:
+        return f"{run.num_left:.0f} steps are left, and its averages come after {k_steps}"
+    mean_s = step_s + max(0.0, average_s - delay * step_s) / k_steps
+    method = replace(LocalSGD(k_steps, run.num_done, delay_steps=delay), where=given.where)
+    return Candidate("local_sgd", method, mean_s, mean_s)
 
 
-def sparse_seconds(exchange_s: Sequence[float], work_s: Sequence[float]) -> dict[float, float]:
-    """Return the seconds that the exchange of a sparse step adds, by density.
+# In the order of how much they change the training. A reason in place of a candidate is shown to the user.
+CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
+    "ddp": ddp,
+    "float16": partial(_narrow, "float16"),
+    "int8": partial(_narrow, "int8"),
+    "dgc": _dgc,
+    "local_sgd": _local_sgd,
+}
+NARROW = ("float16", "int8")
+
+
+def ms(seconds: float) -> str:
+    """Return a number of seconds as milliseconds: "110 ms", "8,300 ms"."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def measure(
+    what: TopK,
+    names: Sequence[str],
+    numels: tuple[Sequence[int], Sequence[int]],
+    peers: Peers,
+    device: torch.device,
+    timed: Measured,
+) -> Measured:
+    """Return `timed` with the link and the exchanges in it, on this rank.
+
+    A few exchanges of a sample are timed; a whole one takes as much longer as it has more elements, and at least what
+    its bytes take on the link, because a link may let a sample pass that it would not let a model pass.
+
+    Collective: all ranks. Enters no ledger.
 
     Args:
-        exchange_s: on the link, for each of `DENSITIES`.
-        work_s: to select, encode and decode. At the lowest density this is only the pass over the gradient, which takes
-            no longer than the optimizer's step that it replaces (benchmarks/results/ops_cpu.md): only the excess is
-            added.
-
-    A higher density never takes less time: if the measurement says so, another process has disturbed it.
+        what: the payload of sparse steps.
+        names: of the candidates.
+        numels: the elements of each tensor that is sent sparse in sparse steps, and of each other one.
+        peers: who takes part.
+        device: where the gradients are.
+        timed: the times of steps.
     """
-    work_s = [max(0.0, seconds - work_s[0]) for seconds in work_s]
-    seconds = [exchange + work for exchange, work in zip(exchange_s, work_s, strict=True)]
-    return dict(zip(DENSITIES, accumulate(seconds, max), strict=True))
+    link, (sparse, others) = measure_link(peers.between.group, device), numels
+    sample = SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
+    tensors = [*[SMALL_NUMEL] * len(sparse), *[1] * len(others)]
+    exchange_s: dict[float | str, float] = {}
+
+    def dense_s(numel: int) -> float:
+        return all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants) / link.bandwidth_bytes_per_s
+
+    def per_element_s(few: tuple[float, int], many: tuple[float, int], numel: float) -> float:
+        return max(many[0] - few[0], (many[1] - few[1]) / link.bandwidth_bytes_per_s, 0.0) / numel
+
+    for name in names:
+        if name in NARROW:
+            (few,), (many,) = (
+                time_exchanges(NarrowGradients(name), each, peers, device) for each in (tensors, [*tensors, sample])
+            )
+            exchange_s[name] = few[0] + (sum(sparse) + sum(others)) * per_element_s(few, many, sample)
+        elif name == "dgc" and sparse:
+            # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
+            # number of elements that are sent.
+            least, most = DENSITIES[0], DENSITIES[-1]
+            stairs = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
+            method = Method(when=stairs, what=replace(what, min_numel=SMALL_NUMEL, exclude=()))
+            many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
+            sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
+            exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
+        elif name == "local_sgd":
+            rounds = all_reduce_rounds(peers.num_participants)
+            exchange_s["average"] = rounds * link.latency_s + dense_s(sum(sparse) + sum(others))
+    return Measured(timed.step_s, timed.dense_s, exchange_s, link)
+
+
+def time_exchanges(
+    method: Method, numels: Sequence[int], peers: Peers, device: torch.device, num_stairs: int = 1
+) -> list[tuple[float, int]]:
+    """Return the seconds and bytes of an exchange of gradients, for each stair of the schedule.
+
+    Collective: all ranks.
+    """
+    named = [(str(number), Parameter(torch.zeros(numel, device=device))) for number, numel in enumerate(numels)]
+    generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured
+    noise = torch.randn(max(numels), generator=generator, device=device)
+    found: list[tuple[float, int]] = []
+    with peers.ledger.paused():
+        worker = method.make_worker(SGD([each for _, each in named], lr=0.0, momentum=0.9), named, peers)
+        for _ in range(num_stairs * NUM_EXCHANGES):
+            for _, parameter in named:
+                parameter.grad = noise[: parameter.numel()].clone()
+            before, started = _slow_bytes(peers), time.perf_counter()
+            worker.exchange(applies=True)
+            float(named[-1][1].detach()[0])  # on CUDA, waits for it
+            found.append((time.perf_counter() - started, _slow_bytes(peers) - before))
+            worker.after_step()
+    return [min(found[first + 1 : first + NUM_EXCHANGES]) for first in range(0, len(found), NUM_EXCHANGES)]
+
+
+def _slow_bytes(peers: Peers) -> int:
+    return peers.ledger.of_slow_network(peers.is_two_level)[0]
+
+
+def slowest(measured: Sequence[Measured]) -> Measured:
+    """Return what all ranks choose by: each time that of the rank where it takes longest."""
+    return Measured(
+        max(each.step_s for each in measured),
+        max(each.dense_s for each in measured),
+        {name: max(each.exchange_s[name] for each in measured) for name in measured[0].exchange_s},
+        min((each.link for each in measured), key=lambda link: link.bandwidth_bytes_per_s),
+    )

@@ -67,7 +67,7 @@ def uses_of(workers: Sequence[Worker], *, measures: bool = False) -> Uses:
 
     Args:
         workers: of the optimizers.
-        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`engine.measuring`).
+        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`engine.auto`).
     """
     # An ordered set is a dict here: the same order on all ranks.
     kinds: dict[Kind, None] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.arguments import check_flag
+from lightning_lowbw.engine.auto import CANDIDATES
 from lightning_lowbw.engine.presets import DGC
-from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
-from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
-from lightning_lowbw.strategies.step_times import NUM_STEPS
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.auto_choice import AutoChoice
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, asked_of_buffers, shows
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.topology import TopologyChoice
 
 
@@ -18,15 +18,14 @@ class AutoStrategy(Strategy):
     """Take a few dense steps, measure them and the link, and continue with the fastest method, or one nearly as fast.
 
     The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for optimizers with which its
-    accuracy has been measured; see `lightning_lowbw.engine.auto_method`. One line logs the choice, the reason, and the
+    accuracy has been measured; see `lightning_lowbw.engine.auto`. One line logs the choice, the reason, and the
     code that selects it. All ranks make the same choice, once; a resume keeps it.
 
     Args:
         allow_local: whether local SGD may be chosen, which costs accuracy (docs/methods/local_sgd.md), and hides the
             latency of the link.
-        budget: of the methods whose time exceeds the shortest by at most this fraction, the one that changes the
-            gradients least is chosen. Also the fraction of a step that the exchange of deep gradient compression may
-            take.
+        budget: the fraction by which a step may exceed the shortest, if the method changes the gradients less. Also the
+            fraction of a step that the exchange of deep gradient compression may take.
         pretrained: whether the weights are trained already, as in `DGCStrategy`.
         topology: "flat", or two levels, as in `DGCStrategy`.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
@@ -40,7 +39,7 @@ class AutoStrategy(Strategy):
         >>> from lightning.pytorch import Trainer
         >>> strategy = AutoStrategy(allow_local=True)
         >>> strategy
-        AutoStrategy(what takes least time, chosen after 7 steps; topology='flat', allow_local=True)
+        AutoStrategy(Method(when=EveryStep(sparsity='auto'), what=TopK(), ...), allow_local=True)
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
@@ -55,6 +54,11 @@ class AutoStrategy(Strategy):
         **kwargs: Unpack[StrategyKeywords],
     ) -> None:
         check_flag("allow_local", allow_local)
+        if allow_local and asked_of_buffers(kwargs):
+            raise ConfigurationError(
+                "allow_local=True with broadcast_buffers=True (or forward_sync_buffers=True): local SGD averages "
+                "buffers with the parameters, and sends nothing in a forward pass. Leave one of them out."
+            )
         self._allow_local = allow_local
         super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
         self._options["allow_local"] = allow_local
@@ -62,10 +66,4 @@ class AutoStrategy(Strategy):
     @override
     def _make_parts(self) -> None:
         super()._make_parts()
-        self.auto = AutoSparsity(self, picks=True, allow_local=self._allow_local)
-
-    @override
-    def _in_words(self) -> str:
-        when = self.method.when
-        is_open = isinstance(when, EveryStep) and when.is_auto and self.auto.state_dict() is None
-        return f"what takes least time, chosen after {NUM_STEPS} steps" if is_open else super()._in_words()
+        self.auto = AutoChoice([name for name in CANDIDATES if name != "local_sgd" or self._allow_local])

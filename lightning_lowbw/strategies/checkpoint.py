@@ -268,7 +268,9 @@ class Checkpoints:
                     f"the version that wrote it, or {shards.GO_ON}."
                 )
             return False
-        self._strategy.auto.load_state_dict(metadata.get("chosen"))
+        method = self._strategy.auto.load_state_dict(metadata.get("chosen"))
+        if method is not None:
+            self._strategy.change_method(method)
         return bool(metadata["kind"] == self.kind)
 
     def _begin_with(self, checkpoint: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:

@@ -29,8 +29,9 @@ class DGCStrategy(Strategy):
         sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
             steps, measures them and the link, and chooses the density: as high as possible with an exchange of at most
             5 % of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
-            steps are within that, and in a run of fewer than 125 steps (with Adam 242). One line logs the choice
-            and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it is 99.9 %.
+            steps are within that, and in a run of fewer than 125 steps (with Adam 242) or of an unknown number. One
+            line logs the choice and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it
+            is 99.9 %.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up. With
             ``fit(ckpt_path=...)`` and a checkpoint of another strategy this is assumed.
         min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
@@ -53,7 +54,7 @@ class DGCStrategy(Strategy):
     Example:
         >>> from lightning.pytorch import Trainer
         >>> DGCStrategy()
-        DGCStrategy(every step, as many of the largest elements of each tensor as cost 5 % of a step, as bfloat16; ...)
+        DGCStrategy(Method(when=EveryStep(sparsity='auto'), what=TopK(), ...))
         >>> strategy = DGCStrategy(rampup_begin_step=500, rampup_step=1500, sparsity=[0.984375, 0.996, 0.999])
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """

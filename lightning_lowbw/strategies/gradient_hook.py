@@ -91,7 +91,7 @@ class GradientHook:
     def _waits_for_device(self) -> bool:
         """Wait for queued work, while steps are timed; return whether the host's clock is valid for the device now."""
         device = self._strategy.root_device
-        if device.type == "cuda" and self._strategy.auto.times.is_timing:
+        if device.type == "cuda" and self._strategy.auto.is_timing:
             torch.cuda.current_stream(device).synchronize()
             return True
         return device.type == "cpu"

@@ -36,7 +36,7 @@ class HierarchicalStrategy(Strategy):
         >>> from lightning.pytorch import Trainer
         >>> strategy = HierarchicalStrategy(topology=2)
         >>> strategy
-        HierarchicalStrategy(every step, whole gradients; topology=2)
+        HierarchicalStrategy(Method(where=Where(topology=2)))
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
     """
 

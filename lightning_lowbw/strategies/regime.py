@@ -79,7 +79,7 @@ class Regime:
             warn_if_mostly_sent(worker.method.what, worker.method.when, worker.peers)
         device = self.strategy.root_device
         if self.strategy.method.uses_kernels(device) and self.strategy.world_size > 1:
-            prepare_kernels(device, uses_of(self.strategy.workers, measures=self.strategy.auto.measures))
+            prepare_kernels(device, uses_of(self.strategy.workers, measures=self.strategy.auto.is_open))
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
         """Called before each epoch, whose data may have changed."""

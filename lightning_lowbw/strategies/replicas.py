@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.advice import num_steps_of_fit, warn_if_never_local
+from lightning_lowbw.strategies.advice import num_steps_of_fit, warn_if_too_short
 from lightning_lowbw.strategies.callback_agreement import agree_on_averages_, agree_on_weights_, weights_of
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.progress import is_over
@@ -105,7 +105,7 @@ class Replicas(Viewing):
         self.quiet.restore()
         assert isinstance(self.strategy.method.when, EveryK)
         if not self.is_search(trainer):
-            warn_if_never_local(self.strategy.method.when, trainer, self.strategy.workers)
+            warn_if_too_short(self.strategy.method.when, trainer, self.strategy.workers)
         self.uneven.begin_training(trainer)
         self.quiet.defer(trainer)
         for worker in self.strategy.replicas:

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import is_count
+from lightning_lowbw.arguments import code_of, is_count
 from lightning_lowbw.engine.local_view import LocalTensors, LocalView
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts, shards
+from lightning_lowbw.strategies.auto_choice import AutoChoice
 from lightning_lowbw.strategies.backwards import Backwards
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Needs
@@ -39,7 +40,7 @@ from lightning_lowbw.strategies.optimizers import OptimizerWorkers
 from lightning_lowbw.strategies.overwriting import put_back
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
-from lightning_lowbw.strategies.sharded_checkpoint import NothingChosen, ShardedCheckpoints
+from lightning_lowbw.strategies.sharded_checkpoint import ShardedCheckpoints
 from lightning_lowbw.strategies.sharded_regime import ShardedRegime
 from lightning_lowbw.strategies.sharded_setup import begin_schedules, check_callbacks, make_workers, tell_nodes
 from lightning_lowbw.strategies.sharding import (
@@ -51,7 +52,6 @@ from lightning_lowbw.strategies.sharding import (
     reshard_,
 )
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.words import in_words
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger
@@ -98,7 +98,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
     Example:
         >>> from lightning_lowbw import LocalSGD
         >>> ShardedStrategy(LocalSGD(k_steps=4), topology=8)
-        ShardedStrategy(every 4 steps after step 1, whole parameters in float32; topology=8)
+        ShardedStrategy(Method(when=EveryK(k_steps=4)), topology=8)
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self.regime: ShardedRegime = ShardedRegime(self)
         self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
         self.clipping = Clipping(self, self._exchange_unscaled, _has_no_means)  # type: ignore[arg-type]
-        self.auto = NothingChosen()
+        self.auto = AutoChoice()  # of which there is nothing: numbers are given
         self._default = DefaultSharding(self._options["blocks"])
         self._guard = BypassGuard(_refuse_bypass)
         self._backwards = Backwards()
@@ -165,7 +165,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         defaults = inspect.signature(ShardedStrategy).parameters
         chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
         shown = ", ".join(f"{name}={value!r}" for name, value in {"topology": self.topology, **chosen}.items())
-        return f"{type(self).__name__}({in_words(self.method)}; {shown})"
+        return f"{type(self).__name__}({code_of(self.method)}, {shown})"
 
     @property
     def groups(self) -> NodeMesh:

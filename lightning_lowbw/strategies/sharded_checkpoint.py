@@ -89,13 +89,3 @@ class ShardedCheckpoints(Checkpoints):
 
 def _product(sizes: tuple[int, ...]) -> str:
     return f"{sizes[0]} data-parallel x {sizes[1]} tensor-parallel"
-
-
-class NothingChosen:
-    """Stands for the numbers that `sparsity="auto"` measures, which a sharded model is given."""
-
-    def state_dict(self) -> None:
-        """Return what a checkpoint keeps of it."""
-
-    def load_state_dict(self, state: Any, *, is_foreign: bool = False) -> None:
-        """Take over nothing."""

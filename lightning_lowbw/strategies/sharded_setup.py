@@ -15,10 +15,8 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.advice import (
-    tell_notes,
-    tell_what_stays_whole,
-    warn_if_never_local,
-    warn_if_never_sparse,
+    tell_of_sparse_steps,
+    warn_if_too_short,
 )
 from lightning_lowbw.strategies.callback_agreement import averaging_callbacks
 from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
@@ -95,7 +93,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
     if isinstance(strategy.method.when, EveryK):
         resolve_begin(strategy, trainer)  # type: ignore[arg-type]  # it may reconfigure the method
         if not is_search:
-            warn_if_never_local(strategy.method.when, trainer, strategy.workers)
+            warn_if_too_short(strategy.method.when, trainer, strategy.workers)
     method = strategy.method
     for worker in strategy.workers:
         worker.check_schedule()
@@ -107,6 +105,5 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
             prepare_kernels(strategy.root_device, uses_of(strategy.workers))
         if method.compresses_gradients and not is_search:
             assert isinstance(method.when, EveryStep)
-            warn_if_never_sparse(method.when, trainer, strategy.workers)
-            tell_notes(strategy.workers)
-            tell_what_stays_whole(strategy.workers)
+            warn_if_too_short(method.when, trainer, strategy.workers)
+            tell_of_sparse_steps(strategy.workers)

@@ -5,7 +5,7 @@
 3. after the step: the method's counters and averages, and the user's values back in the param groups.
 
 Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these.
-Everything else is in one file per concern; `choice.regime_of` chooses the files that a method needs.
+Everything else is in one file per concern.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_lowbw.arguments import code_of
 from lightning_lowbw.engine.checks import plain_values
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import facts
 from lightning_lowbw.strategies.advice import warn_if_alone
-from lightning_lowbw.strategies.auto_sparsity import AutoSparsity
+from lightning_lowbw.strategies.auto_choice import AutoChoice
 from lightning_lowbw.strategies.backwards import Backwards, reaches
 from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
 from lightning_lowbw.strategies.bypass import BypassGuard
 from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
-from lightning_lowbw.strategies.choice import regime_of
 from lightning_lowbw.strategies.clipping import Clipping
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.groups import Groups
@@ -48,12 +48,14 @@ from lightning_lowbw.strategies.launcher import Launcher
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.onlookers import is_gradient_seen
 from lightning_lowbw.strategies.optimizers import OptimizerWorkers
+from lightning_lowbw.strategies.regime import Regime
+from lightning_lowbw.strategies.replicas import Replicas
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.shared_buffers import choose_buffers
 from lightning_lowbw.strategies.signals import Signals
+from lightning_lowbw.strategies.synchronous import Synchronous
 from lightning_lowbw.strategies.uneven import Policy
 from lightning_lowbw.strategies.velocities import with_whole_velocities
-from lightning_lowbw.strategies.words import in_words, where_in_words
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.topology import TopologyChoice
@@ -88,7 +90,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     Example:
         >>> from lightning_lowbw import LocalSGD
         >>> Strategy(LocalSGD(k_steps=4), topology=2)
-        Strategy(every 4 steps after step 1, whole parameters in float32; topology=2)
+        Strategy(Method(when=EveryK(k_steps=4), where=Where(topology=2)))
     """
 
     @shows(DDP_KEYWORDS)
@@ -114,8 +116,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self.groups = Groups()
         self.clipping = Clipping(self, self._exchange_unscaled, self._has_reduced)
-        self.regime = regime_of(self, self._options["uneven"])
-        self.auto = AutoSparsity(self)
+        self.regime = self._make_regime()
+        self.auto = AutoChoice()
         self.signals = Signals(self)
         self._hook = GradientHook(self)
         self._guard = BypassGuard(self._stepping_past_lightning)
@@ -126,12 +128,8 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters | inspect.signature(Strategy).parameters
         chosen = {name: value for name, value in self._options.items() if value != defaults[name].default}
-        options = {**where_in_words(self.method), **chosen, **plain_values(self._ddp_kwargs)}
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return f"{type(self).__name__}({self._in_words()}; {shown})"
-
-    def _in_words(self) -> str:
-        return in_words(Method() if self.auto.has_chosen_dense else self.method)
+        options = [f"{name}={value!r}" for name, value in {**chosen, **plain_values(self._ddp_kwargs)}.items()]
+        return f"{type(self).__name__}({', '.join([code_of(self.method), *options])})"
 
     # Setting up -------------------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             self.regime.set_up(trainer)
             return
         facts.agree_on_resume(trainer)
-        self.auto.begin_fit(trainer)
+        self._set_method(self.auto.begin_fit(self.method))
         self.regime.check(trainer)
         self.ledger = TrafficLedger()
         self._workers.clear()
@@ -187,6 +185,52 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
                 buffers = self.regime.buffers_of(optimizer)
                 worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, buffers)
                 self._workers[id(optimizer)] = worker
+
+    def _make_regime(self) -> Regime:
+        """Return what this does apart from the exchange.
+
+        Raises:
+            ConfigurationError: `uneven` is out of range, or has no meaning for the method.
+        """
+        uneven = self._options["uneven"]
+        if self.method.averages_weights:
+            return Replicas(self, uneven)
+        if uneven != "finish":
+            raise ConfigurationError(
+                f"uneven={uneven!r}: for methods that average weights after some steps; the method given communicates "
+                f"in every step ({code_of(self.method)}). Leave it out."
+            )
+        return Synchronous(self)
+
+    def _set_method(self, method: Method) -> None:
+        is_other, self.method = method.averages_weights != self.method.averages_weights, method
+        if is_other:
+            self.regime.tear_down()
+            self.regime = self._make_regime()
+
+    def change_method(self, method: Method) -> None:
+        """Continue with another method, after a step at which all ranks have the same weights and no residuals.
+
+        Collective: all ranks.
+
+        Raises:
+            ConfigurationError, DisagreementError: on all ranks.
+        """
+        facts.agree_on_configuration(type(self).__name__, method.facts())
+        before, regime = self.workers, self.regime
+        self.signals.settle()  # a rank repeats its request
+        self._set_method(method)
+        if self.regime is not regime:
+            with failing_together():
+                self.regime.check(self.trainer)
+            self.regime.begin_fit()
+            self.groups.make_for_averages(method, self._timeout)
+        self._make_workers()
+        for worker, old in zip(self.workers, before, strict=True):
+            worker.step, worker.batch = old.step, old.batch
+            worker.requests = old.requests
+        if self.regime is not regime:
+            self.regime.set_up(self.trainer)
 
     @override
     def configure_ddp(self) -> None:

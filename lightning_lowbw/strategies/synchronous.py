@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.strategies.advice import tell_notes, tell_what_stays_whole, warn_if_never_sparse
+from lightning_lowbw.strategies.advice import tell_of_sparse_steps, warn_if_too_short
 from lightning_lowbw.strategies.facts import agree_on_hyperparameters, agree_on_length
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.regime import Regime
@@ -42,7 +42,7 @@ class Synchronous(Regime):
 
     @override
     def end_save(self) -> None:
-        self.strategy.auto.times.restart_clock()
+        self.strategy.auto.restart_clock(self.strategy.ledger)
 
     @override
     def begin_fit(self) -> None:
@@ -57,13 +57,13 @@ class Synchronous(Regime):
         super().begin_training(trainer)
         self._meets_at_epoch_end = agree_on_length(trainer)
         method = self.strategy.method
+        workers, is_search = self.strategy.workers, self.is_search(trainer)
+        self.strategy.auto.begin_training(workers, trainer, is_search=is_search)
         if not isinstance(method.when, EveryStep) or not method.compresses_gradients or self.strategy.world_size == 1:
             return
-        self.strategy.auto.begin_training(trainer)
-        if not method.when.is_auto and not self.is_search(trainer):
-            warn_if_never_sparse(method.when, trainer, self.strategy.workers)
-            tell_notes(self.strategy.workers)
-            tell_what_stays_whole(self.strategy.workers)
+        if not method.when.is_auto and not is_search:
+            warn_if_too_short(method.when, trainer, workers)
+            tell_of_sparse_steps(workers)
 
     @override
     def begin_batch(self, batch: Any) -> None:
@@ -110,13 +110,21 @@ class Synchronous(Regime):
     @override
     def end_step(self, worker: Worker) -> None:
         self.strategy.signals.end_step(worker)
-        self.strategy.auto.end_step(worker, self.strategy.trainer)
+        self._follow_choice(worker)
         # In manual optimization Lightning's DDP broadcasts none.
         is_automatic = self.strategy.trainer.lightning_module.automatic_optimization
         if is_automatic and self._asked_of_buffers is None and self._is_compressed:
             self._compares_buffers |= self.unequal_buffers is None or is_check_due(worker.step)
         if self.strategy.regime is self:  # in manual optimization the next backward pass is of the same batch
             self._choose_backward_sync()
+
+    def _follow_choice(self, worker: Worker) -> None:
+        strategy, trainer = self.strategy, self.strategy.trainer
+        is_bypassed = strategy._guard.has_allowed
+        method = strategy.auto.end_step(worker, strategy.workers, trainer, is_bypassed=is_bypassed)
+        if method is not None:
+            strategy.change_method(method)
+            strategy.regime.begin_training(trainer)
 
     @override
     def end_backward(self, worker: Worker) -> None:
@@ -150,7 +158,7 @@ class Synchronous(Regime):
 
     @override
     def end_validation(self) -> None:
-        self.strategy.auto.times.restart_clock()
+        self.strategy.auto.restart_clock(self.strategy.ledger)
 
     @override
     def agree_on_metrics(self, trainer: pl.Trainer) -> None:
@@ -182,6 +190,7 @@ class Synchronous(Regime):
     def end_training(self) -> None:
         self.strategy.signals.settle()
         self.strategy.lost_peers.come_to_end()
+        self.strategy.auto.end_training(type(self.strategy).__name__)
         self._check_late_faults()
         agree_on_hyperparameters(self.strategy.trainer)
         for worker in self.strategy.workers:

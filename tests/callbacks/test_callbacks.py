@@ -111,7 +111,7 @@ def warnings_of(
 
 
 def test_a_run_that_never_compresses_is_warned_about() -> None:
-    expected = "nothing will be compressed"
+    expected = "the first compressed step would come with step"
     late = run_ranks(warnings_of, 2, {"rampup_begin_step": 8}, None, 2)[0]
     assert any(expected in message for message in late)
     in_time = run_ranks(warnings_of, 2, {"rampup_begin_step": 7}, None, 2)[0]

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+from lightning_lowbw.engine.auto import Measured, measure
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
-from lightning_lowbw.engine.measuring import measure
 from lightning_lowbw.engine.presets import DGC, LocalSGD
 from lightning_lowbw.ops import dispatch, gpu, trial
 from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.where.link import Link
 from tests.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -170,7 +171,8 @@ def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
     at_start = {*seen}
     seen.clear()
     assert isinstance(method.what, TopK)
-    measure(method.what, peers, worker.device, [2000, 3000], [7], step_s=1.0)
+    timed = Measured(1.0, 2.0, {}, Link(0.0, 1.0))
+    measure(method.what, ("dgc",), ([2000, 3000], [7]), peers, worker.device, timed)
     return at_start, {*seen}
 
 

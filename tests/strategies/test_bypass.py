@@ -10,16 +10,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw import AutoStrategy, ConfigurationError, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
-from lightning_lowbw.engine.auto import DENSITIES, Measured
-from lightning_lowbw.strategies import auto_sparsity
-from lightning_lowbw.where.link import Link
-from tests.measured import give_measured
+from tests.measured import give_measured, make_measured
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS
 from tests.tiny import MIN_NUMEL, TwoOptimizers, make_data, make_trainer, weights_of
 
 SPARSE: dict[str, Any] = {"sparsity": [0.9], "min_numel": MIN_NUMEL}
-SLOW = Measured(0.1, 1.0, dict.fromkeys(DENSITIES, 0.2), Link(1e-4, 1e7))  # the choice would be sparse
+SLOW = make_measured(0.1, 1.0, 0.2, float16=0.6, int8=0.4)  # the choice would be sparse
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
     "hierarchical": lambda: HierarchicalStrategy(topology=1),
@@ -47,11 +44,10 @@ class Bypasses(TwoOptimizers):
 
 
 def bypass(name: str, has_closure: bool = False) -> tuple[str, list[int], str, list[str]]:
-    num_ranks, strategy, model, said = dist.get_world_size(), STRATEGIES[name](), Bypasses(has_closure), list[str]()
+    num_ranks, strategy, model = dist.get_world_size(), STRATEGIES[name](), Bypasses(has_closure)
     message = ""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        give_measured(monkeypatch, SLOW)
-        monkeypatch.setattr(auto_sparsity, "rank_zero_info", said.append)
+        _, said = give_measured(monkeypatch, SLOW)
         try:
             make_trainer(strategy, num_ranks, max_epochs=2).fit(model, make_data(num_ranks, STEPS))
         except ConfigurationError as error:

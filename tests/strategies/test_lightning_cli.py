@@ -27,17 +27,17 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-# By class: what is given in `init_args`, and what the strategy says that it does.
+# By class: what is given in `init_args`, and what the strategy's repr says of it.
 CLASSES: dict[str, tuple[dict[str, Any], str]] = {
     "DGCStrategy": (
         {"sparsity": [0.9, 0.99], "rampup_step": 10, "exclude": ["*.bias"]},
-        "every step, the 10 %, later 1 % largest",
+        "EveryStep(rampup_step=10, sparsity=(0.9, 0.99))",
     ),
-    "LocalSGDStrategy": ({"k_steps": 4, "begin_step": 0.5, "delay_steps": "auto"}, "every 4 steps after 50 % of"),
-    "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "every 1 to 16 steps"),
-    "HierarchicalStrategy": ({"algorithm": "leader"}, "every step, whole gradients"),
-    "AutoStrategy": ({"allow_local": True}, "what takes least time"),
-    "Strategy": ({"method": {"what": {"payload": "narrow", "value_dtype": "int4"}}}, "whole gradients as int4"),
+    "LocalSGDStrategy": ({"k_steps": 4, "begin_step": 0.5, "delay_steps": "auto"}, "EveryK(k_steps=4, begin_step=0.5"),
+    "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "rule='adacomm'"),
+    "HierarchicalStrategy": ({"algorithm": "leader"}, "algorithm='leader'"),
+    "AutoStrategy": ({"allow_local": True}, "allow_local=True"),
+    "Strategy": ({"method": {"what": {"payload": "narrow", "value_dtype": "int4"}}}, "Narrow(value_dtype='int4')"),
 }
 OF_ALL = {"topology": 2, "find_unused_parameters": True, "bucket_cap_mb": 7, "timeout": "0:10:00"}
 
@@ -205,6 +205,6 @@ def test_the_classes_of_the_readme_need_no_import(tmp_path: Path) -> None:
     script.write_text(IN_README)
     lines = run_script(tmp_path, str(script), str(ROOT / "README.md")).splitlines()
     by_cli, by_hydra = (line for line in lines if line.startswith("DGCStrategy"))
-    assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_cli
-    assert "from step 500" in by_cli
-    assert "the 1.562 %, later 0.4 %, later 0.1 % largest" in by_hydra
+    assert "rampup_begin_step=500" in by_cli
+    assert "sparsity=(0.984375, 0.996, 0.999)" in by_cli
+    assert "sparsity=(0.984375, 0.996, 0.999)" in by_hydra

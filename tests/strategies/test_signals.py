@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_lowbw import AutoStrategy, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
-from lightning_lowbw.engine import measuring
+from lightning_lowbw.engine import auto
 from lightning_lowbw.strategies import signals
 from lightning_lowbw.strategies.shards import METADATA_KEY
 from tests.programs import forget_launcher, free_port
@@ -408,18 +408,18 @@ def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path, recor
     record_property("seconds", seconds)
 
 
-MEASUREMENTS = ("measure_link", "seconds_of_work")  # of the first steps of what chooses by itself
+MEASUREMENTS = ("measure_link", "time_exchanges")  # of the first steps of what chooses by itself
 
 
 def measure_for_ever(name: str, measurement: str, rank: int, port: int, folder: str) -> None:
-    measure = getattr(measuring, measurement)
+    measure = getattr(auto, measurement)
 
     def announce(*args: Any, **kwargs: Any) -> Any:
         (Path(folder) / f"rank{rank}").touch()
         while True:  # the signal comes between two, or in one
             measure(*args, **kwargs)
 
-    setattr(measuring, measurement, announce)
+    setattr(auto, measurement, announce)
     train_for_ever(name, rank, port, folder)
 
 

@@ -1,0 +1,228 @@
+"""`sparsity="auto"` and `strategy="lowbw"` in a fit: times the first steps, then says with which method to go on."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_lowbw.arguments import code_of
+from lightning_lowbw.engine.auto import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies.advice import num_steps_of_fit, numels_of
+from lightning_lowbw.what.top_k import TopK
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import gather
+from lightning_lowbw.where.ledger import TrafficLedger
+from lightning_lowbw.where.link import Link
+
+NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
+NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
+WRONG, LEAST_STEPS = 2.0, 20  # a prediction is named where it is wrong by this factor, over so many steps
+OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
+
+
+class AutoChoice:
+    """The choice of a fit; of several optimizers the first that steps is timed, and the others step in between.
+
+    Args:
+        names: of `engine.auto.CANDIDATES`.
+
+    Attributes:
+        given: the method with "auto" in it; None where there is nothing to choose.
+        chosen: what has been chosen in its place; None before that.
+        is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
+    """
+
+    def __init__(self, names: Sequence[str] = OF_AUTO) -> None:
+        self._names = names
+        self.given: Method | None = None
+        self.chosen: Candidate | None = None
+        self.is_timing = self._is_pretrained = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self._optimizer: Optimizer | None = None  # whose steps are timed
+        self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
+        self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
+        self._end = math.inf  # the number of the fit's last step
+        self._num_steps, self._seconds = 0, 0.0  # of the steps after the choice, and after a warm-up
+
+    def begin_fit(self, method: Method) -> Method:
+        """Forget what the last fit has chosen; return the method to begin with."""
+        if self.given is not None and self.chosen is not None and method == self.chosen.method:
+            method = self.given
+        self.given = method if isinstance(method.when, EveryStep) and method.when.is_auto else None
+        self._is_pretrained = self.given is not None and self.given.when.pretrained  # type: ignore[union-attr]
+        self.chosen, self.is_timing = None, False
+        self._restart()
+        return method
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the choice of this fit is still to come, and sparse exchanges may be timed for it."""
+        return self.given is not None and self.chosen is None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the choice in plain values, for a checkpoint; None where there is none."""
+        if self.chosen is None:
+            return None
+        return {"name": self.chosen.name, "method": self.chosen.method.describe(), "last_s": self.chosen.last_s}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, is_foreign: bool = False) -> Method | None:
+        """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present.
+
+        Args:
+            state: of `state_dict`.
+            is_foreign: whether another method has written the checkpoint, whose weights are then trained.
+        """
+        self._is_pretrained |= is_foreign
+        if self.given is None or state is None or state["name"] not in self._names:
+            return None
+        method = Method(**{**state["method"], "where": self.given.where})
+        self.chosen = Candidate(state["name"], method, state["last_s"], state["last_s"])
+        rank_zero_info(
+            f"{code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not choose again; "
+            "to change it, write it down, as in lightning_lowbw.DGCStrategy(sparsity=[0.999])."
+        )
+        return method
+
+    def begin_training(self, workers: Sequence[Worker], trainer: pl.Trainer, *, is_search: bool) -> None:
+        """Begin to time, where there is something to choose.
+
+        Args:
+            workers: of the optimizers. A callback may have replaced their schedule.
+            trainer: of the fit.
+            is_search: whether a tuner tries steps, and the fit comes after it.
+        """
+        self._restart()
+        is_open = self.chosen is None and workers[0].method == self.given and not is_search
+        self.is_timing = is_open and workers[0].peers.num_participants > 1
+        self._end = num_steps_of_fit(trainer, workers)
+
+    def restart_clock(self, ledger: TrafficLedger) -> None:
+        """Do not count the time since the last step, such as validation or a checkpoint."""
+        self._last = (time.perf_counter(), ledger.exposed_s)
+
+    def end_step(
+        self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer, *, is_bypassed: bool
+    ) -> Method | None:
+        """Time an optimizer step; return the method to continue with after the last one that decides, else None.
+
+        Collective: all ranks, blocking, after that step; nothing else.
+
+        Args:
+            worker: whose optimizer has stepped.
+            workers: all of them.
+            trainer: of the fit.
+            is_bypassed: whether the user's code has taken steps past Lightning, which must be dense.
+        """
+        if self.given is None or worker.optimizer is not (self._optimizer or worker.optimizer):
+            return None
+        self._optimizer = worker.optimizer
+        if self.is_timing and worker.device.type == "cuda":
+            torch.cuda.synchronize(worker.device)
+        before = self._last
+        self.restart_clock(worker.peers.ledger)
+        if before is None or self._last is None:
+            return None
+        seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
+        when = worker.method.when
+        if self.is_timing:
+            self._times.append((seconds, seconds - waited))
+            if len(self._times) == NUM_UNTIMED + NUM_TIMED:
+                self.is_timing, self.chosen = False, self._choose(worker, workers, trainer, is_bypassed)
+                return self.chosen.method
+        elif isinstance(when, EveryStep) and worker.step > when.rampup_begin_step + when.rampup_step:
+            self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
+        return None
+
+    def _choose(self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer, is_bypassed: bool) -> Candidate:
+        """Measure, where that matters; return what to continue with, and log why.
+
+        Collective: all ranks, blocking; they may have other times and lengths.
+        """
+        given = self.given
+        assert given is not None
+        assert isinstance(given.when, EveryStep)
+        assert isinstance(given.what, TopK)
+        facts = gather((medians(self._times), self._end, trainer.num_training_batches, is_bypassed), "times of steps")
+        timed, ends, batches, bypasses = zip(*facts, strict=True)
+        measured = slowest(timed)
+        run = Run(worker.step, min(ends), self._is_pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
+        why = why_dense(measured, run, given.when.budget)
+        if any(bypasses):
+            why = "the training calls step() past Lightning's optimizers"
+        if why is None:
+            here = measure(given.what, self._names, numels_of(workers), worker.peers, worker.device, measured)
+            measured = slowest(gather(here, "times of exchanges"))
+            is_even = len({*batches}) == 1 and math.isfinite(batches[0])
+            refused = refusals(workers, trainer, is_even=is_even, is_dgc_asked_for=self._names == OF_AUTO)
+            found, sentence = choose(measured, run, given, self._names, refused)
+        else:
+            found = ddp(measured, run, given)
+            sentence = f"{measured}: ddp, because {why}. To write it down: {written(found.method)}"
+        rank_zero_info(f"{type(trainer.strategy).__name__}: {sentence}.")
+        return found
+
+    def end_training(self, strategy: str) -> None:
+        """Log it if steps have taken much longer or shorter than predicted."""
+        if self.chosen is None or self._num_steps < LEAST_STEPS:
+            return
+        seconds, predicted_s = self._seconds / self._num_steps, self.chosen.last_s
+        if max(seconds / predicted_s, predicted_s / seconds) > WRONG:
+            rank_zero_info(
+                f"{strategy}: a step took {ms(seconds)}, and {ms(predicted_s)} was predicted when {self.chosen.name} "
+                "was chosen. The link, or other work on the machine, may have changed; a fit that does not resume "
+                "chooses anew."
+            )
+
+
+def medians(times: Sequence[tuple[float, float]]) -> Measured:
+    """Return the times of a dense step, and of one without communication."""
+    dense_s, step_s = (statistics.median(each) for each in zip(*times[NUM_UNTIMED:], strict=True))
+    return Measured(max(step_s, 1e-6), dense_s, {}, Link(0.0, math.inf))
+
+
+def refusals(
+    workers: Sequence[Worker], trainer: pl.Trainer, *, is_even: bool, is_dgc_asked_for: bool
+) -> dict[str, str]:
+    """Return which candidates cannot be used in this training, or have not been measured for it, with the reasons.
+
+    Args:
+        workers: of the optimizers.
+        trainer: of the fit.
+        is_even: whether all ranks are known to have the same number of batches.
+        is_dgc_asked_for: whether the user has named it, and is warned of optimizers that it has no correction for.
+    """
+    found: dict[str, str] = {}
+    ours = [worker for worker in workers if isinstance(worker, GradientWorker)]
+    unknown = {type(each.optimizer).__name__ for each in ours if not each.correction.is_complete}
+    if unknown and not is_dgc_asked_for:
+        found["dgc"] = f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"
+    elif not numels_of(workers)[0]:
+        found["dgc"] = "no tensor that is trained has min_numel elements and is not excluded"
+    else:
+        try:
+            for worker in ours:
+                worker.correction.check()
+        except ConfigurationError as error:
+            found["dgc"] = str(error).split(". ")[0]
+    others = {type(each.optimizer).__name__ for each in ours} - {"SGD"}
+    if others:
+        found["local_sgd"] = f"its accuracy is measured with SGD, not with {', '.join(sorted(others))}"
+    elif any(isinstance(each, torch.nn.SyncBatchNorm) for each in trainer.lightning_module.modules()):
+        found["local_sgd"] = "sync_batchnorm=True communicates in every forward pass"
+    elif not is_even:
+        found["local_sgd"] = "the ranks have different or unknown numbers of batches"
+    return found
