@@ -270,7 +270,7 @@ class Checkpoints:
             return False
         method = self._strategy.auto.load_state_dict(metadata.get("chosen"))
         if method is not None:
-            self._strategy.change_method(method)
+            self._strategy.adopt(method)
         return bool(metadata["kind"] == self.kind)
 
     def _begin_with(self, checkpoint: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:

@@ -208,7 +208,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             self.regime.tear_down()
             self.regime = self._make_regime()
 
-    def change_method(self, method: Method) -> None:
+    def adopt(self, method: Method) -> None:
         """Continue with another method, after a step at which all ranks have the same weights and no residuals.
 
         Collective: all ranks.

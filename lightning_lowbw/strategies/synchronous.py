@@ -123,7 +123,7 @@ class Synchronous(Regime):
         is_bypassed = strategy._guard.has_allowed
         method = strategy.auto.end_step(worker, strategy.workers, trainer, is_bypassed=is_bypassed)
         if method is not None:
-            strategy.change_method(method)
+            strategy.adopt(method)
             strategy.regime.begin_training(trainer)
 
     @override
