@@ -160,7 +160,7 @@ def make_strategy(name: str, **kwargs: Any) -> DDPStrategy:
     defaults = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.95), "min_numel": MIN_NUMEL}
     if len(kwargs.get("sparsity", defaults["sparsity"])) == 1:
         defaults["rampup_step"] = 1  # nothing to spread
-    return DGCStrategy(**{**defaults, "selection": "exact", **kwargs})
+    return DGCStrategy(**{**defaults, **kwargs})
 
 
 def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:

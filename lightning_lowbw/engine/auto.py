@@ -60,8 +60,8 @@ class Measured:
     Attributes:
         step_s: seconds of an optimizer step without communication.
         dense_s: seconds of a dense one.
-        exchange_s: predicted seconds that an exchange adds to the first: by density, by `value_dtype` of whole
-            gradients, and of an "average" of the weights.
+        exchange_s: predicted seconds that an exchange adds to the first: by density, by the name of a payload, and of
+            an "average" of the weights.
         link: by which they were predicted.
     """
 
@@ -181,11 +181,10 @@ def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     return Candidate("ddp", Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
-def _narrow(value_dtype: str, measured: Measured, run: Run, given: Method) -> Candidate:
-    """Return whole gradients in few bits: rounds values, and sends rounding errors later."""
-    method = NarrowGradients(value_dtype, rampup_begin_step=run.num_done)
-    step_s = measured.step_s + measured.exchange_s[value_dtype]
-    return Candidate(value_dtype, replace(method, where=given.where), step_s, step_s)
+def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
+    """Return a payload whose errors are sent in the next step."""
+    method, step_s = PAYLOADS[name](rampup_begin_step=run.num_done), measured.step_s + measured.exchange_s[name]
+    return Candidate(name, replace(method, where=given.where), step_s, step_s)
 
 
 def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
@@ -232,15 +231,15 @@ def _local_sgd(measured: Measured, run: Run, given: Method) -> Candidate | str:
     return Candidate("local_sgd", method, mean_s, mean_s)
 
 
+# Payloads of gradients that cost what they cost in every step, from the first one after the choice on.
+PAYLOADS: dict[str, Callable[..., Method]] = {name: partial(NarrowGradients, name) for name in ("float16", "int8")}
 # In the order of how much they change the training. A reason in place of a candidate is shown to the user.
 CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
     "ddp": ddp,
-    "float16": partial(_narrow, "float16"),
-    "int8": partial(_narrow, "int8"),
+    **{name: partial(_every_step, name) for name in PAYLOADS},
     "dgc": _dgc,
     "local_sgd": _local_sgd,
 }
-NARROW = ("float16", "int8")
 
 
 def ms(seconds: float) -> str:
@@ -283,10 +282,9 @@ def measure(
         return max(many[0] - few[0], (many[1] - few[1]) / link.bandwidth_bytes_per_s, 0.0) / numel
 
     for name in names:
-        if name in NARROW:
-            (few,), (many,) = (
-                time_exchanges(NarrowGradients(name), each, peers, device) for each in (tensors, [*tensors, sample])
-            )
+        if name in PAYLOADS:
+            (few,) = time_exchanges(PAYLOADS[name](), tensors, peers, device)
+            (many,) = time_exchanges(PAYLOADS[name](), [*tensors, sample], peers, device)
             exchange_s[name] = few[0] + (sum(sparse) + sum(others)) * per_element_s(few, many, sample)
         elif name == "dgc" and sparse:
             # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
