@@ -85,7 +85,6 @@ FP16 = Contestant(
 )
 POWER_SGD = [Contestant(f"PowerSGD rank {rank}", lambda rank=rank: power_sgd(rank), 1, 0.01) for rank in (1, 2, 4)]
 POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, LOCAL_STEPS, 1 / LOCAL_STEPS)
-DGC_EXACT = Contestant("dgc exact", lambda: DGCStrategy(sparsity=[0.999], selection="exact", **COMMON), 1, 0.01)
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
 DGC_TORCH = replace(DGC, name="dgc, plain torch", is_compiled=False)
 NARROW = [
@@ -104,7 +103,7 @@ HIDDEN_LOCAL_SGD = Contestant(
     LOCAL_STEPS + 2,  # the second average waits for nothing: its predecessor has landed
 )
 
-COMPRESSING = [*POWER_SGD, DGC_EXACT, DGC_TORCH, DGC]
+COMPRESSING = [*POWER_SGD, DGC_TORCH, DGC]
 ALL = [
     ALONE,
     NO_COMMUNICATION,
