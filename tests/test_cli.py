@@ -111,7 +111,7 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
     ("overrides", "expected"),
     [
         ((), EveryStep(sparsity="auto")),
-        (("strategy.budget=0.1", "strategy.pretrained=true"), EveryStep(sparsity="auto", budget=0.1, pretrained=True)),
+        (("strategy.pretrained=true",), EveryStep(sparsity="auto", pretrained=True)),
         (("strategy.rampup_begin_step=100",), EveryStep(100, 1, [0.999])),
         (("strategy.sparsity=[0.999]",), EveryStep(0, 1, [0.999])),
         (

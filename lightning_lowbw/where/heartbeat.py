@@ -56,7 +56,7 @@ class Heartbeat:
         self.heard = Answers({}, {}, [], {})
         self._phase = phase
         self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._is_over: threading.Event | None = None  # made when it begins: it cannot be pickled
 
     @property
     def has_begun(self) -> bool:
@@ -84,8 +84,8 @@ class Heartbeat:
             num_failed = store.add("failed", 0)
         except RuntimeError:  # a store that is slow: no reason not to train
             return
-        self._is_over.clear()
-        self._thread = threading.Thread(target=self._beat, args=(store, num_failed), name="heartbeat", daemon=True)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(store, num_failed, self._is_over), daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that is in the store aborts the process as it ends
 
@@ -126,10 +126,10 @@ class Heartbeat:
 
     def close(self) -> None:
         """End the thread."""
-        thread, self._thread = self._thread, None
+        thread, is_over, self._thread, self._is_over = self._thread, self._is_over, None, None
         atexit.unregister(self.close)
-        self._is_over.set()
-        if thread is not None:
+        if thread is not None and is_over is not None:
+            is_over.set()
             thread.join(ANSWER_S)
 
     def _connect(self) -> dist.Store:
@@ -138,10 +138,10 @@ class Heartbeat:
         client = dist.TCPStore(self._host, self._port, None, False, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore("lightning_lowbw", client)
 
-    def _beat(self, store: dist.Store, num_failed: int) -> None:
+    def _beat(self, store: dist.Store, num_failed: int, is_over: threading.Event) -> None:
         try:
             for number in itertools.count(1):
-                if self._is_over.wait(BEAT_S):
+                if is_over.wait(BEAT_S):
                     return
                 store.set(f"beat/{self._rank}", f"{number} {self._phase()}")
                 if store.add("failed", 0) != num_failed:  # one number, whatever the number of ranks
