@@ -114,9 +114,7 @@ class AutoChoice:
         """Do not count the time since the last step, such as validation or a checkpoint."""
         self._last = (time.perf_counter(), ledger.exposed_s)
 
-    def end_step(
-        self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer, *, is_bypassed: bool
-    ) -> Method | None:
+    def end_step(self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer) -> Method | None:
         """Time an optimizer step; return the method to continue with after the last one that decides, else None.
 
         Collective: all ranks, blocking, after that step; nothing else.
@@ -125,7 +123,6 @@ class AutoChoice:
             worker: whose optimizer has stepped.
             workers: all of them.
             trainer: of the fit.
-            is_bypassed: whether the user's code has taken steps past Lightning, which must be dense.
         """
         if self.given is None or worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
@@ -141,13 +138,13 @@ class AutoChoice:
         if self.is_timing:
             self._times.append((seconds, seconds - waited))
             if len(self._times) == NUM_UNTIMED + NUM_TIMED:
-                self.is_timing, self.chosen = False, self._choose(worker, workers, trainer, is_bypassed)
+                self.is_timing, self.chosen = False, self._choose(worker, workers, trainer)
                 return self.chosen.method
         elif isinstance(when, EveryStep) and worker.step > when.rampup_begin_step + when.rampup_step:
             self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
         return None
 
-    def _choose(self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer, is_bypassed: bool) -> Candidate:
+    def _choose(self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer) -> Candidate:
         """Measure, where that matters; return what to continue with, and log why.
 
         Collective: all ranks, blocking; they may have other times and lengths.
@@ -156,13 +153,11 @@ class AutoChoice:
         assert given is not None
         assert isinstance(given.when, EveryStep)
         assert isinstance(given.what, TopK)
-        facts = gather((medians(self._times), self._end, trainer.num_training_batches, is_bypassed), "times of steps")
-        timed, ends, batches, bypasses = zip(*facts, strict=True)
+        facts = gather((medians(self._times), self._end, trainer.num_training_batches), "times of steps")
+        timed, ends, batches = zip(*facts, strict=True)
         measured = slowest(timed)
         run = Run(worker.step, min(ends), self._is_pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
-        if any(bypasses):
-            why = "the training calls step() past Lightning's optimizers"
         if why is None:
             here = measure(given.what, self._names, numels_of(workers), worker.peers, worker.device, measured)
             measured = slowest(gather(here, "times of exchanges"))

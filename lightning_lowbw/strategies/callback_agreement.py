@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from torch import Tensor
 
 from lightning_lowbw.ops.reference import as_real
@@ -109,3 +118,34 @@ def _monitored(trainer: pl.Trainer) -> list[str]:
     names = {getattr(each, "monitor", None) for each in callbacks if isinstance(each, (Checkpoint, EarlyStopping))}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return sorted(str(name) for name in names if name)
+
+
+class Timers:
+    """Lets callbacks that broadcast the time of rank 0 after every batch do so only where the ranks communicate anyway.
+
+    Attributes:
+        may_run: whether they are called after this batch.
+    """
+
+    def __init__(self) -> None:
+        self.may_run = True
+        self._deferred: list[Callback] = []
+
+    def defer(self, trainer: pl.Trainer) -> None:
+        """Replace their hooks until `restore`."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        for callback in callbacks:
+            saves_by_time = isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+            if isinstance(callback, Timer) or saves_by_time:
+                hook = functools.partial(self._run, callback.on_train_batch_end)
+                callback.on_train_batch_end = hook  # type: ignore[method-assign]
+                self._deferred.append(callback)
+
+    def restore(self) -> None:
+        """Give them their own hooks back; a tuner in a callback starts the training twice."""
+        while self._deferred:
+            vars(self._deferred.pop()).pop("on_train_batch_end", None)
+
+    def _run(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.may_run:
+            hook(*args, **kwargs)

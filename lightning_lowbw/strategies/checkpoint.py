@@ -8,70 +8,81 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, get_args
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
 
+from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.engine.state import merge_states
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import overwriting, shards
+from lightning_lowbw.strategies import shards
+from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.where.agreement import agree, failing_together, gather
 
-if TYPE_CHECKING:
-    from lightning_lowbw.strategies.strategy import Strategy
-
 FORMAT = 3  # of the shards; 1 was that of version 0.1.0
-Needs = Literal["exact", "weights and optimizer"]
-ALONE: Needs = "weights and optimizer"
+ALONE: shards.Needs = "weights and optimizer"
 # Each worker's state, this rank's shard if the world is that of the checkpoint, and what an exception had interrupted.
 _Found = tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]
 
 
-class Checkpoints:
-    """Saves, loads and removes the shards of this rank: workers, random numbers, precision and buffers.
+class CheckpointedStrategy(BaseStrategy):
+    """A strategy that saves, loads and removes shards: workers, random numbers, precision and buffers of each rank."""
 
-    Args:
-        strategy: whose they are.
-        needs: what a resume loads: "exact" all shards, too; "weights and optimizer" the ``.ckpt`` alone.
+    _options: dict[str, Any]  # of the constructor; "resume" is one
 
-    Raises:
-        ConfigurationError: `needs` is none of these.
-    """
-
-    def __init__(self, strategy: Strategy, needs: Needs) -> None:
-        if needs not in get_args(Needs):
-            choices = ", ".join(repr(choice) for choice in get_args(Needs))
-            raise ConfigurationError(f"resume={needs!r}: choose one of {choices}.")
-        self._strategy, self._needs_shards = strategy, needs == "exact"
-        self._run_id = ""
-        self._num_saves = 0
+    @override
+    def _make_parts(self) -> None:
+        check_one_of("resume", self._options["resume"], get_args(shards.Needs))
         self._last_queued: Future[None] | None = None  # done when the last save is written
         self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
         self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
-        self._rng_state: Mapping[str, Any] | None = None  # to be set before the first batch
-        self._precision_state: dict[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
 
-    @property
-    def kind(self) -> str:
-        """The kind of the state beside a checkpoint; another kind cannot be loaded."""
-        return self._strategy.method.kind
-
-    def begin_fit(self) -> None:
+    def _begin_checkpoints(self) -> None:
         """Give the fit an identity, which distinguishes the shards of its saves from others.
 
         Collective: all ranks.
         """
-        self._rng_state = self._precision_state = None
-        self._removed = []
+        self._removed, self._loaded = [], None
         self._num_saves = 0  # ranks that an exception ended may have saved different numbers of times
-        self._run_id = self._strategy.broadcast(uuid.uuid4().hex[:12])
+        self._run_id = self.broadcast(uuid.uuid4().hex[:12])
+
+    @property
+    def _kind(self) -> str:
+        """The kind of the state beside a checkpoint; another kind cannot be loaded."""
+        return self.method.kind
+
+    @property
+    def _nodes(self) -> list[list[int]] | None:
+        """The ranks of each node; None where flat."""
+        raise NotImplementedError
+
+    def _chosen(self) -> Mapping[str, Any] | None:
+        """Return what this run has chosen by measuring."""
+        return None
+
+    def _load_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
+        """Keep what a run that is resumed has chosen; `is_foreign` if that was one with another method."""
+
+    def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return those buffers, by name, that a rank keeps in its shard."""
+        return buffers
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Enclose the loading of a rank's own state: until the first batch the model keeps the checkpoint's weights."""
+        yield
 
     # Saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]) -> None:
+    def _save(
+        self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]
+    ) -> None:
         """Write the shards, then the checkpoint that names them; then delete those of the previous checkpoint.
 
         If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
@@ -88,40 +99,39 @@ class Checkpoints:
         Raises:
             ConfigurationError: on all ranks; a rank could not write its file.
         """
-        strategy = self._strategy
-        has_shards = bool(strategy.workers) and "optimizer_states" in checkpoint
+        has_shards = bool(self.workers) and "optimizer_states" in checkpoint
         if not has_shards:
             write(checkpoint, filepath)
             return
         self._wait_for_the_save_before()
         filepath = self._follow_rank_zero(filepath)
-        together = contextlib.nullcontext if strategy.is_interrupted else failing_together
-        if strategy.is_interrupted:
-            for worker in strategy.workers:
+        together = contextlib.nullcontext if self.is_interrupted else failing_together
+        if self.is_interrupted:
+            for worker in self.workers:
                 worker.recall()
         self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
         folder = shards.folder_of(filepath)
         checkpoint = {**checkpoint, shards.METADATA_KEY: self._metadata(checkpoint, folder)}
         metadata = checkpoint[shards.METADATA_KEY]
-        path = shards.shard_path(folder, strategy.global_rank, metadata)
-        renames = strategy.is_global_zero and self._is_renamed(filepath)
+        path = shards.shard_path(folder, self.global_rank, metadata)
+        renames = self.is_global_zero and self._is_renamed(filepath)
         with together():
             if renames:
-                overwriting.prepare(os.fspath(filepath), folder)
-            strategy.checkpoint_io.save_checkpoint(self._shard(metadata), path)
+                shards.prepare(os.fspath(filepath), folder)
+            self.checkpoint_io.save_checkpoint(self._shard(metadata), path)
         with together():
             if renames:
-                overwriting.overwrite(checkpoint, os.fspath(filepath), folder, write)
+                shards.overwrite(checkpoint, os.fspath(filepath), folder, write)
             else:
                 write(checkpoint, filepath)
-        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO) and strategy.checkpoint_io._executor is not None:
-            self._last_queued = strategy.checkpoint_io._executor.submit(lambda: None)  # its one thread keeps the order
-        if not strategy.is_interrupted:
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
+            self._last_queued = self.checkpoint_io._executor.submit(lambda: None)  # its one thread keeps the order
+        if not self.is_interrupted:
             self._sweep(folder, path)
 
     def _is_renamed(self, filepath: _PATH) -> bool:
-        """Return whether the checkpoint is written under another name first; see `overwriting`."""
-        return type(self._strategy.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
+        """Return whether the checkpoint is written under another name first; see `shards`."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
     def _wait_for_the_save_before(self) -> None:
         """Wait until AsyncCheckpointIO has written its queue: shards are kept of two saves, not of three."""
@@ -130,32 +140,30 @@ class Checkpoints:
             self._last_queued = None
 
     def _metadata(self, checkpoint: Mapping[str, Any], folder: str) -> dict[str, Any]:
-        strategy = self._strategy
         return {
-            "num_ranks": strategy.world_size,
+            "num_ranks": self.world_size,
             "folder": folder.replace("\\", "/").rsplit("/", 1)[-1],
             "save_id": f"{self._run_id}-{self._num_saves}",
             "step": checkpoint["global_step"],
-            "is_interrupted": strategy.is_interrupted,
+            "is_interrupted": self.is_interrupted,
             "format": FORMAT,
-            "kind": self.kind,
-            "nodes": strategy.groups.nodes,
-            "chosen": strategy.auto.state_dict(),
-            "workers": [worker.equal_state() for worker in strategy.workers],
+            "kind": self._kind,
+            "nodes": self._nodes,
+            "chosen": self._chosen(),
+            "workers": [worker.equal_state() for worker in self.workers],
         }
 
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        strategy, module = self._strategy, self._strategy.lightning_module
+        module = self.lightning_module
         assert module is not None
-        buffers = strategy.regime.own_buffers(dict(module.named_buffers()))
+        buffers = self._own_buffers(dict(module.named_buffers()))
         return {
             **{name: metadata[name] for name in ("save_id", "step")},
-            "rank": strategy.global_rank,
-            "workers": [worker.state_dict() for worker in strategy.workers],
-            "rng": shards.rng_state(strategy.root_device),
-            "precision": strategy.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
+            "rank": self.global_rank,
+            "workers": [worker.state_dict() for worker in self.workers],
+            "rng": shards.rng_state(self.root_device),
+            "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
-            "unequal_buffers": strategy.regime.unequal_buffers,
         }
 
     def _follow_rank_zero(self, filepath: _PATH = "") -> _PATH:
@@ -166,47 +174,45 @@ class Checkpoints:
 
         Collective: all ranks; not during the handling of an exception, when some ranks may be elsewhere.
         """
-        strategy = self._strategy
-        if strategy.world_size == 1 or strategy.is_interrupted:
+        if self.world_size == 1 or self.is_interrupted:
             return filepath
-        filepath, removed = strategy.broadcast((filepath, self._removed))
+        filepath, removed = self.broadcast((filepath, self._removed))
         self._removed = []
-        for folder in () if strategy.is_global_zero else removed:
+        for folder in () if self.is_global_zero else removed:
             self._latest.pop(folder, None)
-            if strategy.local_rank == 0:  # disks need not be shared
+            if self.local_rank == 0:  # disks need not be shared
                 self._remove(folder)
         return filepath
 
-    def end_fit(self) -> None:
-        """Remove in each node what rank 0 has removed since the last save.
-
-        Collective: all ranks.
-        """
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
         self._follow_rank_zero()
 
     def _sweep(self, folder: str, path: str) -> None:
         """Delete earlier shards of this rank beside a checkpoint, and those of ranks that no longer exist."""
-        strategy, kept = self._strategy, {path}
+        kept = {path}
         before, self._latest[folder] = self._latest.get(folder), path
-        rank, num_ranks, is_first = strategy.global_rank, strategy.world_size, strategy.local_rank == 0
+        rank, num_ranks, is_first = self.global_rank, self.world_size, self.local_rank == 0
         try:
-            if strategy.is_global_zero:  # of a process that was killed while it overwrote a checkpoint
-                overwriting.remove(f"{folder}/{overwriting.PART}")
-            if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
+            if self.is_global_zero:  # of a process that was killed while it overwrote a checkpoint
+                shards.remove(f"{folder}/{shards.PART}")
+            if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
                 if before is None:
                     return
                 kept.add(before)
             elif before not in (None, path):  # also where a plugin keeps files that cannot be listed
-                strategy.checkpoint_io.remove_checkpoint(before)
+                self.checkpoint_io.remove_checkpoint(before)
             shards.sweep(
-                strategy.checkpoint_io, folder, kept, lambda other: other == rank or (is_first and other >= num_ranks)
+                self.checkpoint_io, folder, kept, lambda other: other == rank or (is_first and other >= num_ranks)
             )
         except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
             rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
-    def remove_shards(self, filepath: _PATH) -> None:
-        """Delete the shards of a checkpoint that rank 0 has deleted; other nodes do so at the next save."""
-        if self._strategy.is_global_zero:
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)  # other nodes delete their shards at the next save
+        if self.is_global_zero:
             folder = shards.folder_of(filepath)
             self._removed.append(folder)
             self._latest.pop(folder, None)
@@ -214,11 +220,11 @@ class Checkpoints:
 
     def _remove(self, folder: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # nodes may share the disk
-            self._strategy.checkpoint_io.remove_checkpoint(folder)
+            self.checkpoint_io.remove_checkpoint(folder)
 
     # Loading ----------------------------------------------------------------------------------------------------
 
-    def load_shards(self, checkpoint: Mapping[str, Any], path: _PATH | None) -> None:
+    def _load_shards(self, checkpoint: Mapping[str, Any], path: _PATH | None) -> None:
         """Load the workers' state of a checkpoint; with another number of ranks the mean of the ranks' states.
 
         Collective: all ranks, blocking.
@@ -240,7 +246,7 @@ class Checkpoints:
             return
         assert metadata is not None
         assert path is not None
-        if not self._needs_shards:
+        if self._options["resume"] == ALONE:
             self._set_workers(checkpoint, metadata["workers"])
             rank_zero_info(f"resume={ALONE!r}: {self._alone()}")
             return
@@ -261,21 +267,19 @@ class Checkpoints:
         if metadata is None:
             return False
         if metadata.get("format") != FORMAT:
-            if self._needs_shards:
+            if self._options["resume"] != ALONE:
                 raise ConfigurationError(
                     f"{path} was written by another version of lightning_lowbw: the ranks' own state beside "
                     f"it has format {metadata.get('format', 1)}, and this version reads {FORMAT}. Finish the run with "
                     f"the version that wrote it, or {shards.GO_ON}."
                 )
             return False
-        method = self._strategy.auto.load_state_dict(metadata.get("chosen"))
-        if method is not None:
-            self._strategy.adopt(method)
-        return bool(metadata["kind"] == self.kind)
+        self._load_chosen(metadata.get("chosen"))
+        return bool(metadata["kind"] == self._kind)
 
     def _begin_with(self, checkpoint: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
         """Begin with a checkpoint that another method, version or package has written."""
-        self._strategy.auto.load_state_dict(None, is_foreign=True)
+        self._load_chosen(None, is_foreign=True)
         self._set_workers(checkpoint, [])
         if metadata is None:
             writer = "was not written by a strategy of this package"
@@ -284,21 +288,21 @@ class Checkpoints:
         else:
             writer = f"was written by a method whose ranks keep {_kept(metadata['kind'])}"
         rank_zero_info(
-            f"The checkpoint {writer}. {type(self._strategy).__name__}, whose ranks keep "
-            f"{_kept(self.kind)}, begins with the weights, the optimizer and the step in it, and with nothing else."
+            f"The checkpoint {writer}. {type(self).__name__}, whose ranks keep "
+            f"{_kept(self._kind)}, begins with the weights, the optimizer and the step in it, and with nothing else."
         )
 
     def _alone(self) -> str:
         """Return what a resume without shards means, in words."""
         return (
-            f"{type(self._strategy).__name__} resumes from the checkpoint alone, with the weights, the optimizer, the "
+            f"{type(self).__name__} resumes from the checkpoint alone, with the weights, the optimizer, the "
             "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
             "momentum begins at zero."
         )
 
     def _set_workers(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
         """Set the workers' steps, and what is the same on all ranks, where the checkpoint has that."""
-        workers = self._strategy.workers
+        workers = self.workers
         for number, worker in enumerate(workers):
             worker.step = checkpoint["global_step"] // max(1, len(workers))
             if number < len(states):
@@ -335,17 +339,16 @@ class Checkpoints:
 
         Collective: all ranks, blocking.
         """
-        strategy = self._strategy
-        with strategy.regime.loading():
+        with self._loading():
             with failing_together():
-                for worker, state in zip(strategy.workers, states, strict=True):
+                for worker, state in zip(self.workers, states, strict=True):
                     worker.load_state_dict(state)
             if shard is not None:
                 self._restore(shard)
         if shard is None:
             rank_zero_info(
                 f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is "
-                f"resumed by {strategy.world_size}{_on(strategy.groups.nodes)}. Each starts with the mean of the "
+                f"resumed by {self.world_size}{_on(self._nodes)}. Each starts with the mean of the "
                 "ranks' own states."
             )
         else:
@@ -367,33 +370,32 @@ class Checkpoints:
         Raises:
             ConfigurationError: on this rank; a shard is missing, damaged or another one.
         """
-        strategy = self._strategy
-        load = functools.partial(shards.load, strategy.checkpoint_io, path, metadata)
-        if metadata["num_ranks"] == strategy.world_size and metadata.get("nodes") == strategy.groups.nodes:
-            shard, own_path = load(strategy.global_rank)
+        load = functools.partial(shards.load, self.checkpoint_io, path, metadata)
+        if metadata["num_ranks"] == self.world_size and metadata.get("nodes") == self._nodes:
+            shard, own_path = load(self.global_rank)
             return shard["workers"], {**shard, "path": own_path}, _torn(shard)
-        numbers, ranks = range(len(strategy.workers)), range(metadata["num_ranks"])
+        numbers, ranks = range(len(self.workers)), range(metadata["num_ranks"])
         torn: dict[int, str] = {}
         merged: list[Mapping[str, Any]] = [merge_states(states_of(number, ranks, load, torn)) for number in numbers]
         return merged, None, by_rank([torn[rank] for rank in ranks])
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
-        self._rng_state, self._precision_state = shard["rng"], shard.get("precision")
-        self._strategy.regime.unequal_buffers = shard.get("unequal_buffers")
-        module = self._strategy.lightning_module
+        """Load what a rank has beside its workers."""
+        self._loaded = {name: shard[name] for name in ("rng", "precision")}
+        module = self.lightning_module
         assert module is not None
         for name, buffer in module.named_buffers():
             if name in shard["buffers"] and buffer.shape == shard["buffers"][name].shape:
                 buffer.copy_(shard["buffers"][name])
 
-    def begin_batch(self) -> None:
-        """Set the state of the random numbers; only now, because Lightning draws some before the first batch."""
-        if self._rng_state is None:
+    def _restore_random_numbers(self) -> None:
+        """Set the state of the random numbers; only before the first batch, because Lightning draws some before it."""
+        if self._loaded is None:
             return
-        shards.set_rng_state(self._rng_state, self._strategy.root_device)
-        if self._precision_state:
-            self._strategy.precision_plugin.load_state_dict(self._precision_state)
-        self._rng_state = self._precision_state = None
+        shards.set_rng_state(self._loaded["rng"], self.root_device)
+        if self._loaded["precision"]:
+            self.precision_plugin.load_state_dict(self._loaded["precision"])
+        self._loaded = None
 
 
 def states_of(

@@ -6,8 +6,8 @@ In a dense step the bucket is all-reduced during backward; in a sparse or local 
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +18,49 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.side_queue import new_future, side_stream
-
-if TYPE_CHECKING:
-    from lightning_lowbw.strategies.strategy import Strategy
 
 Reduction = Callable[[Tensor], Future[Tensor]]
 
 
-class GradientHook:
-    """Reduces DDP's buckets, each parameter as the worker of its optimizer requires."""
+def ddp_reduces(worker: Worker, model: DistributedDataParallel) -> bool:
+    """Return whether DDP reduces a worker's gradients in the coming step: over all ranks, or inside the node.
 
-    def __init__(self, strategy: "Strategy") -> None:
-        self._strategy = strategy
+    Not inside the node if it would search for unused parameters, which communicates with all ranks; then the worker
+    takes the mean of the node.
+    """
+    return worker.reduces_in_backward or (worker.reduces_in_node and not model.find_unused_parameters)
+
+
+class GradientHook:
+    """Reduces DDP's buckets, each parameter as the worker of its optimizer requires.
+
+    Args:
+        workers: of the optimizers, at any time.
+
+    Attributes:
+        is_timing: whether steps are timed; then the host waits for a CUDA device after backward.
+    """
+
+    def __init__(self, workers: Mapping[int, Worker]) -> None:
+        self._workers = workers
+        self._model: DistributedDataParallel | None = None
+        self._peers: Peers | None = None
+        self.is_timing = False
         self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
         self._handles: list[RemovableHandle] = []
         self._means: set[Tensor] = set()  # those whose gradients have been reduced, for the next step
 
-    def register(self, model: DistributedDataParallel, *, is_manual: bool) -> None:
+    def register(self, model: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
         """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently.
 
         Args:
+            model: whose buckets they are.
+            peers: the ranks that reduce them.
             is_manual: whether the user's code calls backward.
         """
+        self._model, self._peers = model, peers
         model.register_comm_hook(state=None, hook=self.reduce)
         self._means.clear()
         # A plain `loss.backward()` passes by DDP, which Lightning prepares in `manual_backward`.
@@ -50,6 +70,7 @@ class GradientHook:
 
     def release(self) -> None:
         """Leave the parameters as they were before `register`."""
+        self._model = self._peers = None
         while self._handles:
             self._handles.pop().remove()
 
@@ -66,60 +87,60 @@ class GradientHook:
 
         Collective: all ranks (inside the node: those of the node), in the same order of buckets; waits for none.
         """
-        workers = self._strategy.workers
-        reductions = {self._reduction(worker) for worker in workers} or {self._all_reduce}
+        reductions = {self._reduction(worker) for worker in self._workers.values()} or {self._all_reduce}
         self._means.update(bucket.parameters())
         if len(reductions) > 1:
             return self._reduce_by_parameter(bucket)
         (reduction,) = reductions
         return completed(bucket.buffer()) if reduction is None else reduction(bucket.buffer())
 
-    def count_wait(self) -> None:
-        """Add to the ledger how long the training has waited since the last bucket was sent.
+    def wait_s(self) -> float:
+        """Return how long the training has waited since the last bucket was sent; 0 where that is not known.
 
         On a CUDA device the host does not wait: only while steps are timed.
         """
-        if self._last_launch_s is not None and self._waits_for_device():
-            self._strategy.ledger.exposed_s += time.perf_counter() - self._last_launch_s
-        self._last_launch_s = None
+        last, self._last_launch_s = self._last_launch_s, None
+        if last is None or self._model is None or not self._waits_for(self._model.device):
+            return 0.0
+        return time.perf_counter() - last
 
-    def _note_launch(self) -> None:
-        """Note when a bucket was sent."""
-        self._waits_for_device()
-        self._last_launch_s = time.perf_counter()
-
-    def _waits_for_device(self) -> bool:
+    def _waits_for(self, device: torch.device) -> bool:
         """Wait for queued work, while steps are timed; return whether the host's clock is valid for the device now."""
-        device = self._strategy.root_device
-        if device.type == "cuda" and self._strategy.auto.is_timing:
+        if device.type == "cuda" and self.is_timing:
             torch.cuda.current_stream(device).synchronize()
             return True
         return device.type == "cpu"
 
     def _reduction(self, worker: Worker) -> Reduction | None:
         """Return how the gradients of a worker are reduced in the coming step; None: not at all."""
+        assert self._model is not None
         if worker.reduces_in_backward:
             return self._all_reduce
-        return self._all_reduce_in_node if self._strategy.regime.ddp_reduces(worker) else None
+        return self._all_reduce_in_node if ddp_reduces(worker, self._model) else None
 
     def _all_reduce(self, buffer: Tensor) -> Future[Tensor]:
-        peers = self._strategy.groups.gradients
-        peers.count_dense(buffer.nbytes)
-        buffer.mul_(1.0 / peers.num_ranks)  # as the reducer does; a division has other bits unless N is a power of two
-        self._note_launch()
-        return peers.begin_all_reduce_(buffer, exact=False).get_future()
+        assert self._peers is not None
+        self._peers.count_dense(buffer.nbytes)
+        # As the reducer does; a division has other bits unless N is a power of two.
+        buffer.mul_(1.0 / self._peers.num_ranks)
+        self._note_launch(buffer.device)
+        return self._peers.begin_all_reduce_(buffer, exact=False).get_future()
 
     def _all_reduce_in_node(self, buffer: Tensor) -> Future[Tensor]:
-        peers = self._strategy.groups.gradients
-        buffer.mul_(1.0 / peers.node.num_ranks)
-        self._note_launch()
-        return peers.begin_all_reduce_in_node_(buffer).get_future()
+        assert self._peers is not None
+        buffer.mul_(1.0 / self._peers.node.num_ranks)
+        self._note_launch(buffer.device)
+        return self._peers.begin_all_reduce_in_node_(buffer).get_future()
+
+    def _note_launch(self, device: torch.device) -> None:
+        self._waits_for(device)
+        self._last_launch_s = time.perf_counter()
 
     def _reduce_by_parameter(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Reduce each parameter as the worker of its optimizer does: optimizers may be in different phases."""
         by_parameter = {
             parameter: self._reduction(worker)
-            for worker in self._strategy.workers
+            for worker in self._workers.values()
             for group in worker.optimizer.param_groups
             for parameter in group["params"]
         }
@@ -133,6 +154,24 @@ class GradientHook:
             if views:
                 pending.append((views, reduction(torch.cat([view.reshape(-1) for view in views]))))
         return copied_back(bucket.buffer(), pending)
+
+
+def reaches(graph: Any, parameters: Collection[Tensor]) -> bool:
+    """Return whether a loss depends on some of the parameters; also after its backward pass.
+
+    Args:
+        graph: the loss's `grad_fn`.
+    """
+    waiting, seen = [graph], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) in parameters:
+            return True
+        waiting += [each for each, _ in node.next_functions]
+    return False
 
 
 def completed(buffer: Tensor) -> Future[Tensor]:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from lightning_lowbw.arguments import check_one_of, is_number
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.checkpoint import Needs
+from lightning_lowbw.strategies.shards import Needs
 
 # The communication hook is this package's; the others would communicate outside of the hook.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})

@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -19,9 +19,6 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_lowbw.errors import DisagreementError
 from lightning_lowbw.where.heartbeat import ANSWER_S, Answers, Heartbeat
 from lightning_lowbw.where.topology import NODE_VARIABLES
-
-if TYPE_CHECKING:
-    from lightning_lowbw.strategies.strategy import Strategy
 
 # Messages of torch about a lost or late peer; general words count only if torch raises the error.
 OF_BACKEND = re.compile(r"\bgloo\b|NCCL")
@@ -60,18 +57,19 @@ IN_A_STEP = {PHASES[name] for name in ("exchange", "backward", "training_step", 
 
 
 class LostPeers:
-    """Finds lost ranks, during a fit.
+    """Finds lost ranks, during a fit."""
 
-    Args:
-        strategy: whose peers they are.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self) -> None:
+        self._num_steps: Callable[[], int] | None = None  # optimizer steps that this rank has taken
         self._heartbeat = Heartbeat(self._phase)
 
-    def begin_fit(self) -> None:
-        """Begin the heartbeat. Another exchange between all ranks must follow."""
+    def begin_fit(self, num_steps: Callable[[], int]) -> None:
+        """Begin the heartbeat. Another exchange between all ranks must follow.
+
+        Args:
+            num_steps: returns the optimizer steps that this rank has taken; called from a thread.
+        """
+        self._num_steps = num_steps
         number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), None)
         node = "" if number is None else f"node {number}, "
         self._heartbeat.begin(f"{node}host {socket.gethostname()}, pid {os.getpid()}")
@@ -102,18 +100,20 @@ class LostPeers:
         exception.args = (f"Rank {dist.get_rank()}, in {phase}: {told}",)
         exception.__cause__ = cause
 
-    def come_to_end(self) -> None:
+    def come_to_end(self, own: int, timeout: timedelta | None) -> None:
         """Wait in the store until all ranks have ended their training, where it may be seen that some train on.
 
         Their next exchange would meet what this rank communicates at the end of the fit, and gloo ends a process that
-        receives a message of another size. Waits no longer than the strategy's `timeout`; the collectives that follow
-        have it, too.
+        receives a message of another size.
+
+        Args:
+            own: optimizer steps that this rank has taken.
+            timeout: the longest wait; the collectives that follow have it, too.
 
         Raises:
             DisagreementError: on this rank; the others then find it failed.
         """
-        own, timeout = self._strategy.trainer.global_step, self._strategy._timeout or default_pg_timeout
-        last = time.monotonic() + timeout.total_seconds()
+        last = time.monotonic() + (timeout or default_pg_timeout).total_seconds()
         while (answers := self._heartbeat.come_to_end()) is not None and not (answers.failed or answers.silent):
             going = [f"rank {rank} is in {phase}" for rank, phase in answers.present.items() if _trains_on(phase, own)]
             if going:
@@ -127,6 +127,7 @@ class LostPeers:
     def close(self) -> None:
         """End the heartbeat."""
         self._heartbeat.close()
+        self._num_steps = None
 
     def _told(self, answers: Answers) -> str:
         own = {rank: reason for rank, reason in answers.failed.items() if not reason.startswith(LOST)}
@@ -173,8 +174,7 @@ class LostPeers:
         if FIT in names:  # what calls it may have any name
             names = names[names.index(FIT) :]
         phase = next((PHASES[name] for name in reversed(names) if name in PHASES), "the training")
-        module = self._strategy.lightning_module
-        step = "" if module is None or module._trainer is None else f" after step {module._trainer.global_step}"
+        step = "" if self._num_steps is None else f" after step {self._num_steps()}"
         return f"{phase}{step}"
 
 

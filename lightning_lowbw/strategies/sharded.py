@@ -26,18 +26,9 @@ from lightning_lowbw.engine.local_view import LocalTensors, LocalView
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import facts, shards
-from lightning_lowbw.strategies.auto_choice import AutoChoice
-from lightning_lowbw.strategies.backwards import Backwards
-from lightning_lowbw.strategies.bypass import BypassGuard
-from lightning_lowbw.strategies.checkpoint import Needs
-from lightning_lowbw.strategies.clipping import Clipping
-from lightning_lowbw.strategies.interruption import Interruptible
+from lightning_lowbw.strategies import checks, shards
 from lightning_lowbw.strategies.keywords import as_timeout
 from lightning_lowbw.strategies.lost_peers import LostPeers
-from lightning_lowbw.strategies.onlookers import is_gradient_seen
-from lightning_lowbw.strategies.optimizers import OptimizerWorkers
-from lightning_lowbw.strategies.overwriting import put_back
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.sharded_arguments import between_nodes, check_offload, refuse_keywords
 from lightning_lowbw.strategies.sharded_checkpoint import ShardedCheckpoints
@@ -52,6 +43,7 @@ from lightning_lowbw.strategies.sharding import (
     reshard_,
 )
 from lightning_lowbw.strategies.signals import Signals
+from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, clips_before_exchange
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger
@@ -60,7 +52,7 @@ from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import Topology, TopologyChoice, check_choice, resolve
 
 
-class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
+class ShardedStrategy(ShardedCheckpoints, ModelParallelStrategy):
     """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
 
     Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
@@ -110,7 +102,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         blocks: Sequence[str] = (),
         save_distributed_checkpoint: bool = True,
         offload_state: bool = False,
-        resume: Needs = "exact",
+        resume: shards.Needs = "exact",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
         **unknown: Any,
@@ -150,16 +142,15 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         self._make_parts()
 
     def _make_parts(self) -> None:
-        """Make what touches Lightning; once more when this becomes a strategy of the other package."""
+        super()._make_parts()
         self.regime: ShardedRegime = ShardedRegime(self)
-        self.signals = Signals(self)  # type: ignore[arg-type]  # of which it asks what both have
-        self.clipping = Clipping(self, self._exchange_unscaled, _has_no_means)  # type: ignore[arg-type]
-        self.auto = AutoChoice()  # of which there is nothing: numbers are given
+        self.signals = Signals(self._workers)
+        self._clipping = Clipping()
+        self._exchanged: set[Worker] = set()  # to clip the mean by hand, since the last backward pass
+        self._has_new_gradients = self._is_exchanged_by_clipping = False
         self._default = DefaultSharding(self._options["blocks"])
-        self._guard = BypassGuard(_refuse_bypass)
-        self._backwards = Backwards()
-        self.lost_peers = LostPeers(self)  # type: ignore[arg-type]
-        self._checkpoints = ShardedCheckpoints(self, self._options["resume"])  # type: ignore[arg-type]
+        self._guard = StepGuard()
+        self.lost_peers = LostPeers()
 
     def __repr__(self) -> str:
         defaults = inspect.signature(ShardedStrategy).parameters
@@ -187,15 +178,16 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         assert self.lightning_module is not None
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self.lost_peers.begin_fit()
+            trainer = self.trainer
+            self.lost_peers.begin_fit(lambda: trainer.global_step)
             agree("strategy", {"class": type(self).__name__})
-        settings = facts.settings_of(self.trainer) if fitting else {}
+        settings = checks.settings_of(self.trainer) if fitting else {}
         with failing_together():
             if fitting:
                 check_callbacks(self.trainer)
             choice = repr(check_choice(self.topology) or self.topology)
         everything = {**self.method.facts(), **self._options, "topology": choice}
-        facts.agree_on_configuration(type(self).__name__, everything, settings)
+        checks.agree_on_configuration(type(self).__name__, everything, settings)
         topology = resolve(self.topology, self.world_size) or Topology.blocks(self.world_size, 1)
         self._groups = make_node_mesh(
             topology, self.global_rank, self.root_device.type, self._options["tensor_parallel_size"], self._timeout
@@ -217,11 +209,12 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             self._workers.clear()
             self._views.clear()
             self._tensors = LocalTensors()
-            self._backwards.begin_fit()
+            self._has_new_gradients = False
+            self._exchanged.clear()
             self.signals.begin_fit()
             self.regime.begin_fit()
             assert self.model is not None
-            facts.check_model(self.model)
+            checks.check_model(self.model)
             with failing_together():
                 check_sharded(self.model, self.groups)
         super().setup(trainer)
@@ -233,9 +226,9 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             equalise_(trainer.lightning_module, self._tensors, Collectives(self.groups.peers, TrafficLedger()))
         for optimizer, view, worker in make_workers(self, self._tensors, peers):
             self._workers[id(optimizer)], self._views[id(worker)] = worker, view
-        facts.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
-        self._checkpoints.begin_fit()
-        self.clipping.install()
+        checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
+        self._begin_checkpoints()
+        self._clipping.install(self.precision_plugin, self.worker_of, self._make_mean)
         self.regime.set_up(trainer)
 
     @override
@@ -255,7 +248,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
     def teardown(self) -> None:
         self.regime.tear_down()
         self.signals.restore()
-        self.clipping.restore()
+        self._clipping.restore()
         self._guard.release()
         self._default.restore()
         if self.lightning_module is not None:
@@ -268,20 +261,30 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         if not is_interrupted:
             self.barrier()
 
+    @override
+    def on_train_end(self) -> None:
+        self.regime.end_training()
+        super().on_train_end()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.regime.end_validation()
+
     # The step ---------------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.note_batch()
-        self._checkpoints.begin_batch()
+        self._restore_random_numbers()
         self.regime.view.hide()  # the last consensus view may not have ended
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._backwards.num += 1
-        self.clipping.begin_backward()
+        self._has_new_gradients = True
+        self._exchanged.clear()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -315,7 +318,7 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         reshard_(self.lightning_module)  # what a forward pass without a backward pass has gathered is no longer right
         if self.groups.sizes != (1, 1):
             check_resharded(self.lightning_module)
-        self.signals.read_requests(worker)
+        self.signals.read_requests(worker, self.trainer)
         return result
 
     @torch.no_grad()
@@ -324,9 +327,11 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         if worker.is_local:  # Lightning alone clips and scales, by the norm of all shards together
             worker.exchange()
             return
-        if self.clipping.take_exchanged(worker):
+        if worker in self._exchanged:
+            self._exchanged.remove(worker)
             return
-        if self.trainer.lightning_module.automatic_optimization and not self._backwards.take_new(worker):
+        has_new, self._has_new_gradients = self._has_new_gradients, False
+        if self.trainer.lightning_module.automatic_optimization and not has_new:
             self._views[id(worker)].optimizer.zero_grad(set_to_none=True)  # sent already
             return
         self._exchange_unscaled(worker)
@@ -341,15 +346,30 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
         view = self._views[id(worker)]
         view.refresh()
         view.take_gradients()
-        worker.list_gradients(by_clipping=self.clipping.is_exchanging)
+        worker.list_gradients(by_clipping=self._is_exchanged_by_clipping)
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
         self.regime.agree_in_node(worker)
-        if self.clipping.comes_before_exchange(worker):
-            self.clipping.clip(view.optimizer)  # by the norm of the node's gradient, all shards together
-        applies = not (skip_nonfinite or is_gradient_seen(self.trainer, view.optimizer, self._guard))
+        if clips_before_exchange(worker, self.trainer):
+            self._clipping.clip(self.trainer, view.optimizer)  # by the norm of the node's gradient, all shards together
+        applies = not (skip_nonfinite or self._guard.is_gradient_seen(self.trainer, view.optimizer))
         is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
         view.give_gradients()
         return is_taken
+
+    def _make_mean(self, worker: Worker) -> bool:
+        """Exchange gradients that are clipped by hand; return whether the step is to be taken."""
+        is_of_rank = worker.is_local or worker.clips_before_exchange
+        if self.trainer.lightning_module.automatic_optimization or is_of_rank:
+            return True
+        if worker not in self._exchanged:
+            self._is_exchanged_by_clipping = True
+            try:
+                self._exchange_unscaled(worker)
+            finally:
+                self._is_exchanged_by_clipping = False
+            self._exchanged.add(worker)
+            self.signals.read_requests(worker, self.trainer)
+        return worker.is_taken
 
     # Validation and checkpoints ---------------------------------------------------------------------------------
 
@@ -377,27 +397,18 @@ class ShardedStrategy(OptimizerWorkers, Interruptible, ModelParallelStrategy):
             )
             return
         write = functools.partial(super().save_checkpoint, storage_options=storage_options)
-        self._checkpoints.save(checkpoint, filepath, write)
+        self._save(checkpoint, filepath, write)
         self.regime.end_save()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         with failing_together():
             if self.is_global_zero:
-                put_back(os.fspath(checkpoint_path), shards.folder_of(checkpoint_path))
+                shards.put_back(os.fspath(checkpoint_path), shards.folder_of(checkpoint_path))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING and "global_step" in checkpoint:
             for view in self._views.values():
                 view.refresh()
             with torch.no_grad():
-                self._checkpoints.load_shards(checkpoint, checkpoint_path)
+                self._load_shards(checkpoint, checkpoint_path)
         return checkpoint
-
-
-# Not lambdas: a strategy is pickled.
-def _has_no_means(worker: Worker) -> bool:
-    return False
-
-
-def _refuse_bypass(optimizer: Optimizer) -> None:
-    return None

@@ -17,11 +17,11 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.status import any_of, first_fault, flags, read_flags
 from lightning_lowbw.engine.worker import Worker, raise_fault
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
+from lightning_lowbw.strategies.checks import agree_on_hyperparameters
 from lightning_lowbw.strategies.consensus_view import ConsensusView
-from lightning_lowbw.strategies.facts import agree_on_hyperparameters
+from lightning_lowbw.strategies.regime import Viewing
 from lightning_lowbw.strategies.sharding import reshard_
 from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
-from lightning_lowbw.strategies.viewing import Viewing
 from lightning_lowbw.where.collectives import broadcast_flat_
 
 if TYPE_CHECKING:
@@ -79,10 +79,8 @@ class ShardedRegime(Viewing):
     gradient with an inf or NaN, a signal); so the ranks of a node exchange it first.
     """
 
-    strategy: ShardedStrategy  # type: ignore[assignment]
-
     def __init__(self, strategy: ShardedStrategy) -> None:
-        super().__init__(strategy)  # type: ignore[arg-type]  # of which it asks what both have
+        super().__init__(strategy)
         self.view: ShardedView = ShardedView(strategy)
 
     @override
@@ -163,7 +161,6 @@ class ShardedRegime(Viewing):
                     _check_late_faults(worker)  # also ranks whose shards are empty, and which have no flag
         self.view.show(workers, module, is_interrupted=is_interrupted)
 
-    @override
     def state_dict(self, take: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         module = self.strategy.lightning_module
         trainer = None if module is None else module._trainer
@@ -198,13 +195,12 @@ class ShardedRegime(Viewing):
             super().end_epoch(trainer)
             self.view.share_statistics(trainer.lightning_module)
 
-    @override
     def end_training(self) -> None:
         """Average weights that differ between nodes after the last average: a callback may have put in its own.
 
         Collective: all ranks, blocking, as `check_late_faults`; the peers, as `agree_on_weights_`.
         """
-        self.strategy.lost_peers.come_to_end()
+        self.strategy.lost_peers.come_to_end(self.strategy.trainer.global_step, self.strategy._timeout)
         self.check_late_faults()
         if not self.strategy.replicas:
             agree_on_hyperparameters(self.strategy.trainer)

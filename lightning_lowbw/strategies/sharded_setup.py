@@ -18,8 +18,8 @@ from lightning_lowbw.strategies.advice import (
     tell_of_sparse_steps,
     warn_if_too_short,
 )
+from lightning_lowbw.strategies.base import buffers_by_optimizer
 from lightning_lowbw.strategies.callback_agreement import averaging_callbacks
-from lightning_lowbw.strategies.replicas import buffers_by_optimizer, resolve_begin
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import failing_together
@@ -91,7 +91,7 @@ def begin_schedules(strategy: ShardedStrategy) -> None:
     """Start the workers, when the length of the run is known; warn if the run ends before a phase begins."""
     trainer, is_search = strategy.trainer, strategy.regime.is_search(strategy.trainer)
     if isinstance(strategy.method.when, EveryK):
-        resolve_begin(strategy, trainer)  # type: ignore[arg-type]  # it may reconfigure the method
+        strategy._resolve_begin()
         if not is_search:
             warn_if_too_short(strategy.method.when, trainer, strategy.workers)
     method = strategy.method

@@ -13,7 +13,8 @@ import contextlib
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,22 +28,19 @@ from lightning_lowbw.engine.status import SAVE, STOP, flags, read_flags
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.where.side_queue import side_stream
 
-if TYPE_CHECKING:
-    from lightning_lowbw.strategies.strategy import Strategy
-
 
 class Signals:
-    """Defers signals, and handles them when all ranks have received the request.
+    """Defers signals, and handles them when all ranks have received the request, which the workers send.
 
     Args:
-        strategy: its workers send the requests.
+        workers: of the optimizers, at any time.
 
     Attributes:
         save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, workers: Mapping[int, Worker]) -> None:
+        self._workers = workers
         self._loop: Any = None  # Lightning's, in which a broadcast is replaced
         self._asked: tuple[dist.Work, Tensor, Worker] | None = None  # a message that has been begun, and for which
         self._have_agreed = False  # to stop
@@ -59,7 +57,7 @@ class Signals:
 
     def defer(self, trainer: pl.Trainer) -> None:
         """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
-        if self._strategy.world_size == 1:
+        if trainer.world_size == 1:
             return
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -85,27 +83,27 @@ class Signals:
             self._loop = None
 
     def _request_stop(self, *_: Any) -> None:
-        for worker in self._strategy.workers:
+        for worker in self._workers.values():
             worker.stop_requested = True
 
     def _request_save(self, *_: Any) -> None:
-        for worker in self._strategy.workers:
+        for worker in self._workers.values():
             worker.save_requested = True
 
     # Requests of all ranks --------------------------------------------------------------------------------------
 
-    def end_step(self, worker: Worker) -> None:
+    def end_step(self, worker: Worker, trainer: pl.Trainer) -> None:
         """Read the requests of all ranks; send this rank's own if the coming step has no control message.
 
         Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of five
         numbers is begun if DDP reduces the coming gradients, and the one begun a step ago is waited for.
         """
-        if self._strategy.world_size == 1:
+        if trainer.world_size == 1:
             return
         agreed = STOP * worker.stop_agreed | SAVE * worker.save_agreed  # in the step's control message, if it had one
         agreed |= self.settle()
         worker.agree_on(agreed)
-        self.read_requests(worker)
+        self.read_requests(worker, trainer)
         worker.agree_on(0)  # a step without a control message would repeat it
         if worker.reduces_in_backward and not agreed & STOP:
             message = flags(worker.requests, worker.device, batch=worker.batch)
@@ -131,23 +129,25 @@ class Signals:
             raise_at_other_batches(worker.batch, worker.step, None)
         return requests
 
-    def read_requests(self, worker: Worker) -> None:
-        """Read the requests to stop or to save from the last control message."""
-        connector = self._strategy.trainer._signal_connector
+    def read_requests(self, worker: Worker, trainer: pl.Trainer) -> None:
+        """Read the requests to stop or to save from the last control message of a worker."""
+        connector = trainer._signal_connector
         if worker.stop_agreed and not connector.received_sigterm:
             rank_zero_info(f"A rank has received SIGTERM: all ranks end after optimizer step {worker.step}.")
             self._have_agreed = connector.received_sigterm = True  # Lightning raises it after the batch
         if worker.save_agreed:
             self.save_is_due = True
-            for each in self._strategy.workers:  # of several optimizers only one has sent it
+            for each in self._workers.values():  # of several optimizers only one has sent it
                 each.save_requested = False
         worker.save_agreed = False  # else it would be read again when an average begins, which has no message yet
 
-    def save(self, trainer: pl.Trainer) -> None:
-        """Save and requeue, as SLURM's signal asked for.
+    def save_if_due(self, trainer: pl.Trainer) -> None:
+        """Save and requeue, if SLURM's signal asked for it.
 
         Collective: all ranks.
         """
+        if not self.save_is_due:
+            return
         self.save_is_due = False
         trainer._signal_connector._slurm_sigusr_handler_fn(
             signal.SIGUSR1,

@@ -4,8 +4,10 @@
 2. the end of the wrapped closure: check for faults, clip, exchange;
 3. after the step: the method's counters and averages, and the user's values back in the param groups.
 
-Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these.
-Everything else is in one file per concern.
+Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. Where
+gradients are exchanged in every step, weights are equal on all ranks, and so are buffers where somebody looks at them.
+Where weights are averaged after some steps, each rank trains alone in between and sends nothing; validation,
+checkpoints and the end see the consensus.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -28,42 +31,48 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.engine.checks import plain_values
+from lightning_lowbw.engine.checks import plain_values, warn_if_mostly_sent
+from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.method import Method, as_method
+from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import facts
-from lightning_lowbw.strategies.advice import warn_if_alone
+from lightning_lowbw.strategies import checks, shards
+from lightning_lowbw.strategies.advice import tell_of_sparse_steps, warn_if_alone, warn_if_too_short
 from lightning_lowbw.strategies.auto_choice import AutoChoice
-from lightning_lowbw.strategies.backwards import Backwards, reaches
-from lightning_lowbw.strategies.by_name import explain_, warn_if_not_distributed
-from lightning_lowbw.strategies.bypass import BypassGuard
-from lightning_lowbw.strategies.checkpoint import Checkpoints, Needs
-from lightning_lowbw.strategies.clipping import Clipping
-from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.base import buffers_by_optimizer
+from lightning_lowbw.strategies.callback_agreement import (
+    Timers,
+    agree_on_averages_,
+    agree_on_monitored,
+    agree_on_weights_,
+    weights_of,
+)
+from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
+from lightning_lowbw.strategies.consensus_view import ConsensusView
+from lightning_lowbw.strategies.gradient_hook import GradientHook, ddp_reduces, reaches
 from lightning_lowbw.strategies.groups import Groups
-from lightning_lowbw.strategies.interruption import Interruptible
-from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, given_keywords, shows
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, asked_of_buffers, given_keywords, shows
 from lightning_lowbw.strategies.launcher import Launcher
 from lightning_lowbw.strategies.lost_peers import LostPeers
-from lightning_lowbw.strategies.onlookers import is_gradient_seen
-from lightning_lowbw.strategies.optimizers import OptimizerWorkers
-from lightning_lowbw.strategies.regime import Regime
-from lightning_lowbw.strategies.replicas import Replicas
+from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
-from lightning_lowbw.strategies.shared_buffers import choose_buffers
+from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.synchronous import Synchronous
-from lightning_lowbw.strategies.uneven import Policy
-from lightning_lowbw.strategies.velocities import with_whole_velocities
+from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, clips_before_exchange
+from lightning_lowbw.strategies.uneven import Policy, Uneven
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.agreement import agree, failing_together
 from lightning_lowbw.where.ledger import Level, TrafficLedger
+from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import TopologyChoice
 
 SETTLE_S = 0.02
 
 
-class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
+class Strategy(CheckpointedStrategy, DDPStrategy):
     """DDP in which a method does the communication.
 
     Args:
@@ -100,30 +109,50 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         *,
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
-        resume: Needs = "exact",
+        resume: shards.Needs = "exact",
         **kwargs: Unpack[DDPKeywords],
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
         self.method = as_method(method, topology)
         self.ledger = TrafficLedger()
-        self._options: dict[str, Any] = {"uneven": uneven, "resume": resume}
+        self._options = {"uneven": uneven, "resume": resume}
         self._workers = {}
         self._graph: Any = None  # of the last loss, until the gradients are exchanged
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
         self._make_parts()
+        self._check_method()
 
+    @override
     def _make_parts(self) -> None:
-        """Make what touches Lightning; once more when this becomes a strategy of the other package."""
+        super()._make_parts()
         self.groups = Groups()
-        self.clipping = Clipping(self, self._exchange_unscaled, self._has_reduced)
-        self.regime = self._make_regime()
+        self.signals = Signals(self._workers)
+        self.buffers = SharedBuffers(asked_of_buffers(self._ddp_kwargs))
+        self.view = ConsensusView()
+        self.uneven = Uneven(self._options["uneven"], self.signals)
         self.auto = AutoChoice()
-        self.signals = Signals(self)
-        self._hook = GradientHook(self)
-        self._guard = BypassGuard(self._stepping_past_lightning)
-        self._backwards = Backwards()
-        self.lost_peers = LostPeers(self)
-        self._checkpoints = Checkpoints(self, self._options["resume"])
+        self.lost_peers = LostPeers()
+        self._clipping = Clipping()
+        self._hook = GradientHook(self._workers)
+        self._guard = StepGuard()
+        self._timers = Timers()
+        self._first_callback = FirstCallback()
+        self._begin_state()
+
+    def _check_method(self) -> None:
+        """Raise ConfigurationError where the method does not go together with another argument."""
+        if not self.method.averages_weights:
+            if self._options["uneven"] != "finish":
+                raise ConfigurationError(
+                    f"uneven={self._options['uneven']!r}: for methods that average weights after some steps; the "
+                    f"method given communicates in every step ({code_of(self.method)}). Leave it out."
+                )
+            return
+        if asked_of_buffers(self._ddp_kwargs):
+            raise ConfigurationError(
+                "broadcast_buffers=True (or forward_sync_buffers=True) sends the buffers of rank 0 in every forward "
+                "pass; local SGD averages them with the parameters. Leave it out."
+            )
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters | inspect.signature(Strategy).parameters
@@ -142,71 +171,80 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
-            self.lost_peers.begin_fit()
+        trainer = self.trainer
+        if trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
+            self.lost_peers.begin_fit(lambda: trainer.global_step)
             agree("strategy", {"class": type(self).__name__})  # others do other things from here on
-            settings = facts.settings_of(self.trainer, takes_uneven=self.method.averages_weights)
+            settings = checks.settings_of(trainer, takes_uneven=self.method.averages_weights)
             others = {**plain_values(self._ddp_kwargs), **settings}
-            facts.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
+            checks.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING:
+            checks.agree_on_resume(trainer)
+            self.method = self.auto.begin_fit(self.method)
+            self._check_trainer(trainer)
+            self.ledger = TrafficLedger()
+            self._workers.clear()
+            self.signals.begin_fit()
+            self._begin_state()
+            self.buffers.begin_fit(trainer.lightning_module)
             super().setup(trainer)
-            self.regime.set_up(trainer)
+            self._make_workers()
+            checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
+            self._guard.watch(self.optimizers)
+            self._begin_checkpoints()
+            self._clipping.install(self.precision_plugin, self.worker_of, self._make_mean)
+            warn_if_alone(type(self).__name__, self.world_size)
+        else:
+            super().setup(trainer)
+        if self._workers and self.is_search(trainer):  # for validation and the like as well
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+            callbacks.insert(0, self._first_callback)
+
+    def _check_trainer(self, trainer: pl.Trainer) -> None:
+        """Raise ConfigurationError if a setting of the Trainer does not go together with averages of weights."""
+        if not self.method.averages_weights:
             return
-        facts.agree_on_resume(trainer)
-        self._set_method(self.auto.begin_fit(self.method))
-        self.regime.check(trainer)
-        self.ledger = TrafficLedger()
-        self._workers.clear()
-        self._backwards.begin_fit()
-        self.signals.begin_fit()
-        self.regime.begin_fit()
-        super().setup(trainer)
-        assert isinstance(self.model, DistributedDataParallel)
-        self._make_workers()
-        facts.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
-        self._guard.watch(self.optimizers)
-        self._checkpoints.begin_fit()
-        self.clipping.install()
-        self.regime.set_up(trainer)
-        warn_if_alone(type(self).__name__, self.world_size)
+        if self._layer_sync is not None:
+            raise ConfigurationError(
+                "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing "
+                "between averages, which include batch norm's statistics. Leave it out."
+            )
+        if getattr(trainer, "_val_check_time_interval", None) is not None:  # since Lightning 2.6
+            raise ConfigurationError(
+                "Trainer(val_check_interval=...) is a time, and each rank has a clock of its own: between averages one "
+                "would validate while others train on. Give a number of batches."
+            )
+
+    def _begin_state(self) -> None:
+        """Forget the last fit, or the steps with a method of another kind."""
+        self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
+        self._has_new_gradients = False  # since the last exchange
+        self._exchanged: set[Worker] = set()  # to clip the mean by hand, since the last backward pass
+        self._is_exchanged_by_clipping = False
+        self._losses: list[Tensor] = []  # for the next optimizer that steps
+        self._are_losses_observed = False  # by an optimizer; others may step, too, until the next backward
+        self._has_stepped = True  # since the last batch; what follows is not accumulated to it
+        self._has_equal_epochs = False
+        self.view.keep()
+        self.uneven.begin_fit()
 
     def _make_workers(self) -> None:
         """Make a worker for each optimizer.
 
         Collective: all ranks.
         """
-        assert self.lightning_module is not None
-        named_parameters = list(self.lightning_module.named_parameters())
+        module = self.lightning_module
+        assert module is not None
+        named_parameters = list(module.named_parameters())
         with failing_together():
+            buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
             for optimizer in self.optimizers:
-                buffers = self.regime.buffers_of(optimizer)
-                worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, buffers)
+                own = buffers.get(id(optimizer))
+                worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, own)
                 self._workers[id(optimizer)] = worker
-
-    def _make_regime(self) -> Regime:
-        """Return what this does apart from the exchange.
-
-        Raises:
-            ConfigurationError: `uneven` is out of range, or has no meaning for the method.
-        """
-        uneven = self._options["uneven"]
-        if self.method.averages_weights:
-            return Replicas(self, uneven)
-        if uneven != "finish":
-            raise ConfigurationError(
-                f"uneven={uneven!r}: for methods that average weights after some steps; the method given communicates "
-                f"in every step ({code_of(self.method)}). Leave it out."
-            )
-        return Synchronous(self)
-
-    def _set_method(self, method: Method) -> None:
-        is_other, self.method = method.averages_weights != self.method.averages_weights, method
-        if is_other:
-            self.regime.tear_down()
-            self.regime = self._make_regime()
 
     def adopt(self, method: Method) -> None:
         """Continue with another method, after a step at which all ranks have the same weights and no residuals.
@@ -216,26 +254,24 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         Raises:
             ConfigurationError, DisagreementError: on all ranks.
         """
-        facts.agree_on_configuration(type(self).__name__, method.facts())
-        before, regime = self.workers, self.regime
+        checks.agree_on_configuration(type(self).__name__, method.facts())
+        before, is_other_kind = self.workers, method.averages_weights != self.method.averages_weights
         self.signals.settle()  # a rank repeats its request
-        self._set_method(method)
-        if self.regime is not regime:
+        self.method = method
+        if is_other_kind:
             with failing_together():
-                self.regime.check(self.trainer)
-            self.regime.begin_fit()
+                self._check_method()
+                self._check_trainer(self.trainer)
+            self._begin_state()
             self.groups.make_for_averages(method, self._timeout)
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
-            worker.step, worker.batch = old.step, old.batch
-            worker.requests = old.requests
-        if self.regime is not regime:
-            self.regime.set_up(self.trainer)
+            worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        facts.check_model(
+        checks.check_model(
             self.model,
             compares_weights=self._ddp_kwargs.get("init_sync") is False,
             takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,
@@ -245,46 +281,102 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._reduced_by_ddp = frozenset(p for p in self.model.parameters() if p.requires_grad)
         super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
         level: Level | None = None if self.groups.topology is None else "inter"
         if self.world_size > 1:
-            choose_buffers(self.model, lambda buffers: self.regime.buffers_to_broadcast(buffers), self.ledger, level)
+            choose_buffers(self._ddp, lambda buffers: self._buffers_to_broadcast(buffers), self.ledger, level)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        """The model, in a fit."""
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
 
     @override
     def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
-        self._hook.register(self.model, is_manual=not self.lightning_module.automatic_optimization)
+        is_manual = not self.lightning_module.automatic_optimization
+        self._hook.register(self._ddp, self.groups.gradients, is_manual=is_manual)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        warn_if_not_distributed(self.trainer, self)
+        checks.warn_if_not_distributed(self.trainer, type(self).__name__)
         self.signals.defer(self.trainer)
-        self.regime.begin_training(self.trainer)
+        self.begin_training()
+
+    def begin_training(self) -> None:
+        """Start the workers: the state of a resume has been loaded, and callbacks have set schedules."""
+        trainer, averages = self.trainer, self.method.averages_weights
+        if averages:
+            self._resolve_begin()
+        for worker in self.workers:
+            worker.check_schedule()
+            warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
+        if self.method.uses_kernels(self.root_device) and self.world_size > 1:
+            prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open))
+        if averages and self.world_size > 1:
+            self._begin_averages()
+        if averages:
+            return
+        self._has_equal_epochs = checks.agree_on_length(trainer)
+        when = self.method.when
+        if self.method.compresses_gradients and self.world_size > 1:
+            assert isinstance(when, EveryStep)
+            is_search = self.is_search(trainer)
+            self.auto.begin_training(self.workers, trainer, is_search=is_search)
+            if not when.is_auto and not is_search:
+                warn_if_too_short(when, trainer, self.workers)
+                tell_of_sparse_steps(self.workers)
+
+    def _begin_averages(self) -> None:
+        trainer, when = self.trainer, self.method.when
+        assert isinstance(when, EveryK)
+        self._timers.restore()
+        if not self.is_search(trainer):
+            warn_if_too_short(when, trainer, self.workers)
+        self.uneven.begin_training(trainer, self.replicas, self.groups.gradients)
+        self._timers.defer(trainer)
+        for worker in self.replicas:
+            worker.begin_local()
+        self._choose_backward_sync()
+        if self._ddp.static_graph and not self._ddp.require_backward_grad_sync:
+            raise ConfigurationError(
+                "static_graph=True, and the first step is local: DDP learns the graph in a first step that it reduces. "
+                "Leave it out, or begin with a synchronous step (begin_step=1; a resume in the local phase has none)."
+            )
+
+    def is_search(self, trainer: pl.Trainer) -> bool:
+        """Return whether a tuner searches, with callbacks of its own: the fit comes after it."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        return self.world_size > 1 and self._first_callback not in callbacks
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self._launcher, Launcher):
             self._launcher.end_exception()
-        explain_(exception, self)  # before Lightning would do so
+        checks.explain_unfinished_(exception, self.lightning_module, type(self).__name__)  # before Lightning would
         self.lost_peers.explain_(exception)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        self.regime.tear_down()
+        self._timers.restore()
+        if self.view.is_shown and not self.is_interrupted:  # a resume with no batch left to train
+            self._keep_consensus()
+        self._is_fit_over = True
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and self._first_callback in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
         self.signals.restore()
-        self.clipping.restore()
+        self._clipping.restore()
         self.groups.close()
         self._guard.release()
         self._hook.release()
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
-        module = self.lightning_module
-        has_trained = module is not None and module._trainer is not None
-        meets = has_trained and (self.signals.is_ending_all or not self.is_interrupted)
+        meets = trainer is not None and (self.signals.is_ending_all or not self.is_interrupted)
         super().teardown()
         if meets:
             # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
@@ -299,17 +391,57 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.note_batch()
-        self._checkpoints.begin_batch()
-        self.regime.begin_batch(batch)
+        self._restore_random_numbers()
+        if self.method.averages_weights:
+            self.view.hide()  # the last consensus view may not have ended
+            if self.world_size > 1:
+                self.uneven.count(batch)
+                self.uneven.begin_batch(self.trainer)
+                self._timers.may_run = not all(worker.is_local for worker in self.workers)
+                self._choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
+            return
+        if self.buffers.is_check_due:
+            self.buffers.compare(self.trainer.lightning_module, self.root_device)
+        self._choose_backward_sync()
+        self._hook.is_timing = self.auto.is_timing
+        if self.trainer.lightning_module.automatic_optimization and not self._ddp.require_backward_grad_sync:
+            # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In
+            # manual optimization Lightning's DDP broadcasts none.
+            self._ddp.require_forward_param_sync = self._has_stepped
+        self._has_stepped = False
+
+    def _choose_backward_sync(self) -> None:
+        """Let DDP fill no buckets and search for no unused parameters where it reduces nothing."""
+        ddp, averages = self._ddp, self.method.averages_weights
+        if averages and ddp.require_backward_grad_sync and not all(each.reduces_in_backward for each in self.workers):
+            # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
+            ddp.reducer._rebuild_buckets()
+        learns_graph = bool(ddp.static_graph) and not averages
+        ddp.require_backward_grad_sync = learns_graph or any(ddp_reduces(worker, ddp) for worker in self.workers)
+
+    @property
+    def _is_compressed(self) -> bool:
+        """Whether gradients of the coming step are not sent whole."""
+        return any(not worker.reduces_in_backward for worker in self.workers)
+
+    def _buffers_to_broadcast(self, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the buffers that rank 0 sends to all before the coming forward pass."""
+        if self.method.averages_weights:
+            return list(buffers.values()) if any(each.reduces_in_backward for each in self.workers) else []
+        return self.buffers.to_broadcast(buffers, is_compressed=self._is_compressed)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._backwards.num += 1
-        self.clipping.begin_backward()
+        self._has_new_gradients = True
+        self._exchanged.clear()
         if self.trainer.lightning_module.automatic_optimization:  # else the user's code may want to keep graphs
             self._graph = closure_loss.grad_fn
-        self.regime.begin_backward(closure_loss)
+        if self.method.averages_weights:
+            if self._are_losses_observed:
+                self._losses.clear()
+            self._are_losses_observed = False
+            self._losses.append(closure_loss.detach())
 
     @override
     def optimizer_step(
@@ -328,32 +460,25 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
 
         with self._guard.allowing(worker.optimizer), worker.stepping():
             result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
-        self.regime.end_step(worker)
+        self._end_step(worker)
         return result
-
-    def _stepping_past_lightning(self, optimizer: Optimizer) -> AbstractContextManager[None] | None:
-        """Return what encloses a dense step that the user's code takes by itself; in no other can it be taken so."""
-        worker = self.worker_of(optimizer)
-        return self._dense_step(worker) if worker.reduces_in_backward else None
-
-    @contextmanager
-    def _dense_step(self, worker: Worker) -> Iterator[None]:
-        with worker.stepping():
-            with torch.no_grad():
-                self._exchange(worker)
-            yield
-        self.regime.end_step(worker)
 
     @torch.no_grad()
     def _end_closure(self, worker: Worker) -> None:
         """Replace the gradients of the optimizer that steps by those it steps with."""
-        self.regime.end_backward(worker)
+        self._has_stepped = self._are_losses_observed = True
+        if isinstance(worker, ReplicaWorker):
+            for loss in self._losses:
+                worker.observe_loss(loss)
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
             return
-        if self.clipping.take_exchanged(worker):
+        if worker in self._exchanged:
+            self._exchanged.remove(worker)
             return
-        if self.trainer.lightning_module.automatic_optimization and not self._backwards.take_new(worker):
+        has_new, self._has_new_gradients = self._has_new_gradients, False
+        if self.trainer.lightning_module.automatic_optimization and not has_new:
+            # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
             if not worker.reduces_in_backward:
                 worker.optimizer.zero_grad(set_to_none=True)
             return
@@ -361,8 +486,23 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
 
     @torch.no_grad()
     def _exchange_unscaled(self, worker: Worker) -> None:
-        self._hook.count_wait()
+        self.ledger.exposed_s += self._hook.wait_s()
         exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
+
+    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
+        """Check for faults, clip, exchange; return whether the step is to be taken."""
+        reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
+        self._hook.forget(worker.parameters())
+        worker.list_gradients(reduced=reduced, by_clipping=self._is_exchanged_by_clipping)
+        clips = clips_before_exchange(worker, self.trainer)
+        # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
+        # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
+        if clips or skip_nonfinite:
+            worker.check_gradients()
+        if clips:
+            self._clipping.clip(self.trainer, worker.optimizer)
+        applies = not (skip_nonfinite or self._guard.is_gradient_seen(self.trainer, worker.optimizer))
+        return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
     def _has_reduced(self, worker: Worker) -> bool:
         """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`.
@@ -371,7 +511,7 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             ConfigurationError: on this rank, which the others then name; it has not taken part in DDP's reduction.
         """
         graph, self._graph = self._graph, None
-        if not self.regime.ddp_reduces(worker):
+        if not ddp_reduces(worker, self._ddp):
             return False
         is_automatic = self.trainer.lightning_module.automatic_optimization
         parameters = self._reduced_by_ddp.intersection(worker.parameters())
@@ -384,41 +524,241 @@ class Strategy(OptimizerWorkers, Interruptible, DDPStrategy):
             )
         return is_automatic or reduced == parameters
 
-    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
-        """Check for faults, clip, exchange; return whether the step is to be taken."""
-        reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
-        self._hook.forget(worker.parameters())
-        worker.list_gradients(reduced=reduced, by_clipping=self.clipping.is_exchanging)
-        clips = self.clipping.comes_before_exchange(worker)
-        # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
-        # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
-        if clips or skip_nonfinite:
-            worker.check_gradients()
-        if clips:
-            self.clipping.clip(worker.optimizer)
-        applies = not (skip_nonfinite or is_gradient_seen(self.trainer, worker.optimizer, self._guard))
-        return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+    def _make_mean(self, worker: Worker) -> bool:
+        """Exchange gradients that are clipped by hand, where their mean is clipped, and the step would make it later.
 
-    # Validation and checkpoints ---------------------------------------------------------------------------------
+        Returns:
+            Whether the step is to be taken.
+        """
+        is_of_rank = worker.is_local or worker.clips_before_exchange
+        if self.trainer.lightning_module.automatic_optimization or is_of_rank:
+            return True
+        if worker.reduces_in_backward and self._has_reduced(worker):
+            return True
+        if worker not in self._exchanged:
+            self._is_exchanged_by_clipping = True
+            try:
+                self._exchange_unscaled(worker)
+            finally:
+                self._is_exchanged_by_clipping = False
+            self._exchanged.add(worker)
+            self.signals.read_requests(worker, self.trainer)  # another exchange before the step would overwrite them
+        return worker.is_taken
+
+    def _end_step(self, worker: Worker) -> None:
+        """Read what other ranks request, and prepare the next step."""
+        if isinstance(worker, ReplicaWorker):
+            if self.world_size > 1 and worker.has_met:
+                self._timers.may_run = True
+                self.signals.read_requests(worker, self.trainer)
+        else:
+            self.signals.end_step(worker, self.trainer)
+            method = self.auto.end_step(worker, self.workers, self.trainer)
+            if method is not None:
+                self.adopt(method)
+                self.begin_training()
+            if self.trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
+                self.buffers.note_step(worker.step, is_compressed=self._is_compressed)
+        self._choose_backward_sync()  # in manual optimization the next backward pass is of the same batch
+
+    # What the first callback calls ------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch, whose data may have changed."""
+        if self.method.averages_weights:
+            self.uneven.begin_epoch(self.trainer)
+        elif self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
+            checks.agree_on_hyperparameters(self.trainer)
+
+    def end_batch(self) -> None:
+        """Wait for ranks with more batches, and save if it was requested and all ranks are there."""
+        if self.method.averages_weights:
+            self.uneven.end_batch(self.trainer)
+            self._timers.may_run &= self.uneven.all_are_here
+        if self.all_are_here:
+            self.signals.save_if_due(self.trainer)
+
+    def show_consensus(self) -> None:
+        """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
+        module = self.lightning_module
+        if not self.method.averages_weights:
+            if self._workers and not self._is_fit_over:
+                self.buffers.share_(self.trainer.lightning_module, self.ledger, self.root_device)
+            return
+        if module is None or module._trainer is None or self.view.is_shown:
+            return
+        is_interrupted = self.is_interrupted or self._is_fit_over  # after an exception replicas differ
+        if not is_interrupted:
+            self.uneven.check_view(module.trainer)
+            if module.trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+                agree_on_averages_(module.trainer, self.ledger, self.root_device)
+        self.view.show(self.replicas, module, is_interrupted=is_interrupted)
+
+    def agree_on_metrics(self) -> None:
+        """Average the metrics that callbacks and schedulers monitor."""
+        agree_on_monitored(self.trainer, self.root_device)
+        if not self.method.averages_weights:
+            checks.agree_on_hyperparameters(self.trainer)
+
+    def end_epoch(self) -> None:
+        """Agree on monitored metrics; the epoch may have ended without a last batch."""
+        if self.method.averages_weights:
+            self.uneven.finish_epoch(self.trainer, is_over(self.trainer))
+            self.agree_on_metrics()
+        elif self._has_equal_epochs:  # else the others may be in a step
+            self.agree_on_metrics()
+            self.show_consensus()
+
+    def leave_consensus(self) -> None:
+        """Leave the consensus in the model, at the end of the training."""
+        if self.method.averages_weights:
+            self.uneven.finish_epoch(self.trainer, is_over=True)  # a callback may have stopped it in mid-epoch
+            self.show_consensus()
+            self._keep_consensus()
+
+    def _keep_consensus(self) -> None:
+        self.view.keep()
+        for worker in self.replicas:
+            worker.finish()
+
+    # The end, validation and checkpoints ------------------------------------------------------------------------
+
+    @property
+    @override
+    def all_are_here(self) -> bool:
+        return self.uneven.all_are_here or self.uneven.has_ended
+
+    @override
+    def on_train_end(self) -> None:
+        if self.method.averages_weights:
+            everyone = Peers(None, self.ledger)
+            agree_on_weights_(weights_of(self.trainer.lightning_module), everyone, self.root_device)
+        else:
+            self.signals.settle()
+            self.lost_peers.come_to_end(self.trainer.global_step, self._timeout)
+            self._check_late_faults()
+            checks.agree_on_hyperparameters(self.trainer)
+            for worker in self.workers:
+                if isinstance(worker, GradientWorker):  # of a node's velocities each rank has had a part
+                    for parameter, velocity in worker.whole_momentum().items():
+                        worker.optimizer.state[parameter][worker.velocities.key] = velocity
+            self.show_consensus()
+            self.auto.end_training(type(self).__name__)
+        super().on_train_end()
+
+    def _check_late_faults(self) -> None:
+        """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
+        for worker in self.workers:
+            if isinstance(worker, GradientWorker) and not (self._is_fit_over or self.is_interrupted):
+                worker.check_late_faults()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if not self.method.averages_weights:
+            self.auto.restart_clock(self.ledger)
+        elif not self.trainer.sanity_checking:  # after which there may be nothing to train
+            self.view.hide()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.regime.state_dict(super().lightning_module_state_dict)
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if not self.replicas:
+            self._check_late_faults()
+        elif trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.show_consensus()
+        return self.view.copied(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return it with whole velocities, of which each rank of a node keeps a part: any strategy resumes from it.
+
+        Collective: the ranks of a node.
+        """
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.is_interrupted or self.regime.is_fit_over:  # not all ranks are here, or all is whole
+        worker = self.worker_of(optimizer)
+        if self.is_interrupted or self._is_fit_over or not isinstance(worker, GradientWorker):
             return state
-        return with_whole_velocities(state, self.worker_of(optimizer))
+        whole = worker.whole_momentum()
+        entries = dict(state["state"])  # new dictionaries: those of the state are the optimizer's own
+        for index, parameter in enumerate(p for group in worker.optimizer.param_groups for p in group["params"]):
+            if parameter in whole:
+                entries[index] = {**entries.get(index, {}), worker.velocities.key: whole[parameter]}
+        return {**state, "state": entries}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        write = functools.partial(super().save_checkpoint, storage_options=storage_options)
-        self._checkpoints.save(checkpoint, filepath, write)
-        self.regime.end_save()
+        self._save(checkpoint, filepath, functools.partial(super().save_checkpoint, storage_options=storage_options))
+        if not self.method.averages_weights:
+            self.auto.restart_clock(self.ledger)
+        elif not self.trainer.validating:
+            self.view.hide()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._checkpoints.load_shards(checkpoint, self.trainer.ckpt_path)
+        self._load_shards(checkpoint, self.trainer.ckpt_path)
+
+    @property
+    @override
+    def _nodes(self) -> list[list[int]] | None:
+        return self.groups.nodes
+
+    @override
+    def _chosen(self) -> Mapping[str, Any] | None:
+        return self.auto.state_dict()
+
+    @override
+    def _load_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
+        method = self.auto.load_state_dict(chosen, is_foreign=is_foreign)
+        if method is not None:
+            self.adopt(method)
+
+    @override
+    def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**buffers, **self.view.own_buffers(buffers)} if self.replicas else self.buffers.own(buffers)
+
+    @override
+    def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._shard(metadata), "unequal_buffers": self.buffers.unequal}
+
+    @override
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        with self.view.loading(self.replicas, self.lightning_module):
+            yield
+
+    @override
+    def _restore(self, shard: Mapping[str, Any]) -> None:
+        super()._restore(shard)
+        self.buffers.unequal = shard["unequal_buffers"]
+
+
+class FirstCallback(Callback):
+    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).begin_epoch()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).end_batch()
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).show_consensus()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            _of(trainer).agree_on_metrics()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).end_epoch()
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).leave_consensus()
+
+
+def _of(trainer: pl.Trainer) -> Strategy:
+    assert isinstance(trainer.strategy, Strategy)
+    return trainer.strategy

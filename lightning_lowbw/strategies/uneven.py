@@ -15,9 +15,10 @@ counters, schedulers and learning rates of the rank with the most batches become
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -33,11 +34,9 @@ from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.progress import batches_of, counters_of, ends_epoch, is_over, set_counters
-from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.where.agreement import gather
-
-if TYPE_CHECKING:
-    from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.where.peers import Peers
 
 Policy = Literal["finish", "stop"]
 
@@ -80,8 +79,8 @@ class Uneven:
     """Ends the epochs of ranks together whose numbers of batches differ or are unknown.
 
     Args:
-        strategy: the strategy.
         policy: what ranks do that have more batches than others: "finish" them, or "stop" when they average next.
+        signals: those of other ranks are read after averages in which this rank takes part at the end of its epoch.
 
     Attributes:
         meets: whether the numbers of batches differ or are unknown, so that the ranks meet; equal on all of them.
@@ -92,9 +91,9 @@ class Uneven:
         ConfigurationError: the policy is none of these.
     """
 
-    def __init__(self, strategy: Strategy, policy: Policy) -> None:
+    def __init__(self, policy: Policy, signals: Signals) -> None:
         check_one_of("uneven", policy, get_args(Policy))
-        self._strategy, self._policy = strategy, policy
+        self._policy, self._signals = policy, signals
         self._loader: Any = None  # whose length on this rank is `_num_batches`
         self._num_batches = 0.0
         self.begin_fit()
@@ -103,6 +102,10 @@ class Uneven:
         """Forget the last fit."""
         self.meets = self.has_ended = False
         self.all_are_here = True
+        self._trainer: pl.Trainer | None = None
+        self._workers: Sequence[ReplicaWorker] = ()
+        self._peers: Peers | None = None
+        self._can_weigh = self._can_finish = False  # whether replicas may have weights of their own, or go on alone
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
         """Begin an epoch, for which the data may have been loaded anew.
@@ -112,27 +115,38 @@ class Uneven:
         self.has_ended = False
         is_new = trainer.fit_loop._last_train_dl_reload_epoch == trainer.current_epoch
         if is_new and trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
-            self.begin_training(trainer)
+            assert self._peers is not None
+            self.begin_training(trainer, self._workers, self._peers)
 
-    def begin_training(self, trainer: pl.Trainer) -> None:
+    def begin_training(self, trainer: pl.Trainer, workers: Sequence[ReplicaWorker], peers: Peers) -> None:
         """Let the workers meet before they average, where the numbers of batches differ or are unknown.
 
         Collective: all ranks, blocking.
 
+        Args:
+            trainer: of this rank.
+            workers: of the optimizers, until the next call.
+            peers: all ranks.
+
         Raises:
             ConfigurationError: on all ranks; it would not be known which batch is the last one.
         """
+        self._trainer, self._workers, self._peers = trainer, workers, peers
         loader = trainer.fit_loop._combined_loader
         if loader is not self._loader:  # else `_make_equal` has replaced it: a tuner starts the training twice
             self._loader, self._num_batches = loader, trainer.num_training_batches
         lengths = gather(self._num_batches, "number of batches")  # infinity where it is not known
         longest = max(lengths)
         self.meets = min(lengths) < longest or longest == math.inf
-        for worker in self._strategy.replicas:
+        for worker in workers:
             worker.meet = self._meet_for_average if self.meets else None
             worker.weighs_samples, worker.num_samples = False, 0.0
         if not self.meets:
             return
+        self._can_weigh = not any(
+            each.method.sends_changes or each.when.delay_steps or each.when.has_fragments for each in workers
+        )
+        self._can_finish = self._policy == "finish" and self._can_weigh
         counts = " and ".join("an unknown number of" if n == math.inf else f"{n:.0f}" for n in sorted(set(lengths)))
         if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
@@ -140,11 +154,11 @@ class Uneven:
                 f"{counts} batches, so that they cannot agree on it. Take the batch as argument, or make the data even."
             )
         # Schedulers may have been made for the number of steps of this rank.
-        set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=lengths.index(longest)))
+        set_counters(trainer, trainer.strategy.broadcast(counters_of(trainer), src=lengths.index(longest)))
         self._make_equal(trainer, longest)
         does = "finish" if self._can_finish else "stop when they average next"
         rank_zero_info(
-            f"{type(self._strategy).__name__}: the ranks have {counts} batches, so before each average they exchange "
+            f"{type(trainer.strategy).__name__}: the ranks have {counts} batches, so before each average they exchange "
             f"which of them have ended; those with more {does}."
         )
 
@@ -165,20 +179,9 @@ class Uneven:
         # Infinity: after the last batch, whichever that is.
         trainer.val_check_batch = math.inf if interval == 1.0 else max(1, int(longest * interval))
 
-    @property
-    def _can_weigh(self) -> bool:
-        """Whether replicas may have weights of their own."""
-        method = self._strategy.method
-        assert isinstance(method.when, EveryK)
-        return not (method.sends_changes or method.when.delay_steps or method.when.has_fragments)
-
-    @property
-    def _can_finish(self) -> bool:
-        return self._policy == "finish" and self._can_weigh
-
     def count(self, batch: Any) -> None:
         """Add the samples of a batch to this rank's weight."""
-        for worker in self._strategy.replicas if self.meets else ():
+        for worker in self._workers if self.meets else ():
             worker.num_samples += _num_samples(batch)
 
     # Meeting ----------------------------------------------------------------------------------------------------
@@ -192,15 +195,17 @@ class Uneven:
             DisagreementError: on all ranks; those that train are not at the same point.
             ConfigurationError: on all ranks; one of them has no batch at all, or ended where all are needed.
         """
-        strategy, progress = self._strategy, batches_of(self._strategy.trainer)
+        assert self._trainer is not None
+        assert self._peers is not None
+        peers, progress = self._peers, batches_of(self._trainer)
         is_last = progress.is_last_batch or what in (ENDED, EMPTY)
-        own = [what, is_last, is_over, progress.current.ready, *(worker.step for worker in self._strategy.replicas)]
-        rows = torch.zeros(strategy.world_size, len(own), dtype=torch.int64)
-        rows[strategy.global_rank] = torch.tensor(own, dtype=torch.int64)
-        rows = rows.to(strategy.root_device)
+        own = [what, is_last, is_over, progress.current.ready, *(worker.step for worker in self._workers)]
+        rows = torch.zeros(peers.num_ranks, len(own), dtype=torch.int64)
+        rows[peers.rank] = torch.tensor(own, dtype=torch.int64)
+        rows = rows.to(self._workers[0].device)
         # Without an exchange of gradients or weights, it is no step's traffic.
-        with nullcontext() if what == SYNCHRONOUS_BATCH or what >= AVERAGE else strategy.ledger.paused():
-            strategy.groups.gradients.all_reduce_(rows, dist.ReduceOp.MAX)
+        with nullcontext() if what == SYNCHRONOUS_BATCH or what >= AVERAGE else peers.ledger.paused():
+            peers.all_reduce_(rows, dist.ReduceOp.MAX)
         places = [
             Place(what, bool(is_last), bool(is_over), num_batches, tuple(steps))
             for what, is_last, is_over, num_batches, *steps in rows.tolist()
@@ -251,14 +256,15 @@ class Uneven:
         if not self.meets:
             return
         progress = batches_of(trainer)
-        is_synchronous = not all(worker.is_local for worker in self._strategy.replicas)
+        is_synchronous = not all(worker.is_local for worker in self._workers)
         if is_synchronous or self._is_view_due(trainer):
             places = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
             progress.is_last_batch = any(place.is_last for place in places)
             return
-        peers = self._strategy.groups.gradients
+        peers = self._peers
+        assert peers is not None
         if peers.num_local_ranks > 1:  # the ranks of a node step together
-            is_last = torch.tensor([progress.is_last_batch], dtype=torch.int64, device=self._strategy.root_device)
+            is_last = torch.tensor([progress.is_last_batch], dtype=torch.int64, device=self._workers[0].device)
             peers.node.all_reduce_(is_last, dist.ReduceOp.MAX)
             progress.is_last_batch = bool(is_last)
 
@@ -276,16 +282,16 @@ class Uneven:
         return any(trainer.global_step % steps + most >= steps for steps in intervals)
 
     def _meet_for_average(self, worker: ReplicaWorker) -> None:
-        what = AVERAGE + self._strategy.replicas.index(worker)
+        assert self._trainer is not None
+        what = AVERAGE + self._workers.index(worker)
         places = self._meet(what)
         while any(place.what == BATCH for place in places):  # the last one of the others, too, after this message
             places = self._meet(what)
         self._weigh(worker, places)
-        trainer = self._strategy.trainer
         if not self._can_finish and any(place.is_last for place in places):
-            batches_of(trainer).is_last_batch = True
+            batches_of(self._trainer).is_last_batch = True
         if any(place.is_over for place in places):
-            trainer.should_stop = True
+            self._trainer.should_stop = True
 
     def _weigh(self, worker: ReplicaWorker, places: list[Place]) -> None:
         worker.weighs_samples = self._can_weigh and any(place.what == ENDED for place in places)
@@ -306,14 +312,15 @@ class Uneven:
         Collective: all ranks, at the ends of their epochs.
         """
         if self.meets and ends_epoch(trainer):
-            self.finish_epoch(is_over(trainer))
+            self.finish_epoch(trainer, is_over(trainer))
 
-    def finish_epoch(self, is_over: bool) -> None:
+    def finish_epoch(self, trainer: pl.Trainer, is_over: bool) -> None:
         """Take part in the averages of the others until all ranks have ended their epochs, if they have not.
 
         Collective: all ranks, at the ends of their epochs.
 
         Args:
+            trainer: of this rank.
             is_over: whether this rank is at the end of the training.
 
         Raises:
@@ -321,7 +328,6 @@ class Uneven:
         """
         if not self.meets or self.has_ended:
             return
-        trainer = self._strategy.trainer
         if trainer.received_sigterm and not self.all_are_here:
             raise SIGTERMException
         what = ENDED if batches_of(trainer).current.ready else EMPTY
@@ -333,11 +339,11 @@ class Uneven:
             number = others[0].what - AVERAGE
             if number < 0:  # a batch, after which they end, too
                 continue
-            worker = self._strategy.replicas[number]
+            worker = self._workers[number]
             self._weigh(worker, places)
             worker.idle(others[0].steps[number] - worker.step)
             worker.average_due(finished=True)
-            self._strategy.signals.read_requests(worker)
+            self._signals.read_requests(worker, trainer)
             if worker.stop_agreed:  # the others leave after this average, in mid-epoch
                 raise SIGTERMException
         self.has_ended = True
@@ -350,15 +356,15 @@ class Uneven:
 
         Collective: all ranks.
         """
-        for number, worker in enumerate(self._strategy.replicas):
+        for number, worker in enumerate(self._workers):
             if num_missed := max(place.steps[number] for place in places) - worker.step:
                 worker.idle(num_missed)
             if self._can_weigh and worker.steps_since_average:
                 worker.weighs_samples = True
                 worker.average()
-                self._strategy.signals.read_requests(worker)
+                self._signals.read_requests(worker, trainer)
         longest = max(range(len(places)), key=lambda rank: places[rank].num_batches)
-        set_counters(trainer, self._strategy.broadcast(counters_of(trainer), src=longest))
+        set_counters(trainer, trainer.strategy.broadcast(counters_of(trainer), src=longest))
         if any(place.is_over for place in places):
             trainer.should_stop = True
 

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
 from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, LocalSGDStrategy
-from lightning_lowbw.strategies.by_name import whole_data_sampler_of
+from lightning_lowbw.strategies.checks import whole_data_sampler_of
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer, weights_of
 
@@ -46,8 +46,8 @@ def by_name() -> str:
 @pytest.mark.parametrize(
     ("make", "advice"),
     [
-        (dgc, "search for them: strategy=DGCStrategy(find_unused_parameters=True)."),
-        (by_name, "search for them: strategy='int8_hierarchical_find_unused_parameters_true' or strategy=Strategy("),
+        (dgc, "search for them: strategy=DGCStrategy(find_unused_parameters=True), or the"),
+        (by_name, "search for them: strategy=Strategy(find_unused_parameters=True), or the strategy's name with"),
     ],
 )
 def test_the_error_about_unused_parameters_names_this_strategy(make: Callable[[], Any], advice: str) -> None:
@@ -106,52 +106,6 @@ def test_data_that_is_not_distributed_is_warned_about() -> None:
     assert run_ranks(warnings_about_data, 2, "diloco", Shards) == [[], []]
     # Who has passed the class shares out the data himself: no library has misread a name.
     assert run_ranks(warnings_about_data, 2, LocalSGDStrategy(), None) == [[], []]
-
-
-class Loader(DataLoader[Any]):
-    """One that Lightning cannot build again, as that of scvi-tools."""
-
-    def __init__(self, source: Dataset[Any], **kwargs: Any) -> None:
-        super().__init__(source, **kwargs)
-
-
-def fail_to_distribute(name: str) -> str:
-    trainer = make_trainer(name, dist.get_world_size(), use_distributed_sampler=True)  # type: ignore[arg-type]
-    with pytest.raises(Exception, match="Trying to inject custom `Sampler`") as caught:
-        trainer.fit(Tiny(), Loader(TensorDataset(torch.zeros(32, 16), torch.zeros(32, dtype=torch.long)), batch_size=8))
-    return str(caught.value)
-
-
-def test_a_loader_that_cannot_be_distributed_is_explained() -> None:
-    for message in run_ranks(fail_to_distribute, 2, "dgc"):
-        assert "does not do so with 'dgc': pass the class, strategy=lightning_lowbw.DGCStrategy(...)" in message
-
-
-class Rows(Tiny):
-    """Fails on a batch of batches, with an error that says nothing of samplers."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        x.expand(len(y), 16)
-        return super().training_step(batch, batch_idx)
-
-
-def fail_in_the_module(strategy: Any) -> str:
-    data = TensorDataset(torch.zeros(32, 16), torch.zeros(32, dtype=torch.long))
-    in_batches = BatchSampler(RandomSampler(data), 8, drop_last=False)
-    trainer = make_trainer(strategy, dist.get_world_size(), use_distributed_sampler=True)
-    with pytest.raises(RuntimeError, match=r"^expand\(") as caught:
-        trainer.fit(Rows(), DataLoader(data, sampler=in_batches))
-    return str(caught.value)
-
-
-def test_an_error_of_the_module_names_the_sampler_that_may_have_caused_it() -> None:
-    """As in scvi-tools, whose loader expects batches from its sampler."""
-    for message in run_ranks(fail_in_the_module, 2, "dgc_find_unused_parameters_true"):
-        assert "sampler of the training data gives whole batches" in message
-        assert "pass the class, strategy=lightning_lowbw.DGCStrategy(find_unused_parameters=True), which" in message
-    for message in run_ranks(fail_in_the_module, 2, DGCStrategy()):
-        assert "sampler" not in message
 
 
 # Fabric ---------------------------------------------------------------------------------------------------------------

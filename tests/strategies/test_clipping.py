@@ -158,7 +158,7 @@ class AsksToSave(ClipsByHand):
 
 def ask_to_save() -> list[bool]:
     model, strategy = AsksToSave(), Strategy(NarrowGradients())
-    with mock.patch.object(strategy.signals, "save"):  # which would reset it
+    with mock.patch.object(strategy.signals, "save_if_due"):  # which would reset it
         fit(model, strategy=strategy)
     return model.due
 

@@ -34,7 +34,7 @@ from lightning_lowbw import (
     Strategy,
 )
 from lightning_lowbw.engine.presets import preset
-from lightning_lowbw.strategies.facts import _duration_of
+from lightning_lowbw.strategies.checks import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks

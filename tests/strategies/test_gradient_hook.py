@@ -130,27 +130,21 @@ def test_an_error_of_a_reduction_reaches_the_bucket() -> None:
 def reduce_two_optimizers(phases: tuple[bool, bool]) -> list[list[float]]:
     """Reduce a bucket of two parameters, whose optimizers are dense (True) or sparse (False)."""
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
-    workers = [
-        SimpleNamespace(
-            begin=lambda parameters: None,
+    workers: dict[int, Any] = {
+        number: SimpleNamespace(
             reduces_in_backward=is_dense,
             reduces_in_node=False,
             optimizer=torch.optim.SGD([parameter], lr=1.0),
         )
-        for parameter, is_dense in zip(parameters, phases, strict=True)
-    ]
+        for number, (parameter, is_dense) in enumerate(zip(parameters, phases, strict=True))
+    }
     buffer = torch.full((5,), float(dist.get_rank()))
     views = list(buffer.split([2, 3]))
-    strategy: Any = SimpleNamespace(
-        workers=workers,
-        groups=SimpleNamespace(gradients=Peers()),
-        root_device=torch.device("cpu"),
-        regime=SimpleNamespace(ddp_reduces=lambda worker: worker.reduces_in_backward),
-    )
     bucket: Any = SimpleNamespace(
         buffer=lambda: buffer, parameters=lambda: parameters, gradients=lambda: views, index=lambda: 0
     )
-    GradientHook(strategy).reduce(None, bucket).wait()
+    model: Any = SimpleNamespace(register_comm_hook=lambda state, hook: hook(state, bucket).wait())
+    GradientHook(workers).register(model, Peers(), is_manual=False)
     return [view.tolist() for view in views]
 
 

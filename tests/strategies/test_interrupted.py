@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
 from lightning_lowbw.strategies import shards
-from lightning_lowbw.strategies.overwriting import PART
+from lightning_lowbw.strategies.shards import PART
 from lightning_lowbw.where.collectives import TensorWork
 from tests.ranks import run_ranks
 from tests.reliability import outcome_of, without_places

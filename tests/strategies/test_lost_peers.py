@@ -216,18 +216,16 @@ def test_ranks_that_wait_for_each_other_are_told_where() -> None:
 def test_ranks_that_have_all_lost_a_peer_are_told_of_their_batches() -> None:
     """Which of them calls first is chance in the test above."""
     failed = {1: "a peer was lost in the training after step 38"}
-    told = LostPeers(DGCStrategy())._told(Answers({}, failed, [], {0: "host a, pid 1", 1: "host a, pid 2"}))
+    told = LostPeers()._told(Answers({}, failed, [], {0: "host a, pid 1", 1: "host a, pid 2"}))
     assert "rank 1: a peer was lost in the training after step 38" in told
     assert "limit_train_batches" in told
-    told = LostPeers(DGCStrategy())._told(
-        Answers({}, {1: "ValueError in the training: a sentence."}, [], {1: "host a"})
-    )
+    told = LostPeers()._told(Answers({}, {1: "ValueError in the training: a sentence."}, [], {1: "host a"}))
     assert "a sentence. Look at the output there" in told
 
 
 def test_a_rank_that_has_said_why_it_fails_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    peers = LostPeers(DGCStrategy())
+    peers = LostPeers()
     told = []
     for failed in ({0: "ValueError in the training: no such file"}, {0: "a peer was lost in the training"}):
         heard = Answers({}, failed, [], {0: "host a, pid 1"})
@@ -242,8 +240,7 @@ def test_a_rank_that_has_said_why_it_fails_is_named_without_the_store(monkeypatc
 
 def test_the_end_is_not_waited_for_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody trains on, and one never comes: the collective that follows reports it."""
-    monkeypatch.setattr(DGCStrategy, "trainer", SimpleNamespace(global_step=7), raising=False)
-    peers, calls = LostPeers(DGCStrategy(timeout=0.2)), list[int]()
+    peers, calls = LostPeers(), list[int]()
 
     def in_validation() -> Answers:
         calls.append(1)
@@ -251,7 +248,7 @@ def test_the_end_is_not_waited_for_longer_than_the_timeout(monkeypatch: pytest.M
         return Answers({1: "validation after step 7"}, {}, [], {1: "host a"})
 
     monkeypatch.setattr(peers, "_heartbeat", SimpleNamespace(come_to_end=in_validation))
-    peers.come_to_end()
+    peers.come_to_end(7, timedelta(seconds=0.2))
     assert 2 <= len(calls) <= 6
 
 

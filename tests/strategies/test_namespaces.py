@@ -85,7 +85,7 @@ def give_to_trainers() -> None:
             own = [kind.__module__ for kind in type(strategy).__mro__]
             assert any(name.startswith(package) for name in own)
             assert not any(name.startswith(other) for name in own for other in PACKAGES if other != package)
-            parts = [*vars(strategy).values(), *vars(strategy.regime).values()]
+            parts = [*vars(strategy).values()]
             assert {namespaces.package_of(part) for part in parts} <= {None, package.partition(".")[0]}
             modules = {type(part).__module__.rpartition(".")[0] for part in parts if "Strategy" not in repr(part)}
             assert len(modules & {namespaces.STRATEGIES, namespaces.MIRROR}) == 1
@@ -115,7 +115,7 @@ def test_a_users_own_class_is_told_which_to_derive_from() -> None:
 
 
 def pin(package: str) -> None:
-    """What `namespaces` and `strategies.following` rely on."""
+    """What `namespaces` and `strategies.base` rely on."""
     pl = importlib.import_module(package)
     strategies, names = importlib.import_module(f"{package}.strategies"), []
 

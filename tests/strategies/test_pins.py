@@ -25,10 +25,10 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from lightning_lowbw.strategies.base import RUN_STAGE
 from lightning_lowbw.strategies.callback_agreement import AVERAGING
-from lightning_lowbw.strategies.facts import SETTINGS, settings_of
+from lightning_lowbw.strategies.checks import SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
-from lightning_lowbw.strategies.interruption import RUN_STAGE
 
 
 def test_ddp_strategy_wraps_then_registers_hooks() -> None:

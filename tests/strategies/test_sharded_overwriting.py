@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_lowbw import ShardedStrategy
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.overwriting import BEFORE, PART
+from lightning_lowbw.strategies.shards import BEFORE, PART
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import ByStep, shard_digest, train
 from tests.tiny import sgd

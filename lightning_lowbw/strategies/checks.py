@@ -9,9 +9,19 @@ from types import MappingProxyType
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, Timer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_lowbw.engine.checks import agree_on_model, agree_on_optimizers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
@@ -40,6 +50,10 @@ SETTINGS = (
     "gradient_clip_algorithm",
     "precision",
 )
+
+# DDP, of a backward pass that has left out parameters.
+UNFINISHED = "Expected to have finished reduction in the prior iteration"
+WHOLE_DATA = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str, object]:
@@ -191,3 +205,54 @@ def refuse_shared_parameters(optimizers: Sequence[Optimizer]) -> None:
             "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter to "
             "one optimizer."
         )
+
+
+def explain_unfinished_(exception: BaseException, module: torch.nn.Module | None, strategy: str) -> None:
+    """Replace the advice of DDP about parameters that a loss does not depend on, which names other arguments.
+
+    In place:
+        The exception's message.
+    """
+    if module is None or not exception.args or UNFINISHED not in str(exception.args[0]):
+        return
+    trained = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    unused = [name for name, gradient in trained.items() if gradient is None]
+    shown = f" ({', '.join(unused)})" if 0 < len(unused) < len(trained) else ""
+    message = (
+        "In a dense step DDP waits for the gradients of all parameters, and the loss that training_step returned does "
+        f"not depend on some{shown}. If that is intended, let DDP search for them: "
+        f"strategy={strategy}(find_unused_parameters=True), or the strategy's name with "
+        "_find_unused_parameters_true."
+    )
+    exception.args = (message, *exception.args[1:])
+
+
+def warn_if_not_distributed(trainer: pl.Trainer, strategy: str) -> None:
+    """Warn if all ranks train on all of the data, because a library does not know the strategy's name.
+
+    Args:
+        trainer: of this rank.
+        strategy: the name of its class.
+    """
+    name = trainer._accelerator_connector._strategy_flag  # an object, where the class was passed
+    if not isinstance(name, str) or trainer.world_size == 1:
+        return
+    samplers = [whole_data_sampler_of(loader) for loader in CombinedLoader(trainer.train_dataloader).flattened]
+    for sampler in [each for each in samplers if each is not None][:1]:
+        rank_zero_warn(
+            f"Each of the {trainer.world_size} ranks draws from all of its training data: the sampler is a "
+            f"{type(sampler).__name__}, and Trainer(use_distributed_sampler=False) leaves it so. If all ranks have the "
+            "same data, give it a DistributedSampler. A library that distributes its data only if the strategy's name "
+            f"contains 'ddp', as scvi-tools does, does not do so with {name!r}: pass the class, "
+            f"strategy=lightning_lowbw.{strategy}(...), which is a DDPStrategy."
+        )
+
+
+def whole_data_sampler_of(loader: object) -> object | None:
+    """Return the sampler of a loader if it is one of torch's that draw from all of a dataset; else None."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler: object = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return sampler if type(sampler) in WHOLE_DATA else None
