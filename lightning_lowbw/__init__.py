@@ -5,8 +5,7 @@ Importing this package makes the strategies known to Lightning by name, `Trainer
 """
 
 from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
-from lightning_lowbw.callbacks.averaging_schedule import AveragingSchedule
-from lightning_lowbw.callbacks.sparsity_warmup import SparsityWarmup
+from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
 from lightning_lowbw.engine.low_rank import LowRank
 from lightning_lowbw.engine.method import Method, Where

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 
 from tests.ranks import end_ranks, idle_processes
-from tests.reliability import Recorder, deselect_stock
+from tests.reliability import Recorder
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
@@ -25,11 +25,11 @@ LONG = (
     *("ops/test_gpu.py", "lab/test_lab.py", "lab/test_frozen.py", "demo/test_demo.py", "test_surface.py"),
     *("engine/test_launches.py", "engine/test_weight_decay.py", "engine/test_optimizers.py"),
     *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py"),
-    *("strategies/test_sharded.py", "test_sharded_checkpoint.py", "strategies/test_large_models.py"),
+    *("strategies/test_sharded.py", "test_sharded_checkpoint.py"),
     *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_uneven.py"),
 )
 HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
-collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py", "strategies/test_large_models.py"]
+collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py"]
 GRACE_S = 2.0  # for a thread or process that is about to end
 
 torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks
@@ -62,7 +62,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end."""
     items.sort(key=lambda item: not str(item.path).endswith(LONG))
-    deselect_stock(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_flag, names_arguments
-from lightning_lowbw.callbacks.epochs import OF_PACKAGE
+from lightning_lowbw.callbacks.schedules import OF_PACKAGE
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy

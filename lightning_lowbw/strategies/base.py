@@ -214,6 +214,8 @@ def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -
     """Return, by id of the optimizer, the buffers of layers whose parameters it trains; all others with the first."""
     owner = {p: id(optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     shares: dict[int, dict[str, Tensor]] = {id(optimizer): {} for optimizer in optimizers}
+    if not optimizers:
+        return shares
     seen: set[int] = set()
     for prefix, layer in module.named_modules():
         owners = [owner[p] for p in layer.parameters(recurse=False) if p in owner]

@@ -238,107 +238,51 @@ class CheckpointedStrategy(BaseStrategy):
                 resume needs it.
             DisagreementError: on all ranks; they have loaded different checkpoints.
         """
-        metadata: Mapping[str, Any] | None = checkpoint.get(shards.METADATA_KEY)
-        save_id = None if metadata is None else metadata["save_id"]
-        agree("checkpoint that is resumed", {"global_step": checkpoint["global_step"], "save_id": save_id})
-        if not self._takes_over(metadata, path):
-            self._begin_with(checkpoint, metadata)
-            return
-        assert metadata is not None
-        assert path is not None
-        if self._options["resume"] == ALONE:
-            self._set_workers(checkpoint, metadata["workers"])
-            rank_zero_info(f"resume={ALONE!r}: {self._alone()}")
-            return
-        found, missing = self._look_for(metadata, path)
-        if found is None:
-            self._set_workers(checkpoint, metadata["workers"])
-            cause = f"Resuming from {path}. {missing}. It was saved while an exception ended the run"
-            rank_zero_warn(f"{cause}: {self._alone()}")
+        metadata: Mapping[str, Any] = checkpoint.get(shards.METADATA_KEY) or {}
+        step, name = checkpoint["global_step"], type(self).__name__
+        agree("checkpoint that is resumed", {"global_step": step, "save_id": metadata.get("save_id")})
+        if self._options["resume"] != ALONE and metadata.get("format", FORMAT) != FORMAT:
+            raise ConfigurationError(
+                f"{path} was written by another version of lightning_lowbw: the ranks' own state beside it has format "
+                f"{metadata['format']}, and this version reads {FORMAT}. Finish the run with the version that wrote "
+                f"it, or {shards.GO_ON}."
+            )
+        is_ours = metadata.get("format") == FORMAT
+        if is_ours:
+            self._load_chosen(metadata["chosen"])
+        if not is_ours or metadata["kind"] != self._kind:
+            self._load_chosen(None, is_foreign=True)
+            self._set_workers(step, [])
+            writer = f"a method whose ranks keep {_kept(metadata['kind'])}" if is_ours else "another program"
+            rank_zero_info(
+                f"The checkpoint was written by {writer}. {name}, whose ranks keep {_kept(self._kind)}, begins with "
+                "the weights, the optimizer and the step in it, and with nothing else."
+            )
+        elif self._options["resume"] == ALONE:
+            self._set_workers(step, metadata["workers"])
+            rank_zero_info(
+                f"resume={ALONE!r}: {name} resumes from the checkpoint alone, with the weights, the optimizer, the "
+                "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
+                "momentum begins at zero."
+            )
         else:
-            self._take_over(*found, metadata, path)
+            assert path is not None
+            self._load_workers(metadata, path)
 
-    def _takes_over(self, metadata: Mapping[str, Any] | None, path: _PATH | None) -> bool:
-        """Return whether the checkpoint was saved by this kind of method; load the choice of "auto".
-
-        Raises:
-            ConfigurationError: another version has saved it, and a resume needs it.
-        """
-        if metadata is None:
-            return False
-        if metadata.get("format") != FORMAT:
-            if self._options["resume"] != ALONE:
-                raise ConfigurationError(
-                    f"{path} was written by another version of lightning_lowbw: the ranks' own state beside "
-                    f"it has format {metadata.get('format', 1)}, and this version reads {FORMAT}. Finish the run with "
-                    f"the version that wrote it, or {shards.GO_ON}."
-                )
-            return False
-        self._load_chosen(metadata.get("chosen"))
-        return bool(metadata["kind"] == self._kind)
-
-    def _begin_with(self, checkpoint: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
-        """Begin with a checkpoint that another method, version or package has written."""
-        self._load_chosen(None, is_foreign=True)
-        self._set_workers(checkpoint, [])
-        if metadata is None:
-            writer = "was not written by a strategy of this package"
-        elif metadata.get("format") != FORMAT:
-            writer = "was written by another version of this package"
-        else:
-            writer = f"was written by a method whose ranks keep {_kept(metadata['kind'])}"
-        rank_zero_info(
-            f"The checkpoint {writer}. {type(self).__name__}, whose ranks keep "
-            f"{_kept(self._kind)}, begins with the weights, the optimizer and the step in it, and with nothing else."
-        )
-
-    def _alone(self) -> str:
-        """Return what a resume without shards means, in words."""
-        return (
-            f"{type(self).__name__} resumes from the checkpoint alone, with the weights, the optimizer, the "
-            "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
-            "momentum begins at zero."
-        )
-
-    def _set_workers(self, checkpoint: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+    def _set_workers(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Set the workers' steps, and what is the same on all ranks, where the checkpoint has that."""
-        workers = self.workers
-        for number, worker in enumerate(workers):
-            worker.step = checkpoint["global_step"] // max(1, len(workers))
+        for number, worker in enumerate(self.workers):
+            worker.step = step // len(self.workers)
             if number < len(states):
                 worker.load_equal_state(states[number])
 
-    def _look_for(self, metadata: Mapping[str, Any], path: _PATH) -> tuple[_Found | None, str]:
-        """Return the result of `_find`; or None and the missing shards by rank, if an exception has kept them away.
-
-        Collective: all ranks, blocking.
-
-        Raises:
-            ConfigurationError: on all ranks; a shard is missing, damaged or another one.
-        """
-        found, missing = None, ""
-        with failing_together():
-            try:
-                found = self._find(metadata, path)
-            except ConfigurationError as error:
-                if not metadata["is_interrupted"]:
-                    raise
-                missing = str(error).split(". ")[0]
-        missing = by_rank(gather(missing, "missing shards"))
-        return (None if missing else found), missing
-
-    def _take_over(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        shard: Mapping[str, Any] | None,
-        torn: str,
-        metadata: Mapping[str, Any],
-        path: _PATH,
-    ) -> None:
+    def _load_workers(self, metadata: Mapping[str, Any], path: _PATH) -> None:
         """Load the workers' state and, with the same number of ranks, the other state of this rank.
 
         Collective: all ranks, blocking.
         """
+        with failing_together():
+            states, shard, torn = self._find(metadata, path)
         with self._loading():
             with failing_together():
                 for worker, state in zip(self.workers, states, strict=True):
@@ -347,9 +291,8 @@ class CheckpointedStrategy(BaseStrategy):
                 self._restore(shard)
         if shard is None:
             rank_zero_info(
-                f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata.get('nodes'))}; it is "
-                f"resumed by {self.world_size}{_on(self._nodes)}. Each starts with the mean of the "
-                "ranks' own states."
+                f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata['nodes'])}; it is resumed "
+                f"by {self.world_size}{_on(self._nodes)}. Each starts with the mean of the ranks' own states."
             )
         else:
             torn = by_rank(gather(torn, "interrupted steps"))
@@ -359,8 +302,8 @@ class CheckpointedStrategy(BaseStrategy):
         if torn:
             rank_zero_warn(
                 f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
-                f"{torn}. Nothing is lost, but those ranks take the step again, so that what it adds to "
-                "their weights, or to what they have not sent, counts twice."
+                f"{torn}. Those ranks take the step again, so that what it adds to their weights, or to what they have "
+                "not sent, may count twice."
             )
 
     def _find(self, metadata: Mapping[str, Any], path: _PATH) -> _Found:

@@ -51,8 +51,6 @@ SETTINGS = (
     "precision",
 )
 
-# DDP, of a backward pass that has left out parameters.
-UNFINISHED = "Expected to have finished reduction in the prior iteration"
 WHOLE_DATA = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -205,26 +203,6 @@ def refuse_shared_parameters(optimizers: Sequence[Optimizer]) -> None:
             "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter to "
             "one optimizer."
         )
-
-
-def explain_unfinished_(exception: BaseException, module: torch.nn.Module | None, strategy: str) -> None:
-    """Replace the advice of DDP about parameters that a loss does not depend on, which names other arguments.
-
-    In place:
-        The exception's message.
-    """
-    if module is None or not exception.args or UNFINISHED not in str(exception.args[0]):
-        return
-    trained = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
-    unused = [name for name, gradient in trained.items() if gradient is None]
-    shown = f" ({', '.join(unused)})" if 0 < len(unused) < len(trained) else ""
-    message = (
-        "In a dense step DDP waits for the gradients of all parameters, and the loss that training_step returned does "
-        f"not depend on some{shown}. If that is intended, let DDP search for them: "
-        f"strategy={strategy}(find_unused_parameters=True), or the strategy's name with "
-        "_find_unused_parameters_true."
-    )
-    exception.args = (message, *exception.args[1:])
 
 
 def warn_if_not_distributed(trainer: pl.Trainer, strategy: str) -> None:

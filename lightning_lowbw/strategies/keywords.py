@@ -26,26 +26,6 @@ OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
 
-# What says how much is sent, by what the strategy has instead; "" is any other.
-HINTS = {
-    "density": {
-        "sparsity": "Give the fraction kept back, sparsity=[1 - density]: [0.999] sends 0.1 %.",
-        "compression": "Give compression={'density': ...}.",
-        "method": "Give it to the method, as in Strategy(DGC(density=...)).",
-        "": "DGCStrategy(sparsity=[1 - density]) and LocalSGDStrategy(compression={'density': ...}) send a fraction.",
-    },
-    "sparsity": {
-        "compression": "Give the fraction that is sent, compression={'density': 1 - sparsity}.",
-        "method": "Give it to the method, as in Strategy(DGC(sparsity=[0.999])).",
-        "": "DGCStrategy has it.",
-    },
-    "compression": {
-        "sparsity": "Here sparsity and value_dtype say what is sent; LocalSGDStrategy, of averages, has a compression.",
-        "method": "Give it to the method, as in Strategy(LocalSGD(compression=...)).",
-        "": "LocalSGDStrategy and AdaptiveLocalSGDStrategy have it.",
-    },
-}
-
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
@@ -194,9 +174,6 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
 
 def _hint(name: str, allowed: Sequence[str]) -> str:
     """Return what an unknown keyword may stand for, of those that are allowed."""
-    for other, hint in HINTS.get(name, {}).items():
-        if other in ("", *allowed):
-            return f" {hint}"
     begins = [each for each in allowed if each.startswith(f"{name}_")]  # k is short for k_steps
     close = begins or difflib.get_close_matches(name, allowed, n=1)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

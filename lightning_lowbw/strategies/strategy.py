@@ -354,7 +354,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self._launcher, Launcher):
             self._launcher.end_exception()
-        checks.explain_unfinished_(exception, self.lightning_module, type(self).__name__)  # before Lightning would
         self.lost_peers.explain_(exception)
         super().on_exception(exception)
 

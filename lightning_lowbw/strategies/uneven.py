@@ -53,7 +53,7 @@ IN_WORDS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStatus:
     """The state of a rank when the ranks meet.
 
     Attributes:
@@ -186,7 +186,7 @@ class Uneven:
 
     # Meeting ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, what: int, is_over: bool = False) -> list[Place]:
+    def _meet(self, what: int, is_over: bool = False) -> list[RankStatus]:
         """Exchange the states of the ranks.
 
         Collective: all ranks, blocking; 4 + workers integers of each rank.
@@ -206,39 +206,39 @@ class Uneven:
         # Without an exchange of gradients or weights, it is no step's traffic.
         with nullcontext() if what == SYNCHRONOUS_BATCH or what >= AVERAGE else peers.ledger.paused():
             peers.all_reduce_(rows, dist.ReduceOp.MAX)
-        places = [
-            Place(what, bool(is_last), bool(is_over), num_batches, tuple(steps))
+        statuses = [
+            RankStatus(what, bool(is_last), bool(is_over), num_batches, tuple(steps))
             for what, is_last, is_over, num_batches, *steps in rows.tolist()
         ]
-        self._check(places)
-        if any(place.is_last for place in places) and not all(place.is_last for place in places):
+        self._check(statuses)
+        if any(status.is_last for status in statuses) and not all(status.is_last for status in statuses):
             self.all_are_here = False
-        return places
+        return statuses
 
-    def _check(self, places: list[Place]) -> None:
-        whats = {place.what for place in places}
+    def _check(self, statuses: list[RankStatus]) -> None:
+        whats = {status.what for status in statuses}
         if EMPTY in whats and len(whats) > 1:
-            empty = [rank for rank, place in enumerate(places) if place.what == EMPTY]
+            empty = [rank for rank, status in enumerate(statuses) if status.what == EMPTY]
             raise ConfigurationError(
                 f"Ranks {empty} have no batch in this epoch, and others have some. Each rank must have at least one. "
                 "Divide the data differently."
             )
-        going = [place for place in places if place.what not in (ENDED, EMPTY)]
+        going = [status for status in statuses if status.what not in (ENDED, EMPTY)]
         if BATCH in whats:  # the last step of an epoch may come early while others accumulate: it waits for theirs
-            going = [place for place in going if not (place.what >= AVERAGE and place.is_last)]
-        averaging = {(place.what - AVERAGE, place.steps) for place in going if place.what >= AVERAGE}
+            going = [status for status in going if not (status.what >= AVERAGE and status.is_last)]
+        averaging = {(status.what - AVERAGE, status.steps) for status in going if status.what >= AVERAGE}
         ended_later = any(
-            place.what == ENDED and place.steps[number] > steps[number]
-            for place in places
+            status.what == ENDED and status.steps[number] > steps[number]
+            for status in statuses
             for number, steps in averaging
         )
-        if ended_later or len({(place.what, place.steps) for place in going}) > 1:
+        if ended_later or len({(status.what, status.steps) for status in going}) > 1:
+            each = ", ".join(f"rank {rank} {status.in_words()}" for rank, status in enumerate(statuses))
             raise DisagreementError(
-                "The ranks are at different places: "
-                f"{', '.join(f'rank {rank} {place.in_words()}' for rank, place in enumerate(places))}. Each rank must "
-                "take the same optimizer steps, and validate, save and stop at the same ones, until its data end."
+                f"The ranks are at different places: {each}. Each rank must take the same optimizer steps, and "
+                "validate, save and stop at the same ones, until its data end."
             )
-        ended = [rank for rank, place in enumerate(places) if place.what == ENDED]
+        ended = [rank for rank, status in enumerate(statuses) if status.what == ENDED]
         if ended and whats & {SYNCHRONOUS_BATCH, VIEW}:
             what = "a synchronous step" if SYNCHRONOUS_BATCH in whats else "validation or a checkpoint in mid-epoch"
             raise ConfigurationError(
@@ -258,8 +258,8 @@ class Uneven:
         progress = batches_of(trainer)
         is_synchronous = not all(worker.is_local for worker in self._workers)
         if is_synchronous or self._is_view_due(trainer):
-            places = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
-            progress.is_last_batch = any(place.is_last for place in places)
+            statuses = self._meet(SYNCHRONOUS_BATCH if is_synchronous else BATCH)
+            progress.is_last_batch = any(status.is_last for status in statuses)
             return
         peers = self._peers
         assert peers is not None
@@ -284,17 +284,17 @@ class Uneven:
     def _meet_for_average(self, worker: ReplicaWorker) -> None:
         assert self._trainer is not None
         what = AVERAGE + self._workers.index(worker)
-        places = self._meet(what)
-        while any(place.what == BATCH for place in places):  # the last one of the others, too, after this message
-            places = self._meet(what)
-        self._weigh(worker, places)
-        if not self._can_finish and any(place.is_last for place in places):
+        statuses = self._meet(what)
+        while any(status.what == BATCH for status in statuses):  # the last one of the others, too, after this message
+            statuses = self._meet(what)
+        self._weigh(worker, statuses)
+        if not self._can_finish and any(status.is_last for status in statuses):
             batches_of(self._trainer).is_last_batch = True
-        if any(place.is_over for place in places):
+        if any(status.is_over for status in statuses):
             self._trainer.should_stop = True
 
-    def _weigh(self, worker: ReplicaWorker, places: list[Place]) -> None:
-        worker.weighs_samples = self._can_weigh and any(place.what == ENDED for place in places)
+    def _weigh(self, worker: ReplicaWorker, statuses: list[RankStatus]) -> None:
+        worker.weighs_samples = self._can_weigh and any(status.what == ENDED for status in statuses)
 
     def check_view(self, trainer: pl.Trainer) -> None:
         """Raise where the consensus is to be shown in the middle of an epoch that some ranks have ended.
@@ -332,40 +332,40 @@ class Uneven:
             raise SIGTERMException
         what = ENDED if batches_of(trainer).current.ready else EMPTY
         while True:
-            places = self._meet(what, is_over)
-            others = [place for place in places if place.what not in (ENDED, EMPTY)]
+            statuses = self._meet(what, is_over)
+            others = [status for status in statuses if status.what not in (ENDED, EMPTY)]
             if not others:
                 break
             number = others[0].what - AVERAGE
             if number < 0:  # a batch, after which they end, too
                 continue
             worker = self._workers[number]
-            self._weigh(worker, places)
+            self._weigh(worker, statuses)
             worker.idle(others[0].steps[number] - worker.step)
             worker.average_due(finished=True)
             self._signals.read_requests(worker, trainer)
             if worker.stop_agreed:  # the others leave after this average, in mid-epoch
                 raise SIGTERMException
         self.has_ended = True
-        if len({(place.num_batches, place.steps) for place in places}) > 1:
-            self._become_equal(trainer, places)
+        if len({(status.num_batches, status.steps) for status in statuses}) > 1:
+            self._become_equal(trainer, statuses)
 
-    def _become_equal(self, trainer: pl.Trainer, places: list[Place]) -> None:
+    def _become_equal(self, trainer: pl.Trainer, statuses: list[RankStatus]) -> None:
         """Average the weights trained since some have ended, and continue with the counters of the rank with most
         batches.
 
         Collective: all ranks.
         """
         for number, worker in enumerate(self._workers):
-            if num_missed := max(place.steps[number] for place in places) - worker.step:
+            if num_missed := max(status.steps[number] for status in statuses) - worker.step:
                 worker.idle(num_missed)
             if self._can_weigh and worker.steps_since_average:
                 worker.weighs_samples = True
                 worker.average()
                 self._signals.read_requests(worker, trainer)
-        longest = max(range(len(places)), key=lambda rank: places[rank].num_batches)
+        longest = max(range(len(statuses)), key=lambda rank: statuses[rank].num_batches)
         set_counters(trainer, trainer.strategy.broadcast(counters_of(trainer), src=longest))
-        if any(place.is_over for place in places):
+        if any(status.is_over for status in statuses):
             trainer.should_stop = True
 
 

@@ -45,9 +45,9 @@ def test_epochs_become_steps() -> None:
     [
         *((options, ".") for options in ({"begin_epoch": 1, "steps": 5}, {"begin_step": -1}, {"epochs": -1})),
         *((options, ".") for options in ({"sparsity": [2.0]}, {"sparsity": []})),
-        *(({"steps": steps}, rf"SparsityWarmup\(steps={steps}, .* no step for each value") for steps in (0, 2)),
-        ({"epochs": 3, "sparsity": [0.9]}, r"epochs=3, sparsity=\[0\.9\]\): one value .* or leave out epochs\."),
-        ({"steps": 2, "sparsity": [0.9]}, r"steps=2, .*: one value .* or give begin_step=0 in place of steps\."),
+        *(({"steps": steps}, rf"SparsityWarmup\(steps={steps}, .* takes at least one step") for steps in (0, 2)),
+        ({"epochs": 3, "sparsity": [0.9]}, r"epochs=3, sparsity=\[0\.9\]\): .* a single one is not spread"),
+        ({"steps": 2, "sparsity": [0.9]}, r"steps=2, .* a single one is not spread"),
     ],
 )
 def test_bad_warmups(options: dict[str, Any], message: str) -> None:

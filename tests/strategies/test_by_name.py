@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,57 +11,10 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
-from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, LocalSGDStrategy
+from lightning_lowbw import DGC, ConfigurationError, LocalSGDStrategy
 from lightning_lowbw.strategies.checks import whole_data_sampler_of
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, make_data, make_trainer, weights_of
-
-# Unused parameters ----------------------------------------------------------------------------------------------------
-
-
-class Unused(Tiny):
-    """Has a layer that no rank uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = torch.nn.Linear(16, 32)
-
-
-def message_of(make: Callable[[], Any]) -> str:
-    trainer = make_trainer(make(), dist.get_world_size(), max_steps=3)
-    with pytest.raises(RuntimeError) as caught:
-        trainer.fit(Unused(), make_data(dist.get_world_size(), 3))
-    return str(caught.value)
-
-
-def dgc() -> DGCStrategy:
-    return DGCStrategy(rampup_begin_step=10)
-
-
-def by_name() -> str:
-    return "int8_hierarchical_find_unused_parameters_false"
-
-
-@pytest.mark.parametrize(
-    ("make", "advice"),
-    [
-        (dgc, "search for them: strategy=DGCStrategy(find_unused_parameters=True), or the"),
-        (by_name, "search for them: strategy=Strategy(find_unused_parameters=True), or the strategy's name with"),
-    ],
-)
-def test_the_error_about_unused_parameters_names_this_strategy(make: Callable[[], Any], advice: str) -> None:
-    for message in run_ranks(message_of, 2, make):
-        assert advice in message
-        assert "(spare.weight, spare.bias)" in message
-
-
-def test_in_the_process_that_has_started_the_ranks_an_error_stays_what_it_is() -> None:
-    """There the module has no Trainer."""
-    strategy, error = DGCStrategy(), RuntimeError("boom of rank 1")
-    strategy.connect(Unused())
-    strategy.on_exception(error)
-    assert error.args == ("boom of rank 1",)
-
+from tests.tiny import Tiny, make_trainer, weights_of
 
 # Samplers -------------------------------------------------------------------------------------------------------------
 

@@ -206,15 +206,6 @@ def resume_finished(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
     return states
 
 
-@pytest.mark.stock("a finished run that is resumed")
-def test_stock_ddp_and_a_finished_run(tmp_path: Path, record_property: Any) -> None:
-    results = run_ranks(resume_finished, 2, "ddp", str(tmp_path))
-    saved = torch.load(tmp_path / "first.ckpt", weights_only=True)["state_dict"]
-    trained = [name for name, _ in Tiny().named_parameters()]
-    are_equal = all(states["finished"][name].equal(saved[name]) for states in results for name in trained)
-    record_property("ddp", f"all ranks have {'the weights of the checkpoint' if are_equal else 'other weights'}")
-
-
 @pytest.mark.fault(
     "a finished run that is resumed",
     "all ranks have the weights of the checkpoint, and their own state when training goes on",

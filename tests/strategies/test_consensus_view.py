@@ -137,24 +137,6 @@ def test_a_checkpoint_has_the_average_over_steps_of_all_ranks(tmp_path: Path) ->
         torch.testing.assert_close(saved[name], (average + second[name]) / 2, rtol=1e-4, atol=1e-6)
 
 
-def save_while_synchronous(path: str, name: str) -> dict[str, torch.Tensor]:
-    strategy: Any = {"ddp": "ddp", "begin": LocalSGDStrategy(3, begin_step=100), "k = 1": LocalSGDStrategy(1)}[name]
-    trainer = make_trainer(strategy, 2, callbacks=[pl.callbacks.WeightAveraging()])
-    trainer.fit(Tiny(), make_data(2, STEPS))
-    trainer.save_checkpoint(path)
-    return dict(torch.load(path, weights_only=True)["state_dict"])
-
-
-@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="not before Lightning 2.6")
-@pytest.mark.parametrize("name", ["begin", "k = 1"])
-def test_while_steps_are_synchronous_an_average_over_steps_is_that_of_ddp(name: str, tmp_path: Path) -> None:
-    """Also its running statistics, which differ by rank with DDP."""
-    expected, _ = run_ranks(save_while_synchronous, 2, str(tmp_path / "ddp.ckpt"), "ddp")
-    saved, _ = run_ranks(save_while_synchronous, 2, str(tmp_path / "own.ckpt"), name)
-    assert expected.keys() == saved.keys()
-    assert [key for key in expected if not torch.equal(expected[key], saved[key])] == []
-
-
 class Spoil(Callback):
     """A weight of rank 1 becomes NaN after a step."""
 
@@ -192,20 +174,6 @@ def test_a_nan_between_averages_reaches_no_checkpoint(kwargs: dict[str, Any], tm
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["global_step"] == 3
     assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
-
-
-def diverge_under_ddp(folder: str) -> bool:
-    model, saves = Tiny(), ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
-    make_trainer("ddp", 2, callbacks=[Spoil(5), saves], enable_checkpointing=True).fit(model, make_data(2, STEPS))
-    return all(bool(weight.isfinite().all()) for weight in model.parameters())
-
-
-@pytest.mark.stock("a weight that becomes NaN between two averages")
-def test_stock_ddp_and_a_nan(tmp_path: Path, record_property: Any) -> None:
-    are_finite = run_ranks(diverge_under_ddp, 2, str(tmp_path))
-    saved = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)["state_dict"]
-    is_saved = not all(bool(value.isfinite().all()) for value in saved.values())
-    record_property("ddp", f"trains on; NaN on {are_finite.count(False)} of 2 ranks{', and saved' if is_saved else ''}")
 
 
 class Large(Tiny):
@@ -253,18 +221,6 @@ def test_an_overflow_in_the_last_average_reaches_no_checkpoint_and_ends_no_fit(t
         assert "Step 3: what was kept of earlier changes of the weights on rank 1 has become too large" in first[0]
         assert first[1] == 3
     assert not list(tmp_path.glob("*.ckpt"))
-
-
-def add_large_gradients() -> bool:
-    model = Large()
-    make_trainer("ddp", 2).fit(model, make_data(2, STEPS))
-    return all(bool(weight.isfinite().all()) for weight in model.parameters())
-
-
-@pytest.mark.stock("gradients of 3e38, which are finite, and whose sum with earlier ones is not")
-def test_stock_ddp_and_large_gradients(record_property: Any) -> None:
-    are_finite = run_ranks(add_large_gradients, 2)
-    record_property("ddp", f"trains on; weights that are not finite on {are_finite.count(False)} of 2 ranks")
 
 
 @pytest.mark.fault("a weight that becomes NaN between two averages")

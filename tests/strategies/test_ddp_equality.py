@@ -87,13 +87,3 @@ def test_sparse_phase_does_not_depend_on_buckets() -> None:
     for name in trainer:
         assert len({digest for key, digest in digests.items() if key[2] == name}) == 1, (name, digests)
     assert len(set(digests.values())) == len(trainer)
-
-
-def test_sparse_phase_keeps_replicas_equal_with_every_trainer_option() -> None:
-    digests = same_on_all(run_ranks(train, 3, ["dgc"], {"default": {}}, TRAINER_OPTIONS, False))
-    assert len(set(digests.values())) == len(TRAINER_OPTIONS)
-
-
-def test_sparse_phase_with_unused_parameters() -> None:
-    options = {"default": {"find_unused_parameters": True}}
-    same_on_all(run_ranks(train, 2, ["dgc"], options, {"default": {}, "clip norm": {"gradient_clip_val": 0.3}}, True))

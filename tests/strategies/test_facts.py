@@ -16,9 +16,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    Timer,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_lowbw import (
@@ -27,18 +25,14 @@ from lightning_lowbw import (
     ConfigurationError,
     DGCStrategy,
     DisagreementError,
-    LocalSGD,
     LocalSGDStrategy,
     ShardedStrategy,
     SparsityWarmup,
     Strategy,
 )
 from lightning_lowbw.engine.presets import preset
-from lightning_lowbw.strategies.checks import _duration_of
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
-from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
-from tests.reliability import outcome_of
 from tests.strategies.watching import meet_an_error
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
 
@@ -202,27 +196,6 @@ def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(strategy: st
         assert "ckpt_path: rank 0 has 'no checkpoint', rank 1 has 'a checkpoint'" in second
 
 
-def resume_on_rank_zero(path: str) -> None:
-    """Write down how many steps a rank has taken, and its weights, where rank 0 alone is given the checkpoint."""
-    trainer = make_trainer("ddp", 2)
-    trainer.fit(Tiny(), make_data(2, 4))
-    trainer.save_checkpoint(path)
-    model, given = Tiny(), path if dist.get_rank() == 0 else None
-    trainer = make_trainer("ddp", 2, max_epochs=2)
-    trainer.fit(model, make_data(2, 4), ckpt_path=given)
-    (Path(path).parent / f"rank{dist.get_rank()}").write_text(f"{trainer.global_step} {digest(model.parameters())}")
-
-
-@pytest.mark.stock("a checkpoint that only some ranks are given, or find")
-def test_stock_ddp_and_a_checkpoint_of_one_rank(tmp_path: Path, record_property: Any) -> None:
-    outcome = outcome_of(resume_on_rank_zero, str(tmp_path / "some.ckpt"))
-    ends = [path.read_text().split() for path in sorted(tmp_path.glob("rank?"))]
-    if len(ends) == 2:
-        steps, weights = zip(*ends, strict=True)
-        outcome += f", after {' and '.join(steps)} steps; the weights {'differ' if len(set(weights)) > 1 else 'agree'}"
-    record_property("ddp", f"given to rank 0: {outcome}")
-
-
 def train_on_a_share(name: str) -> str | int:
     strategy = make_strategy(name) if name == "dgc" else LocalSGDStrategy(k_steps=2, begin_step=0)
     trainer = make_trainer(strategy, 2, limit_train_batches=4 + 4 * dist.get_rank())
@@ -266,23 +239,6 @@ def test_unequal_numbers_of_batches_that_are_not_reached(limit: dict[str, int]) 
     assert run_ranks(partial(fit_unequal, **limit), 2, "dgc") == [2, 2]
 
 
-def test_timers_are_compared_by_what_they_allow() -> None:
-    timers = [Timer(), Timer("00:00:01:00")]
-    for elapsed in (0.0, 12.4, 12.6):
-        for timer in timers:
-            timer._offset = elapsed  # of an earlier fit
-        assert [_duration_of(timer) for timer in timers] == [None, 60]
-
-
-def take_other_numbers_of_steps() -> None:
-    make_trainer("ddp", 2, max_steps=2 + dist.get_rank()).fit(Tiny(), make_data(2, 4))
-
-
-@pytest.mark.stock("settings of the Trainer that differ between ranks")
-def test_stock_ddp_and_other_settings(record_property: Any) -> None:
-    record_property("ddp", f"max_steps: {outcome_of(take_other_numbers_of_steps)}")
-
-
 def begin_from_other_weights(strategy: str) -> list[str]:
     found = []
     for init_sync in (True, False):
@@ -306,20 +262,6 @@ def test_other_weights_are_found_where_nobody_makes_them_equal() -> None:
     for (message,) in run_ranks(begin_from_other_weights, 2, "dense"):
         assert "weights of head.bias (init_sync=False): rank 0 has" in message
         assert "head.weight" not in message
-
-
-def train_from_other_weights() -> str:
-    model = Tiny()
-    if dist.get_rank() == 1:
-        torch.nn.init.ones_(model.head.bias)
-    make_trainer(DDPStrategy(init_sync=False), 2).fit(model, make_data(2, 4))
-    return digest(model.parameters())
-
-
-@pytest.mark.stock("initial weights that differ between ranks, `init_sync=False`")
-def test_stock_ddp_and_other_weights(record_property: Any) -> None:
-    differ = len(set(run_ranks(train_from_other_weights, 2))) > 1
-    record_property("ddp", "trains; at the end the weights differ" if differ else "trains; the weights are equal")
 
 
 class SparseEmbedding(Tiny):
@@ -363,32 +305,6 @@ def test_methods_that_exchange_no_gradients_take_sparse_ones() -> None:
         run_ranks(train_sparse, 2, 1)
     with pytest.raises(AssertionError, match="has sparse gradients"):  # one rank steps as DDP does
         run_ranks(train_sparse, 1, 2)
-
-
-def reconfigure_to_synchronous_steps() -> str:
-    strategy = LocalSGDStrategy(2, begin_step=0)
-    schedule = AveragingSchedule(k_steps=2, begin_epoch=1)
-    trainer = make_trainer(strategy, dist.get_world_size(), max_epochs=2, callbacks=[schedule])
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(UsesSparse(), make_data(2, 4))
-    return str(caught.value)
-
-
-def test_sparse_gradients_are_refused_where_a_schedule_makes_steps_synchronous() -> None:
-    assert all("has sparse gradients" in message for message in run_ranks(reconfigure_to_synchronous_steps, 2))
-
-
-def test_which_methods_exchange_gradients() -> None:
-    local = LocalSGD(k_steps=2, begin_step=0)
-    assert not local.exchanges_gradients
-    for other in (
-        DGC(),
-        LocalSGD(k_steps=2),
-        LocalSGD(k_steps=1, begin_step=0),
-        local.replace(inner_momentum="average"),
-        local.at(1),
-    ):
-        assert other.exchanges_gradients
 
 
 class Shares(Tiny):

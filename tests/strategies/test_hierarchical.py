@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbw import ConfigurationError, DisagreementError, HierarchicalStrategy, Topology, TrafficMonitor
+from lightning_lowbw import ConfigurationError, HierarchicalStrategy, Topology, TrafficMonitor
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.ledger import all_reduce_bytes
 from tests.ranks import run_ranks
@@ -139,49 +139,6 @@ def test_large_gradients_in_half_types_between_nodes(
     for weights, last_scale in run_ranks(fit_large, 4, gradients, precision):
         assert weights == pytest.approx([mean] * 10, rel=2.0**-8)
         assert last_scale == scale
-
-
-def fit_trouble(kwargs: dict[str, Any], by_rank: list[Any]) -> str:
-    arguments = {**kwargs, **({"topology": by_rank[dist.get_rank()]} if by_rank else {})}
-    try:
-        make_trainer(HierarchicalStrategy(**arguments), dist.get_world_size()).fit(Tiny(), make_data(4, 2))
-    except (ConfigurationError, DisagreementError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "by_rank", "word"),
-    [
-        ({"topology": 3}, [], "cannot be divided"),
-        ({"topology": Topology(((0, 1), (2,)))}, [], "has 3 ranks, the world 4"),
-        ({"topology": Topology(((0, 1, 2), (3,))), "algorithm": "sharded"}, [], "algorithm='leader'"),
-        ({}, [2, 2, 4, 2], "rank 2 has 4"),
-    ],
-)
-def test_topologies_that_do_not_fit(kwargs: dict[str, Any], by_rank: list[Any], word: str) -> None:
-    for message in run_ranks(fit_trouble, 4, kwargs, by_rank):
-        assert word in message
-
-
-def fit_flat(kwargs: dict[str, Any]) -> tuple[str, int, list[str]]:
-    import warnings
-
-    num_ranks = dist.get_world_size()
-    model = Tiny()
-    strategy = HierarchicalStrategy(**kwargs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(strategy, num_ranks).fit(model, make_data(num_ranks, STEPS))
-    return digest(model.parameters()), strategy.ledger.inter_bytes, [str(warning.message) for warning in caught]
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"topology": 1}, {"topology": 2}])
-def test_one_level_is_said_and_is_ddp(kwargs: dict[str, Any]) -> None:
-    dense = run_ranks(fit, 2, None, {})
-    results = run_ranks(fit_flat, 2, kwargs)
-    assert any("one level only" in warning for warning in results[0][2])
-    assert all(weights == dense[0]["digest"] and inter == 0 for weights, inter, _ in results)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -71,23 +71,6 @@ def test_a_signature_names_all_that_is_accepted(strategy: type[Strategy]) -> Non
         strategy(**STRATEGIES[strategy], find_unused_parameter=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_how_much_is_sent_by_another_name(strategy: type[Strategy]) -> None:
-    """A hint names an argument of the strategy, or the strategies that have one."""
-    own = set(inspect.signature(strategy).parameters) & {"sparsity", "compression", "method"} or {"Strategy"}
-    for name in {"density", "sparsity", "compression"} - own:
-        with pytest.raises(ConfigurationError, match=rf"\({name}=\.\.\.\): unknown keyword\. (.*) Allowed: ") as caught:
-            strategy(**STRATEGIES[strategy], **{name: 0.01})
-        hint = str(caught.value).partition("unknown keyword. ")[2].partition(" Allowed: ")[0]
-        assert "Did you mean" not in hint
-        assert any(each in hint for each in own)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_help_says_what_a_resume_loads(strategy: type[Strategy]) -> None:
-    assert "\n        resume: " in (strategy.__doc__ or "")
-
-
 def test_type_checkers_know_all_keywords_of_this_release() -> None:
     """A new one of DDP works at once, and is to be added here."""
     assert set(DDP_KEYWORDS) <= set(get_type_hints(DDPKeywords))

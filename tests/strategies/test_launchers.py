@@ -80,14 +80,6 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path, monkeypatch:
     assert steps == [6, 6]  # the last checkpoint before the kill
 
 
-@pytest.mark.stock("kill -9 under `torchrun --max-restarts`")
-@pytest.mark.slow
-def test_stock_ddp_and_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
-    is_equal, steps = restart(tmp_path, monkeypatch, "ddp")
-    went_on = "goes on from the last checkpoint" if steps == [6, 6] else f"goes on from steps {steps}"
-    record_property("ddp", f"{went_on}, to {'the same' if is_equal else 'other'} bits")
-
-
 def restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> tuple[bool, list[int]]:
     """Return whether a killed run ends as one that was not, and from which step each rank goes on."""
     # Else restarted ranks find the addresses of those before in torchrun's store, and gloo connects to them.
@@ -217,16 +209,3 @@ def test_an_error_is_told_and_its_checkpoint_has_what_was_trained(tmp_path: Path
     told = (tmp_path / "error").read_text()
     assert "the reason" in told
     assert told.endswith("True")  # the Trainer has its callbacks again
-
-
-@pytest.mark.stock("SIGTERM or Ctrl-C where the Trainer has spawned or forked the ranks")
-def test_stock_ddp_and_its_started_ranks(tmp_path: Path, record_property: Any) -> None:
-    said = []
-    for event in ("SIGTERM on a rank", "SIGTERM on all ranks", "SIGINT on the first process"):
-        folder = tmp_path / event
-        folder.mkdir()
-        ((code, _, steps),) = run_ranks(end, 1, "ddp", event, str(folder), fresh=True)
-        ended = f"goes on for {SOON_S:.0f} s, then killed" if code is None else f"exit code {code}"
-        saved = f"a checkpoint of step {steps[0]}" if steps else "no checkpoint"
-        said.append(f"{event}: {ended}, {saved}")
-    record_property("ddp", "; ".join(said))

@@ -38,7 +38,7 @@ def destroy_under_a_worker(name: str) -> tuple[int, int, list[str]]:
     gc.collect()
     said = []
     try:
-        _ = worker.peers.groups
+        _ = worker.peers.node.group
     except RuntimeError as error:
         said.append(str(error))
     return len(found), sum(each() is not None for each in found), said

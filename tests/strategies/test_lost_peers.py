@@ -22,7 +22,6 @@ from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
 from lightning_lowbw.where.heartbeat import Answers
 from tests.programs import free_port
 from tests.ranks import run_ranks
-from tests.reliability import outcome_of, without_places
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 
 STOPPED_S = 12.0  # longer than a timeout and the answers take, on a busy machine, too
@@ -126,11 +125,6 @@ def test_a_loss_without_a_graph_is_named(record_property: Any) -> None:
     record_property("seconds", seconds)
 
 
-@pytest.mark.stock("a loss without a graph on one rank, in a dense step")
-def test_stock_ddp_and_a_loss_without_a_graph(record_property: Any) -> None:
-    record_property("ddp", outcome_of(lose_a_rank, free_port(), "ddp", 1, "no graph"))
-
-
 class Stream(IterableDataset):  # type: ignore[type-arg]
     """Batches whose number is not known."""
 
@@ -170,24 +164,6 @@ def test_a_rank_that_ends_before_others_says_so(short: int) -> None:
     )
     assert f"rank {short} (node 0, host " in messages[1 - short]
     assert "has failed: DisagreementError in the end of the fit after step 7: Rank" in messages[1 - short]
-
-
-@pytest.mark.stock("a rank that raises an error of its own")
-def test_stock_ddp_and_a_rank_that_fails(record_property: Any) -> None:
-    (message, _, seconds), _ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "raise", timeout_s=60.0)
-    record_property("ddp", f"after {seconds:.1f} s: {without_places(message)}")
-
-
-@pytest.mark.stock("a rank that no longer answers, on two levels, `timeout=1`")
-def test_stock_ddp_and_a_rank_that_is_stopped(record_property: Any) -> None:
-    (message, _, seconds), *_ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "stop", timeout_s=60.0)
-    record_property("ddp", f"on one level, after {seconds:.1f} s: {without_places(message)}")
-
-
-@pytest.mark.stock("a rank that is later than the timeout")
-def test_stock_ddp_and_a_rank_that_is_late(record_property: Any) -> None:
-    (message, _, seconds), _ = run_ranks(lose_a_rank, 2, free_port(), "ddp", 1, "dawdle", timeout_s=60.0)
-    record_property("ddp", f"after {seconds:.1f} s: {without_places(message)}")
 
 
 @pytest.mark.fault(

@@ -84,12 +84,6 @@ def test_a_plain_backward_is_as_good_as_manual_backward(name: str) -> None:
             torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.stock("plain `loss.backward()` in manual optimization")
-def test_stock_ddp_and_a_plain_backward(record_property: Any) -> None:
-    first, second = (weights for (_, (weights, _), *_) in run_ranks(train, 2, "ddp"))
-    record_property("ddp", "equal weights" if first == second else "the ranks end with different weights, and no error")
-
-
 class LeavesOut(Tiny):
     """Rank 1 leaves out a step in one batch, with its backward pass or without."""
 

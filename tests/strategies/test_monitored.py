@@ -91,13 +91,6 @@ def test_monitored_metrics_are_means_over_ranks(name: str, tmp_path: Path) -> No
     assert first == {"path": "epoch=1.ckpt", "score": 2.0, "stopped": 2, "epochs": 3, "lr": pytest.approx(0.005)}
 
 
-@pytest.mark.stock("a checkpoint, an end or a learning rate by a metric that is each rank's own")
-def test_stock_ddp_and_a_metric_of_its_own(record_property: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(fit, 2, "ddp", str(tmp_path))
-    different = [each for each in ("score", "lr", "weights") if first[each] != second[each]]
-    record_property("ddp", f"goes on with different {' and '.join(different)}" if different else "the same")
-
-
 class Stream(IterableDataset):  # type: ignore[type-arg]
     """Batches whose number is not known."""
 

@@ -25,12 +25,6 @@ def gradients_of(module: pl.LightningModule) -> Gradients:
     return {name: None if gradient is None else gradient.clone() for name, gradient in named}
 
 
-def norms_of(gradients: Gradients) -> dict[str, Tensor]:
-    """Return what `grad_norm` is to find, by its names."""
-    norms = {f"grad_2.0_norm/{name}": each.norm() for name, each in gradients.items() if each is not None}
-    return {**norms, "grad_2.0_norm_total": torch.stack(list(norms.values())).norm()}
-
-
 class Plain(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +118,6 @@ ONLOOKERS: dict[str, tuple[type[Plain], list[pl.Callback]]] = {
     "unseen callback": (Plain, [LookingAfterwards()]),
 }
 LATE = ("late hook", "late callback", "optimizer's early hook")
-LOGGING = ("callback", "hook")
 
 
 @dataclass(frozen=True)
@@ -175,13 +168,3 @@ def test_who_is_not_known_to_look_finds_nothing(fits: list[dict[str, Fit]]) -> N
         for number, gradients in enumerate(runs["unseen callback"].seen):
             absent = {name for name, gradient in gradients.items() if gradient is None}
             assert absent == (set(SPARSE) if number >= FIRST_SPARSE else set())
-
-
-@pytest.mark.parametrize("who", LOGGING)
-def test_norms_that_are_logged_are_those_of_the_averaged_gradients(fits: list[dict[str, Fit]], who: str) -> None:
-    for runs in fits:
-        expected = [norms_of(gradients) for gradients in fits[0]["callback"].seen]  # equal on all ranks
-        assert len(runs[who].norms) == STEPS
-        for logged, norms in zip(runs[who].norms, expected, strict=True):
-            assert logged == norms
-    assert all(run.norms == [{}] * STEPS for who, run in fits[0].items() if who not in LOGGING)

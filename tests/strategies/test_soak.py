@@ -130,12 +130,3 @@ def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path)
         settled = holds[1:]  # the first fit loads and makes what stays
         # A fit that were kept would add half of it; a few numbers come and go with metrics.
         assert all(each[key] <= 1.25 * settled[0][key] for each in settled for key in each), holds
-
-
-@pytest.mark.stock("slow ranks, skipped steps, checkpoints and resumes at random")
-def test_stock_ddp_and_soft_faults(tmp_path: Path, record_property: Any) -> None:
-    results = run_ranks(soak, 2, "ddp", str(tmp_path))
-    is_equal = len({end for peace, disturbed, _ in results for end in (peace, disturbed)}) == 1
-    record_property(
-        "ddp", f"{'the' if is_equal else 'other'} parameters{'' if is_equal else ' than those'} of a run without"
-    )

@@ -279,30 +279,6 @@ def test_the_user_sees_their_own_momentum() -> None:
     assert momenta == expected
 
 
-def one_rank() -> tuple[str, str, int]:
-    model = Tiny()
-    with pytest.warns(UserWarning, match="one rank"):
-        trainer = fit(model)
-    plain = Tiny()
-    stock = pl.Trainer(
-        strategy="auto",
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-        enable_progress_bar=False,
-    )
-    stock.fit(plain, make_data(1, STEPS))
-    return weights_of(model), weights_of(plain), trainer.strategy.ledger.sent_bytes
-
-
-def test_one_rank_is_plain_sgd() -> None:
-    ((weights, plain, sent),) = run_ranks(one_rank, 1)
-    assert weights == plain
-    assert sent == 0
-
-
 class HasLearningRate(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -326,22 +302,6 @@ def test_the_tuner_leaves_no_trace() -> None:
     blind = run_ranks(find_learning_rate, 2, 0)
     assert run_ranks(find_learning_rate, 2, 12) == blind
     assert blind[0] == blind[1]
-
-
-def with_precision(precision: str) -> tuple[str, set[torch.dtype], set[torch.dtype]]:
-    model = Tiny()
-    trainer = fit(model, precision=precision)
-    residuals = {residual.dtype for residual in trainer.strategy.workers[0].residuals.values()}
-    return weights_of(model), {p.dtype for p in model.parameters()}, residuals
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
-)
-def test_precisions(precision: str, dtype: torch.dtype) -> None:
-    results = run_ranks(with_precision, 2, precision)
-    assert results[0] == results[1]
-    assert results[0][1:] == ({dtype}, {torch.float64 if dtype == torch.float64 else torch.float32})
 
 
 class Drifts(Tiny):

@@ -13,13 +13,12 @@ from lightning.pytorch.overrides import distributed as lightning_ddp
 from torch import Tensor
 from torch.nn.parallel import distributed as torch_ddp
 
-from lightning_lowbw import AveragingSchedule, DGCStrategy, LocalSGDStrategy, NarrowGradients, SparsityWarmup, Strategy
+from lightning_lowbw import AveragingSchedule, DGCStrategy, LocalSGDStrategy, SparsityWarmup
 from lightning_lowbw.engine.presets import PRESETS
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
 
 STEPS = 8
-NODES = [[0, 1], [2, 3]]
 
 
 class Searches(pl.Callback):
@@ -109,22 +108,6 @@ def test_only_dense_steps_search(make_model: Callable[..., Tiny]) -> None:
     results = run_ranks(fit_by_names, 2, names, make_model)
     for name in names:
         check([result[name] for result in results], DENSE_STEPS.get(name, 3))
-
-
-def fit_on_two_levels(make_model: Callable[..., Tiny]) -> list[Any]:
-    options: dict[str, Any] = {"topology": NODES, "find_unused_parameters": True}
-    strategies = [
-        DGCStrategy(rampup_begin_step=3, sparsity=[0.9], min_numel=MIN_NUMEL, **options),
-        Strategy(NarrowGradients(rampup_begin_step=3), **options),
-        LocalSGDStrategy(k_steps=2, begin_step=3, **options),
-    ]
-    return [fit(strategy, make_model, None) for strategy in strategies]
-
-
-@pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
-def test_only_dense_steps_search_on_two_levels(make_model: Callable[..., Tiny]) -> None:
-    for results in zip(*run_ranks(fit_on_two_levels, 4, make_model), strict=True):
-        check(list(results), 3)
 
 
 def fit_sparse_from_the_start(make_model: Callable[..., Tiny]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -191,29 +190,3 @@ def test_all_buffers_are_broadcast_or_none_where_that_is_asked() -> None:
         (everything, *_), _ = run_ranks(count_broadcasts, 2, strategy, {"broadcast_buffers": True})
         assert min(everything) > 4 * 108
         assert run_ranks(count_broadcasts, 2, strategy, {"broadcast_buffers": False})[0][0] == []
-
-
-class Replaces(Tiny):
-    """Has a buffer of which the training puts another in its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ema", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.ema = self.ema + 1.0
-        return super().training_step(batch, batch_idx)
-
-
-def replace_a_buffer() -> list[str]:
-    num_ranks = dist.get_world_size()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_trainer("local_sgd", num_ranks, val_check_interval=2)  # type: ignore[arg-type]
-        trainer.fit(Replaces(), make_data(num_ranks, 8), make_data(num_ranks, 1))
-    return [str(each.message) for each in caught if "have been replaced" in str(each.message)]
-
-
-def test_a_buffer_that_is_replaced_is_told_once() -> None:
-    (message,), _ = run_ranks(replace_a_buffer, 2)
-    assert ": ema. Each rank has its own" in message

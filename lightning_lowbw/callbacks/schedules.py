@@ -1,0 +1,224 @@
+"""Schedules in epochs, which only the Trainer knows, for a strategy that was given by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_lowbw.arguments import is_count, is_number, names_arguments
+from lightning_lowbw.engine.method import Method
+from lightning_lowbw.engine.presets import DGC_SPARSITY, LocalSGD
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.strategies import ShardedStrategy, Strategy, accumulates_by_schedule, steps_per_epoch_of
+from lightning_lowbw.when.every_k import EveryK
+from lightning_lowbw.when.every_step import AUTO, EveryStep, as_stairs
+from lightning_lowbw.where.agreement import failing_together, gather
+
+OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
+
+
+@names_arguments
+class SparsityWarmup(Callback):
+    """Set when deep gradient compression begins, and over how many steps or epochs its sparsity increases.
+
+    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit, and override the
+    strategy's own `rampup_begin_step`, `rampup_step` and `sparsity`. Give epochs or steps, not both.
+
+    Args:
+        begin_epoch: epochs of dense exchange before the first sparse step; may be a fraction. Default 2.
+        epochs: epochs over which the stairs are spread; may be a fraction. Default 3. Where epochs have too few steps,
+            as with `fast_dev_run`, each value is taken for one step.
+        begin_step: the same in optimizer steps.
+        steps: the same in optimizer steps. Default: one for each value.
+        sparsity: the stairs.
+
+    Raises:
+        ConfigurationError: epochs and steps are mixed, a value is out of range, one value is to be spread, the strategy
+            compresses no gradients, or the number of steps in an epoch cannot be known.
+
+    Source: the defaults are those advised for ImageNet by PaddlePaddle Fleet.
+
+    Example:
+        >>> warmup = SparsityWarmup(begin_epoch=1, epochs=2, sparsity=[0.96, 0.999])
+        >>> warmup.schedule(steps_per_epoch=100)
+        EveryStep(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999), ...)
+    """
+
+    sets_method = True  # so all ranks must have it
+
+    def __init__(
+        self,
+        *,
+        begin_epoch: float | None = None,
+        epochs: float | None = None,
+        begin_step: int | None = None,
+        steps: int | None = None,
+        sparsity: Sequence[float] = (0.984375, 0.996, 0.999),
+    ) -> None:
+        in_steps = begin_step is not None or steps is not None
+        if in_steps and (begin_epoch is not None or epochs is not None):
+            raise ConfigurationError(
+                f"SparsityWarmup(begin_epoch={begin_epoch}, epochs={epochs}, begin_step={begin_step}, steps={steps}): "
+                "give epochs or steps, not both."
+            )
+        _check_epochs(begin_epoch=begin_epoch, epochs=epochs)
+        for name, value in (("begin_step", begin_step), ("steps", steps)):
+            if value is not None and not is_count(value, 0):
+                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 0.")
+        if sparsity is None or isinstance(sparsity, str):
+            raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
+        self._in_steps, self._sparsity = in_steps, as_stairs(sparsity)
+        num, given = len(self._sparsity), steps if in_steps else epochs
+        is_short, is_spread = steps is not None and steps < num, bool(epochs) or (steps or 0) > 1
+        if is_short if num > 1 else is_spread:
+            raise ConfigurationError(
+                f"SparsityWarmup({'steps' if in_steps else 'epochs'}={given}, sparsity={list(self._sparsity)}): each "
+                "value takes at least one step, and a single one is not spread. Give as many values as needed, such as "
+                "[0.984375, 0.996, 0.999], or leave out the length."
+            )
+        self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
+        self._length: float = given if given is not None else num if in_steps else 3
+
+    def schedule(self, steps_per_epoch: int) -> EveryStep:
+        """Return the warm-up in optimizer steps."""
+        unit = 1 if self._in_steps else steps_per_epoch
+        num = len(self._sparsity)
+        length = 1 if num == 1 else max(num, round(self._length * unit))
+        return EveryStep(round(self._begin * unit), length, self._sparsity)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, OF_PACKAGE) or not strategy.method.compresses_gradients:
+            raise ConfigurationError(
+                "SparsityWarmup sets the sparsity of methods that compress gradients, such as strategy='dgc'; the "
+                f"strategy is {_named(strategy)}. Use another strategy, or leave out the callback."
+            )
+        schedule = self.schedule(
+            0 if self._in_steps else _steps_per_epoch(trainer, pl_module, "SparsityWarmup(begin_step=..., steps=...)")
+        )
+        given = strategy.method.when
+        assert isinstance(given, EveryStep)
+        defaults = [EveryStep(sparsity=each) for each in (AUTO, DGC_SPARSITY)]
+        if given not in (*defaults, schedule):
+            rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
+        strategy.reconfigure(dataclasses.replace(strategy.method, when=schedule))
+        rank_zero_info(
+            f"{type(strategy).__name__}: dense up to step {schedule.rampup_begin_step}, then sparsity "
+            f"{list(self._sparsity)} over {schedule.rampup_step} steps."
+        )
+
+
+@names_arguments
+class AveragingSchedule(Callback):
+    """Set when local SGD begins, and after how many steps replicas are averaged.
+
+    Epochs are only known to the Trainer: they are turned into optimizer steps at the start of the fit. Arguments that
+    are left out stay as the strategy has them.
+
+    Args:
+        k_steps: local steps between two averages; the first k of "adaptive_local_sgd".
+        begin_epoch: epochs of synchronous steps before the first local one; may be a fraction.
+        begin_step: the same as a number of steps, a fraction of the run (float in (0, 1)), or "first_lr_decay".
+        max_k_steps: the largest k of "adaptive_local_sgd".
+
+    Raises:
+        ConfigurationError: `begin_epoch` and `begin_step` are both given, a value is out of range, the method does not
+            average weights, or the number of steps in an epoch cannot be known.
+
+    Example:
+        >>> callback = AveragingSchedule(k_steps=4, begin_epoch=1.5)
+        >>> callback.method(LocalSGD(), steps_per_epoch=100).when.begin_step
+        150
+    """
+
+    sets_method = True  # so all ranks must have it
+
+    def __init__(
+        self,
+        *,
+        k_steps: int | None = None,
+        begin_epoch: float | None = None,
+        begin_step: int | float | str | None = None,
+        max_k_steps: int | None = None,
+    ) -> None:
+        if begin_epoch is not None and begin_step is not None:
+            raise ConfigurationError(
+                f"AveragingSchedule(begin_epoch={begin_epoch!r}, begin_step={begin_step!r}): give one of the two."
+            )
+        _check_epochs(begin_epoch=begin_epoch)
+        changes = {"k_steps": k_steps, "begin_step": begin_step, "max_k_steps": max_k_steps}
+        self._changes: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        self._begin_epoch = begin_epoch
+        rule = {"rule": "fleet", "k_steps": 1} if max_k_steps is not None else {}  # one that has use for it
+        LocalSGD().replace(**rule | self._changes)  # checked now, not after the data have been loaded
+
+    def method(self, method: Method, steps_per_epoch: int = 1) -> Method:
+        """Return a configuration with the changes of this callback."""
+        changes = dict(self._changes)
+        if self._begin_epoch is not None:
+            changes["begin_step"] = round(self._begin_epoch * steps_per_epoch)
+        return method.replace(**changes)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, OF_PACKAGE) or not strategy.method.averages_weights:
+            raise ConfigurationError(
+                "AveragingSchedule is for methods that average weights, such as strategy='local_sgd' or 'diloco'; the "
+                f"strategy is {_named(strategy)}. Use another strategy, or leave out the callback."
+            )
+        num_steps = 1
+        if self._begin_epoch is not None:
+            num_steps = _steps_per_epoch(trainer, pl_module, "AveragingSchedule(begin_step=...)")
+        strategy.reconfigure(self.method(strategy.method, num_steps))
+        when = strategy.method.when
+        assert isinstance(when, EveryK)
+        rank_zero_info(f"{type(strategy).__name__}: k_steps={when.k_steps}, begin_step={when.begin_step!r}.")
+
+
+def _check_epochs(**epochs: float | None) -> None:
+    for name, value in epochs.items():
+        if value is not None and not (is_number(value) and value >= 0):
+            raise ConfigurationError(f"{name}={value!r}: give a number of epochs, >= 0.")
+
+
+def _steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
+    """Return the optimizer steps of an epoch; where ranks have different numbers, the largest.
+
+    Collective: all ranks, blocking.
+
+    Args:
+        trainer: in a fit.
+        pl_module: the one that is fitted.
+        alternative: how to give the same in steps, for the message.
+
+    Raises:
+        ConfigurationError: on all ranks; the number cannot be known.
+    """
+    with failing_together():
+        number = _steps_per_epoch_here(trainer, pl_module, alternative)
+    return max(gather(number, "number of steps per epoch"))
+
+
+def _steps_per_epoch_here(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
+    in_steps = f"Give it in steps: {alternative}."
+    if not pl_module.automatic_optimization:
+        raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
+    if accumulates_by_schedule(trainer):
+        raise ConfigurationError(
+            "With GradientAccumulationScheduler the steps per epoch are not known when the training starts. Use "
+            f"Trainer(accumulate_grad_batches=...) instead. Or: {in_steps}"
+        )
+    number = steps_per_epoch_of(trainer)
+    if number is None:
+        raise ConfigurationError(f"The training data has no length. {in_steps}")
+    return number
+
+
+def _named(strategy: object) -> str:
+    """Return a strategy as an error message names it: one of this package with what it does."""
+    return repr(strategy) if isinstance(strategy, OF_PACKAGE) else type(strategy).__name__
