@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,20 +20,58 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowbw.engine.checks import warn_if_mostly_sent
+from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.advice import num_steps_of_fit
+from lightning_lowbw.strategies.advice import num_steps_of_fit, tell_of_sparse_steps, warn_if_too_short
+from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
+from lightning_lowbw.strategies.consensus_view import ConsensusView
+from lightning_lowbw.strategies.lost_peers import LostPeers
+from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.signals import Signals
+from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard
 from lightning_lowbw.when.every_k import EveryK
-from lightning_lowbw.where.agreement import gather
+from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.where.agreement import agree, gather
 
 T = TypeVar("T")
 
+SETTLE_S = 0.02
+
 RUN_STAGE = "run-stage"  # Lightning's barrier after its handlers of signals are there, and before it loads any data
+
+
+class FirstCallback(Callback):
+    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).begin_epoch()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).end_batch()
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).show_consensus()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            _of(trainer).agree_on_metrics()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).end_epoch()
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).leave_consensus()
+
+
+def _of(trainer: pl.Trainer) -> BaseStrategy:
+    assert isinstance(trainer.strategy, BaseStrategy)
+    return trainer.strategy
 
 
 class BaseStrategy(ParallelStrategy):
@@ -46,14 +88,27 @@ class BaseStrategy(ParallelStrategy):
     """
 
     method: Method
-    signals: Signals
     _workers: dict[int, Worker]  # by id of the optimizer
+    _options: dict[str, Any]  # of the constructor; "resume" is one
     _resolved_begin: tuple[float, int] | None = None  # a `begin_step` that is a fraction, and the steps it was last
     _is_torn_down = False  # the Trainer has handled what ended it
 
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
-        raise NotImplementedError
+        self.signals = Signals(self._workers)
+        self.view = ConsensusView()
+        self.lost_peers = LostPeers()
+        self._clipping = Clipping()
+        self._guard = StepGuard()
+        self._first_callback = FirstCallback()
+
+    def _begin_state(self) -> None:
+        """Forget the last fit, or the steps with a method of another kind."""
+        self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
+        self._has_new_gradients = False  # since the last exchange
+        self._exchanged: set[Worker] = set()  # to clip the mean by hand, since the last backward pass
+        self._is_exchanged_by_clipping = False
+        self.view.keep()
 
     @property
     def workers(self) -> list[Worker]:
@@ -107,6 +162,45 @@ class BaseStrategy(ParallelStrategy):
         for worker in self.workers:
             worker.method = method
 
+    def _agree_on_fit(self, others: Mapping[str, object], *, takes_uneven: bool = False) -> None:
+        """Check that all ranks begin the same fit: before callbacks are set up, which may communicate.
+
+        Collective: all ranks.
+
+        Raises:
+            DisagreementError: on all ranks.
+        """
+        trainer, name = self.trainer, type(self).__name__
+        self.lost_peers.begin_fit(lambda: trainer.global_step)
+        agree("strategy", {"class": name})  # others do other things from here on
+        settings = checks.settings_of(trainer, takes_uneven=takes_uneven)
+        checks.agree_on_configuration(name, {**self.method.facts(), **self._options}, {**others, **settings})
+
+    def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
+        """Start the workers: the state of a resume has been loaded, and callbacks have set schedules.
+
+        Args:
+            num_participants: that exchange something.
+            measures: whether sparse steps are timed, to choose a schedule.
+        """
+        if self.method.averages_weights:
+            self._resolve_begin()
+        for worker in self.workers:
+            worker.check_schedule()
+            warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
+        if num_participants == 1:
+            return
+        if self.method.uses_kernels(self.root_device):
+            prepare_kernels(self.root_device, uses_of(self.workers, measures=measures))
+        when = self.method.when
+        if self.is_search(self.trainer):
+            return
+        is_sparse = isinstance(when, EveryStep) and self.method.compresses_gradients and not when.is_auto
+        if is_sparse or isinstance(when, EveryK):
+            warn_if_too_short(when, self.trainer, self.workers)
+        if is_sparse:
+            tell_of_sparse_steps(self.workers)
+
     def _resolve_begin(self) -> None:
         """Turn a `begin_step` that is a fraction of the run into a number of steps; for each run anew.
 
@@ -132,6 +226,127 @@ class BaseStrategy(ParallelStrategy):
         self._resolved_begin = begin, step
         rank_zero_info(f"{type(self).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
 
+    # The step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._has_new_gradients = True
+        self._exchanged.clear()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        worker = self.worker_of(optimizer)
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+        def exchanging_closure() -> Any:
+            result = closure()
+            self._end_closure(worker)
+            return result
+
+        with self._guard.allowing(own), worker.stepping():
+            result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+        self._end_step(worker)
+        return result
+
+    @torch.no_grad()
+    def _end_closure(self, worker: Worker) -> None:
+        """Replace the gradients of the optimizer that steps by those it steps with."""
+        if worker.is_local:  # Lightning alone clips and scales
+            self._exchange(worker)
+            return
+        if worker in self._exchanged:
+            self._exchanged.remove(worker)
+            return
+        has_new, self._has_new_gradients = self._has_new_gradients, False
+        if self.trainer.lightning_module.automatic_optimization and not has_new:
+            # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
+            if not worker.reduces_in_backward:
+                worker.optimizer.zero_grad(set_to_none=True)
+            return
+        self._exchange_unscaled(worker)
+
+    @torch.no_grad()
+    def _exchange_unscaled(self, worker: Worker) -> None:
+        exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
+
+    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
+        """Check for faults, clip, exchange; return whether the step is to be taken."""
+        raise NotImplementedError
+
+    def _has_mean(self, worker: Worker) -> bool:
+        """Return whether the gradients of the coming step are means already."""
+        return False
+
+    def _make_mean(self, worker: Worker) -> bool:
+        """Exchange gradients that are clipped by hand, where their mean is clipped, and the step would make it later.
+
+        Returns:
+            Whether the step is to be taken.
+        """
+        is_of_rank = worker.is_local or worker.clips_before_exchange
+        if self.trainer.lightning_module.automatic_optimization or is_of_rank or self._has_mean(worker):
+            return True
+        if worker not in self._exchanged:
+            self._is_exchanged_by_clipping = True
+            try:
+                self._exchange_unscaled(worker)
+            finally:
+                self._is_exchanged_by_clipping = False
+            self._exchanged.add(worker)
+            self.signals.read_requests(worker, self.trainer)  # another exchange before the step would overwrite them
+        return worker.is_taken
+
+    def _end_step(self, worker: Worker) -> None:
+        """Read what other ranks request, and prepare the next step."""
+        raise NotImplementedError
+
+    # What the first callback calls ------------------------------------------------------------------------------
+
+    def is_search(self, trainer: pl.Trainer) -> bool:
+        """Return whether a tuner searches, with callbacks of its own: the fit comes after it."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        return self.world_size > 1 and self._first_callback not in callbacks
+
+    def _insert_first_callback(self, trainer: pl.Trainer) -> None:
+        if self._workers and self.is_search(trainer):  # for validation and the like as well
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+            callbacks.insert(0, self._first_callback)
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch, whose data may have changed."""
+
+    def end_batch(self) -> None:
+        """End a batch, before the callbacks do."""
+
+    def show_consensus(self) -> None:
+        """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
+
+    def agree_on_metrics(self) -> None:
+        """Average the metrics that callbacks and schedulers monitor."""
+        agree_on_monitored(self.trainer, self.root_device)
+        if not self.method.averages_weights:
+            checks.agree_on_hyperparameters(self.trainer)
+
+    def end_epoch(self) -> None:
+        """End an epoch, before the callbacks do."""
+
+    def leave_consensus(self) -> None:
+        """Leave the consensus in the model, at the end of the training."""
+        self.show_consensus()
+        self._keep_consensus()
+
+    def _keep_consensus(self) -> None:
+        self.view.keep()
+        for worker in self.replicas:
+            worker.finish()
+
     # While an exception ends the fit ----------------------------------------------------------------------------
 
     @property
@@ -153,9 +368,32 @@ class BaseStrategy(ParallelStrategy):
         self._is_torn_down = False
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.lost_peers.explain_(exception)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
+        self._is_fit_over = True
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and self._first_callback in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
+        self.signals.restore()
+        self._clipping.restore()
+        self._guard.release()
+        self.lost_peers.close()
+        for worker in self.workers:
+            worker.to(torch.device("cpu"))
+        meets = trainer is not None and (self.signals.is_ending_all or not self.is_interrupted)
         super().teardown()
         self._is_torn_down = True
+        if meets:
+            # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
+            # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
+            time.sleep(SETTLE_S)
+            # And no rank ends before all have saved: rank 0 may have the store, and a launcher may end the others.
+            self.barrier()
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

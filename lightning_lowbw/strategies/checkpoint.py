@@ -33,10 +33,9 @@ _Found = tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]
 class CheckpointedStrategy(BaseStrategy):
     """A strategy that saves, loads and removes shards: workers, random numbers, precision and buffers of each rank."""
 
-    _options: dict[str, Any]  # of the constructor; "resume" is one
-
     @override
     def _make_parts(self) -> None:
+        super()._make_parts()
         check_one_of("resume", self._options["resume"], get_args(shards.Needs))
         self._last_queued: Future[None] | None = None  # done when the last save is written
         self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
@@ -71,12 +70,14 @@ class CheckpointedStrategy(BaseStrategy):
 
     def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return those buffers, by name, that a rank keeps in its shard."""
-        return buffers
+        return {**buffers, **self.view.own_buffers(buffers)}
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
         """Enclose the loading of a rank's own state: until the first batch the model keeps the checkpoint's weights."""
-        yield
+        assert self.lightning_module is not None
+        with self.view.loading(self.replicas, self.lightning_module):
+            yield
 
     # Saving -----------------------------------------------------------------------------------------------------
 

@@ -57,10 +57,12 @@ class ConsensusView:
         for worker in workers:
             worker.show_consensus()
         self._shown = [] if is_equal else list(workers)
-        self._remember_shown(module)
+        self.remember_shown(module)
 
-    def _remember_shown(self, module: pl.LightningModule) -> None:
+    def remember_shown(self, module: pl.LightningModule) -> None:
         """Note what the buffers have now, with the consensus in the model."""
+        for worker in self._shown:
+            worker.note_shown()
         self._shown_buffers = copies(dict(module.named_buffers())) if self.is_shown else {}
 
     def hide(self) -> None:
@@ -88,9 +90,7 @@ class ConsensusView:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(shown[name])
-        for worker in workers:
-            worker.note_shown()
-        self._remember_shown(module)
+        self.remember_shown(module)
 
     def keep(self) -> None:
         """Keep the consensus in the model."""

@@ -20,9 +20,9 @@ from lightning_lowbw.engine.presets import DGC, FAMILIES, PRESETS, preset
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
+from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
 from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
-from lightning_lowbw.strategies.sharded import ShardedStrategy
 from lightning_lowbw.strategies.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {

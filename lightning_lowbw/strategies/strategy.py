@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -31,45 +28,35 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.engine.checks import plain_values, warn_if_mostly_sent
+from lightning_lowbw.engine.checks import plain_values
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.method import Method, as_method
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import checks, shards
-from lightning_lowbw.strategies.advice import tell_of_sparse_steps, warn_if_alone, warn_if_too_short
+from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_choice import AutoChoice
 from lightning_lowbw.strategies.base import buffers_by_optimizer
 from lightning_lowbw.strategies.callback_agreement import (
     Timers,
     agree_on_averages_,
-    agree_on_monitored,
     agree_on_weights_,
     weights_of,
 )
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
-from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.gradient_hook import GradientHook, ddp_reduces, reaches
 from lightning_lowbw.strategies.groups import Groups
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, asked_of_buffers, given_keywords, shows
 from lightning_lowbw.strategies.launcher import Launcher
-from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.progress import is_over
-from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
-from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, clips_before_exchange
+from lightning_lowbw.strategies.step_hooks import clips_before_exchange
 from lightning_lowbw.strategies.uneven import Policy, Uneven
-from lightning_lowbw.when.every_k import EveryK
-from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.agreement import agree, failing_together
+from lightning_lowbw.where.agreement import failing_together
 from lightning_lowbw.where.ledger import Level, TrafficLedger
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import TopologyChoice
-
-SETTLE_S = 0.02
 
 
 class Strategy(CheckpointedStrategy, DDPStrategy):
@@ -126,17 +113,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _make_parts(self) -> None:
         super()._make_parts()
         self.groups = Groups()
-        self.signals = Signals(self._workers)
         self.buffers = SharedBuffers(asked_of_buffers(self._ddp_kwargs))
-        self.view = ConsensusView()
         self.uneven = Uneven(self._options["uneven"], self.signals)
         self.auto = AutoChoice()
-        self.lost_peers = LostPeers()
-        self._clipping = Clipping()
         self._hook = GradientHook(self._workers)
-        self._guard = StepGuard()
         self._timers = Timers()
-        self._first_callback = FirstCallback()
         self._begin_state()
 
     def _check_method(self) -> None:
@@ -171,13 +152,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        trainer = self.trainer
-        if trainer.state.fn == TrainerFn.FITTING:  # before callbacks are set up, which may communicate
-            self.lost_peers.begin_fit(lambda: trainer.global_step)
-            agree("strategy", {"class": type(self).__name__})  # others do other things from here on
-            settings = checks.settings_of(trainer, takes_uneven=self.method.averages_weights)
-            others = {**plain_values(self._ddp_kwargs), **settings}
-            checks.agree_on_configuration(type(self).__name__, {**self.method.facts(), **self._options}, others)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._agree_on_fit(plain_values(self._ddp_kwargs), takes_uneven=self.method.averages_weights)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -199,9 +175,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             warn_if_alone(type(self).__name__, self.world_size)
         else:
             super().setup(trainer)
-        if self._workers and self.is_search(trainer):  # for validation and the like as well
-            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-            callbacks.insert(0, self._first_callback)
+        self._insert_first_callback(trainer)
 
     def _check_trainer(self, trainer: pl.Trainer) -> None:
         """Raise ConfigurationError if a setting of the Trainer does not go together with averages of weights."""
@@ -218,17 +192,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 "would validate while others train on. Give a number of batches."
             )
 
+    @override
     def _begin_state(self) -> None:
-        """Forget the last fit, or the steps with a method of another kind."""
-        self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
-        self._has_new_gradients = False  # since the last exchange
-        self._exchanged: set[Worker] = set()  # to clip the mean by hand, since the last backward pass
-        self._is_exchanged_by_clipping = False
+        super()._begin_state()
         self._losses: list[Tensor] = []  # for the next optimizer that steps
         self._are_losses_observed = False  # by an optimizer; others may step, too, until the next backward
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
         self._has_equal_epochs = False
-        self.view.keep()
         self.uneven.begin_fit()
 
     def _make_workers(self) -> None:
@@ -306,36 +276,19 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     def begin_training(self) -> None:
         """Start the workers: the state of a resume has been loaded, and callbacks have set schedules."""
-        trainer, averages = self.trainer, self.method.averages_weights
-        if averages:
-            self._resolve_begin()
-        for worker in self.workers:
-            worker.check_schedule()
-            warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
-        if self.method.uses_kernels(self.root_device) and self.world_size > 1:
-            prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open))
-        if averages and self.world_size > 1:
-            self._begin_averages()
-        if averages:
+        self._start_workers(self.world_size, measures=self.auto.is_open)
+        if self.method.averages_weights:
+            if self.world_size > 1:
+                self._begin_averages()
             return
-        self._has_equal_epochs = checks.agree_on_length(trainer)
-        when = self.method.when
+        self._has_equal_epochs = checks.agree_on_length(self.trainer)
         if self.method.compresses_gradients and self.world_size > 1:
-            assert isinstance(when, EveryStep)
-            is_search = self.is_search(trainer)
-            self.auto.begin_training(self.workers, trainer, is_search=is_search)
-            if not when.is_auto and not is_search:
-                warn_if_too_short(when, trainer, self.workers)
-                tell_of_sparse_steps(self.workers)
+            self.auto.begin_training(self.workers, self.trainer, is_search=self.is_search(self.trainer))
 
     def _begin_averages(self) -> None:
-        trainer, when = self.trainer, self.method.when
-        assert isinstance(when, EveryK)
         self._timers.restore()
-        if not self.is_search(trainer):
-            warn_if_too_short(when, trainer, self.workers)
-        self.uneven.begin_training(trainer, self.replicas, self.groups.gradients)
-        self._timers.defer(trainer)
+        self.uneven.begin_training(self.trainer, self.replicas, self.groups.gradients)
+        self._timers.defer(self.trainer)
         for worker in self.replicas:
             worker.begin_local()
         self._choose_backward_sync()
@@ -345,16 +298,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 "Leave it out, or begin with a synchronous step (begin_step=1; a resume in the local phase has none)."
             )
 
-    def is_search(self, trainer: pl.Trainer) -> bool:
-        """Return whether a tuner searches, with callbacks of its own: the fit comes after it."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        return self.world_size > 1 and self._first_callback not in callbacks
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(self._launcher, Launcher):
             self._launcher.end_exception()
-        self.lost_peers.explain_(exception)
         super().on_exception(exception)
 
     @override
@@ -362,27 +309,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self._timers.restore()
         if self.view.is_shown and not self.is_interrupted:  # a resume with no batch left to train
             self._keep_consensus()
-        self._is_fit_over = True
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        if trainer is not None and self._first_callback in trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
-        self.signals.restore()
-        self._clipping.restore()
         self.groups.close()
-        self._guard.release()
         self._hook.release()
-        self.lost_peers.close()
-        for worker in self.workers:
-            worker.to(torch.device("cpu"))
-        meets = trainer is not None and (self.signals.is_ending_all or not self.is_interrupted)
         super().teardown()
-        if meets:
-            # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
-            # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
-            time.sleep(SETTLE_S)
-            # And no rank ends before all have saved: rank 0 may have the store, and a launcher may end the others.
-            self.barrier()
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -432,8 +361,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._has_new_gradients = True
-        self._exchanged.clear()
         if self.trainer.lightning_module.automatic_optimization:  # else the user's code may want to keep graphs
             self._graph = closure_loss.grad_fn
         if self.method.averages_weights:
@@ -443,51 +370,19 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._losses.append(closure_loss.detach())
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        worker = self.worker_of(optimizer)
-
-        def exchanging_closure() -> Any:
-            result = closure()
-            self._end_closure(worker)
-            return result
-
-        with self._guard.allowing(worker.optimizer), worker.stepping():
-            result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
-        self._end_step(worker)
-        return result
-
-    @torch.no_grad()
     def _end_closure(self, worker: Worker) -> None:
-        """Replace the gradients of the optimizer that steps by those it steps with."""
         self._has_stepped = self._are_losses_observed = True
         if isinstance(worker, ReplicaWorker):
             for loss in self._losses:
                 worker.observe_loss(loss)
-        if worker.is_local:  # Lightning alone clips and scales
-            self._exchange(worker)
-            return
-        if worker in self._exchanged:
-            self._exchanged.remove(worker)
-            return
-        has_new, self._has_new_gradients = self._has_new_gradients, False
-        if self.trainer.lightning_module.automatic_optimization and not has_new:
-            # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
-            if not worker.reduces_in_backward:
-                worker.optimizer.zero_grad(set_to_none=True)
-            return
-        self._exchange_unscaled(worker)
+        super()._end_closure(worker)
 
-    @torch.no_grad()
+    @override
     def _exchange_unscaled(self, worker: Worker) -> None:
         self.ledger.exposed_s += self._hook.wait_s()
-        exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
+        super()._exchange_unscaled(worker)
 
+    @override
     def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
@@ -523,27 +418,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             )
         return is_automatic or reduced == parameters
 
-    def _make_mean(self, worker: Worker) -> bool:
-        """Exchange gradients that are clipped by hand, where their mean is clipped, and the step would make it later.
+    @override
+    def _has_mean(self, worker: Worker) -> bool:
+        return worker.reduces_in_backward and self._has_reduced(worker)
 
-        Returns:
-            Whether the step is to be taken.
-        """
-        is_of_rank = worker.is_local or worker.clips_before_exchange
-        if self.trainer.lightning_module.automatic_optimization or is_of_rank:
-            return True
-        if worker.reduces_in_backward and self._has_reduced(worker):
-            return True
-        if worker not in self._exchanged:
-            self._is_exchanged_by_clipping = True
-            try:
-                self._exchange_unscaled(worker)
-            finally:
-                self._is_exchanged_by_clipping = False
-            self._exchanged.add(worker)
-            self.signals.read_requests(worker, self.trainer)  # another exchange before the step would overwrite them
-        return worker.is_taken
-
+    @override
     def _end_step(self, worker: Worker) -> None:
         """Read what other ranks request, and prepare the next step."""
         if isinstance(worker, ReplicaWorker):
@@ -562,6 +441,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     # What the first callback calls ------------------------------------------------------------------------------
 
+    @override
     def begin_epoch(self) -> None:
         """Begin an epoch, whose data may have changed."""
         if self.method.averages_weights:
@@ -569,6 +449,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         elif self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
             checks.agree_on_hyperparameters(self.trainer)
 
+    @override
     def end_batch(self) -> None:
         """Wait for ranks with more batches, and save if it was requested and all ranks are there."""
         if self.method.averages_weights:
@@ -577,6 +458,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if self.all_are_here:
             self.signals.save_if_due(self.trainer)
 
+    @override
     def show_consensus(self) -> None:
         """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
         module = self.lightning_module
@@ -593,12 +475,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 agree_on_averages_(module.trainer, self.ledger, self.root_device)
         self.view.show(self.replicas, module, is_interrupted=is_interrupted)
 
-    def agree_on_metrics(self) -> None:
-        """Average the metrics that callbacks and schedulers monitor."""
-        agree_on_monitored(self.trainer, self.root_device)
-        if not self.method.averages_weights:
-            checks.agree_on_hyperparameters(self.trainer)
-
+    @override
     def end_epoch(self) -> None:
         """Agree on monitored metrics; the epoch may have ended without a last batch."""
         if self.method.averages_weights:
@@ -608,17 +485,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self.agree_on_metrics()
             self.show_consensus()
 
+    @override
     def leave_consensus(self) -> None:
-        """Leave the consensus in the model, at the end of the training."""
         if self.method.averages_weights:
             self.uneven.finish_epoch(self.trainer, is_over=True)  # a callback may have stopped it in mid-epoch
-            self.show_consensus()
-            self._keep_consensus()
-
-    def _keep_consensus(self) -> None:
-        self.view.keep()
-        for worker in self.replicas:
-            worker.finish()
+            super().leave_consensus()
 
     # The end, validation and checkpoints ------------------------------------------------------------------------
 
@@ -716,48 +587,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**buffers, **self.view.own_buffers(buffers)} if self.replicas else self.buffers.own(buffers)
+        return super()._own_buffers(buffers) if self.replicas else self.buffers.own(buffers)
 
     @override
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {**super()._shard(metadata), "unequal_buffers": self.buffers.unequal}
 
     @override
-    @contextmanager
-    def _loading(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        with self.view.loading(self.replicas, self.lightning_module):
-            yield
-
-    @override
     def _restore(self, shard: Mapping[str, Any]) -> None:
         super()._restore(shard)
         self.buffers.unequal = shard["unequal_buffers"]
-
-
-class FirstCallback(Callback):
-    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        _of(trainer).begin_epoch()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _of(trainer).end_batch()
-
-    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        _of(trainer).show_consensus()
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            _of(trainer).agree_on_metrics()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _of(trainer).end_epoch()
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _of(trainer).leave_consensus()
-
-
-def _of(trainer: pl.Trainer) -> Strategy:
-    assert isinstance(trainer.strategy, Strategy)
-    return trainer.strategy

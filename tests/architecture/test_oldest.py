@@ -22,7 +22,7 @@ KNOWN = Path(__file__).with_name("oldest_names.txt")
 ROOTS = ("torch", "lightning", "torchmetrics", "hydra", "omegaconf")
 LATER = {  # names that only newer releases have, or that are there later; what is done without them
     "lightning.pytorch.callbacks.WeightAveraging": "a callback that nobody can have then",
-    "torch.distributed.fsdp.FSDPModule": "taken from torch.distributed._composable.fsdp",
+    "torch.distributed.fsdp.FSDPModule": "ShardedStrategy is refused",
     "torch.distributed.fsdp.fully_shard": "ShardedStrategy is refused",
     "torch.distributed.fsdp.register_fsdp_forward_method": "ShardedStrategy is refused",
     "torch.distributed.group.WORLD._get_backend": "asked after the process group has been made",

@@ -12,46 +12,16 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbw import ShardedStrategy, Strategy
+from lightning_lowbw import ConfigurationError, ShardedStrategy, Strategy
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.presets import LocalSGD, preset
-from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.sharding import _groups
-from tests.engine.problem import message_of
+from tests.engine.problem import each, message_of
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import Listed, Plain, distance, shard_digest, train, whole
 from tests.tiny import Watcher, sgd
 
 STEPS = 5
 METHODS = {"dense": preset("hierarchical"), "local_sgd": LocalSGD(k_steps=2, begin_step=0)}
-
-
-# Which layers are gathered together -----------------------------------------------------------------------------------
-
-
-def test_layers_that_share_a_parameter_are_one_group() -> None:
-    a, b, c = (nn.Linear(4, 4) for _ in range(3))
-    outer = nn.Sequential(c, nn.Linear(4, 4))
-    assert _groups([c, a, b, outer]) == [[c], [a], [b], [outer]]
-    b.weight = a.weight
-    assert _groups([c, a, b, outer]) == [[c], [a, b], [outer]]
-    outer[1].weight = a.weight
-    assert _groups([c, b, a, outer]) == [[c], [b, a, outer]]
-    outer[1].weight = c.weight  # c is left to what is around it
-    assert _groups([c, a, b, outer]) == [[a, b], [outer]]
-    shared = nn.Linear(4, 4)
-    left, right = nn.Sequential(shared), nn.Sequential(shared, nn.ReLU())
-    assert _groups([shared, left, right]) == [[shared], [left], [right]]
-    assert _groups([left, right]) == [[left, right]]
-
-
-def test_inner_groups_come_first() -> None:
-    one, two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    one[0].weight = two[0].weight
-    assert _groups([one, two, one[0], two[0]]) == [[one[0], two[0]], [one], [two]]
-
-
-# Ties -----------------------------------------------------------------------------------------------------------------
 
 
 class Siblings(Plain):
@@ -63,6 +33,7 @@ class Siblings(Plain):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
         self.out = nn.Linear(16, 16)
         self.out.weight = self.embedding.weight
+        self.blocks[1][0].weight = self.blocks[0][0].weight  # as in ALBERT
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
@@ -71,27 +42,19 @@ class Siblings(Plain):
         return self.out(x)[:, :5]
 
 
-class InBlocks(Siblings):
-    """Layers of a list that are one, as in ALBERT, and an embedding that is that of a child."""
-
-    def build(self) -> None:
-        super().build()
-        self.blocks[1][0].weight = self.blocks[0][0].weight
-        self.body = nn.Sequential(self.embedding, nn.Linear(16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.body(x))
-
-
 class ByOwnParameter(Siblings):
-    """A parameter of the module itself, which is one with that of a layer."""
+    """Parameters of the module itself, of which one is one with that of a layer; lists, and a loss by a function."""
 
     def build(self) -> None:
         super().build()
         self.own = self.out.bias
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1.5)) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.own[:5]
+        return (super().forward(x) + self.own[:5]) * self.scales[0] * self.scales[1]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.embedding.weight.square().sum()
 
 
 class ByHand(Siblings):
@@ -108,135 +71,6 @@ class ByHand(Siblings):
             optimizer.step()  # type: ignore[union-attr]
 
 
-class ByFunction(Siblings):
-    """The head is the embedding's weight, and a loss uses that as well."""
-
-    def build(self) -> None:
-        super().build()
-        del self.out
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.linear(x, self.embedding.weight)[:, :5]
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.1 * self.embedding.weight.square().sum()
-
-
-class ByLists(Siblings):
-    """Parameters in a list and in a dictionary of the module itself."""
-
-    def build(self) -> None:
-        super().build()
-        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1.5)) for _ in range(2)])
-        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.zeros(5))})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scales[0] * self.scales[1] + self.shifts["a"]
-
-
-class LookingIn(ByHand):
-    """Calls layers on their own: before the first step, and after batches."""
-
-    @torch.no_grad()
-    def on_fit_start(self) -> None:
-        self.out(self.embedding(torch.ones(2, 16)))
-
-    @torch.no_grad()
-    def on_train_start(self) -> None:
-        self.embedding(torch.ones(2, 16))
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.embedding(torch.ones(2, 16))
-
-
-TIED = {
-    "siblings": Siblings,
-    "blocks": InBlocks,
-    "own": ByOwnParameter,
-    "by hand": ByHand,
-    "looking in": LookingIn,
-    "function": ByFunction,
-    "lists": ByLists,
-}
-
-
-def fit(method: Method, module: type[Plain], is_sharded: bool, **kwargs: Any) -> dict[str, Tensor]:
-    model = module(sgd)
-    strategy = ShardedStrategy(method, topology=2) if is_sharded else Strategy(method)
-    train(strategy, model, STEPS, dist.get_world_size(), dist.get_rank(), **kwargs)
-    return whole(model)
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("how", TIED)
-def test_parameters_that_are_one_stay_one(how: str, name: str) -> None:
-    """Trained as by two ranks that hold all, each with the data of a node."""
-    sharded = run_ranks(fit, 4, METHODS[name], TIED[how], True)
-    expected = run_ranks(fit, 2, METHODS[name], TIED[how], False)
-    for weights in sharded:
-        assert distance(weights, expected[0]) < 1e-5
-
-
-class OfPart(ByHand):
-    """A loss that uses one of two layers that are gathered together."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        super().training_step(batch, batch_idx)
-        self.manual_backward(self.embedding(batch[0]).square().mean())
-
-
-class Between(Siblings):
-    """Calls one of two layers that are gathered together between a backward pass and its step."""
-
-    @torch.no_grad()
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.embedding(torch.ones(2, 16))
-
-
-def fit_in_vain(module: type[Plain]) -> str | None:
-    return message_of(lambda: fit(METHODS["dense"], module, True), ConfigurationError)
-
-
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (OfPart, "'embedding.weight': FSDP has not reduced its gradient"),
-        (Between, "'embedding.weight' is still gathered after the step"),
-    ],
-)
-def test_half_of_what_is_gathered_together_is_an_error(module: type[Plain], words: str) -> None:
-    for message in run_ranks(fit_in_vain, 4, module, timeout_s=60):
-        assert words in str(message)
-
-
-# What stays gathered --------------------------------------------------------------------------------------------------
-
-
-class Looking(Listed):
-    """Counts the layers that are gathered at the end of the forward pass."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.gathered = [name for name, p in self.named_parameters() if not isinstance(p, DTensor)]
-        return loss
-
-
-def look(module: type[Looking]) -> list[str]:
-    model = module(sgd)
-    train(ShardedStrategy(METHODS["dense"], topology=2), model, STEPS, 4, dist.get_rank())
-    return model.gathered
-
-
-def test_layers_of_a_list_are_gathered_one_at_a_time() -> None:
-    """Those of the module itself stay until the backward pass, for a loss that uses their weights."""
-    for gathered in run_ranks(look, 4, Looking):
-        assert {name.partition(".")[0] for name in gathered} == {"frozen", "head"}
-
-
 class Unfreezing(BaseFinetuning):
     """Unfreezes the frozen layer in the second epoch."""
 
@@ -248,64 +82,74 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.frozen, optimizer, lr=0.05)
 
 
-class Following(Plain):
-    """A copy of a layer follows it, as in BYOL."""
-
-    def build(self) -> None:
-        super().build()
-        self.target = nn.Linear(32, 5).requires_grad_(False)
-        self.target.load_state_dict(self.head.state_dict())
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.net(x + self.frozen(x))
-        return self.head(hidden) + self.target(hidden)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
-        for own, followed in zip(self.target.parameters(), self.head.parameters(), strict=True):
-            own.lerp_(followed, 0.1)
+CASES: dict[str, tuple[type[Plain], str, bool]] = {
+    "siblings": (Siblings, "local_sgd", False),
+    "own parameter": (ByOwnParameter, "dense", False),
+    "tied, by hand": (ByHand, "dense", False),
+    "unfrozen": (Plain, "dense", True),
+}
 
 
-def unfreeze(is_sharded: bool) -> tuple[dict[str, Tensor], bool]:
-    model = Plain(sgd)
-    before = model.frozen.weight.detach().clone()
-    strategy = ShardedStrategy(METHODS["dense"], topology=2) if is_sharded else Strategy(METHODS["dense"])
-    callbacks = [Unfreezing()]
-    train(strategy, model, STEPS, dist.get_world_size(), dist.get_rank(), max_epochs=3, callbacks=callbacks)
-    weights = whole(model)
-    return weights, torch.equal(weights["frozen.weight"], before)
+def fit(case: str) -> dict[str, Tensor]:
+    """Train sharded on four ranks, or as two ranks that hold all, each with the data of a node."""
+    module, name, unfreezes = CASES[case]
+    model, num_ranks = module(sgd), dist.get_world_size()
+    strategy = ShardedStrategy(METHODS[name], topology=2) if num_ranks == 4 else Strategy(METHODS[name])
+    options: dict[str, Any] = {"max_epochs": 3, "callbacks": [Unfreezing()]} if unfreezes else {}
+    train(strategy, model, STEPS, num_ranks, dist.get_rank(), **options)
+    return whole(model)
 
 
-def test_a_layer_that_is_unfrozen_is_trained() -> None:
-    expected, is_same = run_ranks(unfreeze, 2, False)[0]
-    assert not is_same
-    for weights, _ in run_ranks(unfreeze, 4, True):
-        assert distance(weights, expected) < 1e-5
+def test_layers_train_as_without_shards() -> None:
+    cases = [(case,) for case in CASES]
+    expected = run_ranks(each, 2, fit, cases)[0]
+    for of_rank in run_ranks(each, 4, fit, cases, timeout_s=120.0):
+        for case, weights, others in zip(CASES, of_rank, expected, strict=True):
+            assert distance(weights, others) < 1e-5, case
 
 
-def test_a_copy_follows_a_layer() -> None:
-    expected = run_ranks(fit, 2, METHODS["dense"], Following, False)[0]
-    for weights in run_ranks(fit, 4, METHODS["dense"], Following, True):
-        assert distance(weights, expected) < 1e-5
+class OfPart(ByHand):
+    """A loss that uses one of the layers which the module itself gathers, while its training_step has not ended."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.embedding(batch[0]).square().mean())
 
 
-def fit_twice(looks: bool) -> str:
-    """Train two fits, with or without a forward pass between them."""
-    model = Listed(sgd)
-    for _ in range(2):
-        train(ShardedStrategy(METHODS["dense"], topology=2), model, STEPS, 4, dist.get_rank())
-        if looks:
+def fit_in_vain() -> str | None:
+    strategy = ShardedStrategy(METHODS["dense"], topology=2)
+    return message_of(lambda: train(strategy, OfPart(sgd), STEPS, 4, dist.get_rank()), ConfigurationError)
+
+
+def test_what_fsdp_does_not_reduce_is_an_error() -> None:
+    for message in run_ranks(fit_in_vain, 4, timeout_s=60):
+        assert "FSDP has not reduced its gradient" in str(message)
+
+
+class Looking(Listed):
+    """Notes which layers are gathered at the end of the forward pass."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.gathered = {name.partition(".")[0] for name, p in self.named_parameters() if not isinstance(p, DTensor)}
+        return loss
+
+
+def fit_thrice(looks: bool) -> tuple[str, set[str]]:
+    """Train three fits, with or without a forward pass between them."""
+    model = Looking(sgd)
+    for number in range(3):
+        if looks and number:
             with torch.no_grad():
                 model(torch.ones(2, 16))
-    train(ShardedStrategy(METHODS["dense"], topology=2), model, STEPS, 4, dist.get_rank())
-    return shard_digest(model)
+        train(ShardedStrategy(METHODS["dense"], topology=2), model, STEPS, 4, dist.get_rank())
+    return shard_digest(model), model.gathered
 
 
-def test_a_forward_pass_between_two_fits() -> None:
-    assert run_ranks(fit_twice, 4, True) == run_ranks(fit_twice, 4, False)
-
-
-# Buffers --------------------------------------------------------------------------------------------------------------
+def test_layers_of_a_list_are_gathered_one_at_a_time() -> None:
+    """Children stay until the backward pass, for a loss that uses their weights; and not until the next fit."""
+    for (looked, gathered), (unwatched, _) in run_ranks(each, 4, fit_thrice, [(True,), (False,)]):
+        assert gathered == {"frozen", "head"}
+        assert looked == unwatched
 
 
 class Normed(Listed):
@@ -328,7 +172,7 @@ class Normed(Listed):
 
 def train_normed(method: Method, path: str) -> tuple[dict[str, list[Tensor]], Tensor, list[str]]:
     model, resumed = Normed(sgd), Normed(sgd)
-    options = {"val": True, "max_epochs": 3}
+    options: dict[str, Any] = {"val": True, "max_epochs": 3}
     callbacks = [Watcher(path, (2 * STEPS,))]
     train(ShardedStrategy(method, topology=2), model, STEPS, 4, dist.get_rank(), callbacks=callbacks, **options)
     saved = path.format(2 * STEPS)

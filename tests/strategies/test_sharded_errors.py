@@ -1,20 +1,24 @@
-"""What `ShardedStrategy` refuses, on all ranks, and what the sentence tells the user to do."""
+"""What `ShardedStrategy` refuses, on all ranks, and what happens when something ends."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_lowbw import (
     DGC,
@@ -28,28 +32,21 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.engine.presets import preset
 from tests.engine.problem import each
+from tests.programs import free_port
 from tests.ranks import run_ranks
-from tests.strategies.sharded_models import Configured, Plain, train
+from tests.strategies.sharded_models import ByStep, Configured, Plain, shard_digest, train
 from tests.tiny import sgd
 
 DENSE = preset("hierarchical")
 
 KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "search": (lambda: ShardedStrategy(DENSE, find_unused_parameters=True), "need not: they have no gradient. Leave"),
-    "static graph": (lambda: ShardedStrategy(DENSE, static_graph=True), "has no DDP. Leave it out"),
-    "unknown": (lambda: ShardedStrategy(DENSE, shards=2), "unknown keyword. Allowed: method, topology"),
+    "unknown": (lambda: ShardedStrategy(DENSE, static_graph=True), "static_graph'. Its arguments are: method, topol"),
     "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "state in every step"),
-    "offload": (lambda: ShardedStrategy(LocalSGD(k_steps=2), offload_state=1), "give True or False"),
     "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers, as in DGC(sparsity=[0.99]"),
     "delay": (lambda: ShardedStrategy(LocalSGD(delay_steps="auto")), "Give a number of steps"),
     "rule": (lambda: ShardedStrategy(AdaptiveLocalSGD(rule="fleet")), "Take 'fixed' or 'qsr'"),
-    "fragments": (
-        lambda: ShardedStrategy(preset("streaming_diloco").replace(delay_steps=1)),
-        "parts are balanced by bytes",
-    ),
+    "fragments": (lambda: ShardedStrategy(LocalSGD(4, num_fragments=2)), "parts are balanced by bytes"),
     "flat": (lambda: ShardedStrategy(DENSE, topology="flat"), "a model is sharded over the ranks of a node. Give"),
-    "tensor parallel": (lambda: ShardedStrategy(DENSE, tensor_parallel_size=0), "give an integer >= 1"),
-    "blocks": (lambda: ShardedStrategy(DENSE, blocks="Block"), "blocks=['Block']"),
 }
 
 
@@ -78,39 +75,24 @@ class HalfSharded(Configured):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-class TensorParallelOnly(Configured):
-    def configure_model(self) -> None:
-        self.make()
-        parallelize_module(self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
-        fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.net[2], mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.net[3], mesh=self.device_mesh["data_parallel"])
-
-
 SWA = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+LBFGS = functools.partial(torch.optim.LBFGS, lr=0.1)
 FITS: dict[str, tuple[type[Plain], dict[str, Any], Any, str]] = {
     "unequal nodes": (Configured, {"topology": [[0, 1, 2], [3]]}, sgd, "Start as many ranks on each"),
     "not all ranks": (Configured, {"topology": 3}, sgd, "4 ranks cannot be divided into nodes of"),
-    "tensor parallel size": (Configured, {"tensor_parallel_size": 3}, sgd, "does not divide the 2 ranks of a node"),
     "over the world": (WholeWorld, {}, sgd, 'mesh=self.device_mesh["data_parallel"]'),
-    "unsharded": (HalfSharded, {}, sgd, "'head.weight' is not sharded: its gradient would be that of this rank alone"),
-    "no average": (TensorParallelOnly, {"topology": 4, "tensor_parallel_size": 2}, sgd, "'net.0.weight' is sharded by"),
-    "blocks": (Plain, {"blocks": ["Block"]}, sgd, "no layer of class Block; its classes are LayerNorm, Linear"),
-    "blocks and own": (Configured, {"blocks": ["Linear"]}, sgd, "Configured shards itself in configure_model"),
+    "unsharded": (HalfSharded, {}, sgd, "'head.weight' is not sharded over the node: its gradient would be that of th"),
     "averaging of weights": (Configured, {"callbacks": [SWA]}, sgd, "StochasticWeightAveraging: it averages copies of"),
-    "LBFGS": (Configured, {}, functools.partial(torch.optim.LBFGS, lr=0.1), "LBFGS"),
+    "LBFGS": (Configured, {}, LBFGS, "LBFGS"),
 }
 
 
 def refused(name: str) -> str:
     cls, options, optimizer, _ = FITS[name]
-    model, of_trainer = cls(optimizer), {"callbacks": options.get("callbacks")}
-    strategy = ShardedStrategy(DENSE, **{"topology": 2, **{k: v for k, v in options.items() if k not in of_trainer}})
-    try:
-        train(strategy, model, 2, 4, dist.get_rank(), **of_trainer)
-    except ConfigurationError as error:
-        return str(error)
-    return "trained"
+    strategy = ShardedStrategy(DENSE, topology=options.get("topology", 2))
+    with pytest.raises(ConfigurationError) as caught:
+        train(strategy, cls(optimizer), 2, 4, dist.get_rank(), callbacks=options.get("callbacks"))
+    return str(caught.value)
 
 
 def test_what_a_fit_refuses_on_all_ranks() -> None:
@@ -120,112 +102,134 @@ def test_what_a_fit_refuses_on_all_ranks() -> None:
 
 
 class Large(Configured):
-    """Two gradients of one shard, one after another, that are finite, and whose sum is not."""
+    """Gradients of one shard that are finite, and become too large for what is kept of them."""
 
-    def __init__(self, since: int, path: str = "") -> None:
-        super().__init__(functools.partial(sgd, lr=0.0))  # the weights would overflow
-        self.since, self.path = since, path
+    def __init__(self, steps: tuple[int, ...], save_at: int, path: str) -> None:
+        super().__init__(functools.partial(sgd, lr=0.0 if len(steps) > 1 else 0.05))  # else the weights overflow
+        self.steps, self.save_at, self.path = steps, save_at, path
 
     def on_after_backward(self) -> None:
-        if self.global_rank == 1 and self.trainer.global_step >= self.since:
+        if self.global_rank == 1 and self.trainer.global_step in self.steps:
             self.net[2].weight.grad.to_local().fill_(3e38)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.path and self.trainer.global_step == self.since + 2:
+        if self.trainer.global_step == self.save_at:
             self.trainer.save_checkpoint(self.path)
 
 
-def add_up_too_much(since: int, path: str) -> tuple[str, bool]:
-    strategy = ShardedStrategy(DGC(sparsity=[0.99], min_numel=1, rampup_begin_step=0), topology=2)
-    try:
-        train(strategy, Large(since, path), 4, 4, dist.get_rank())
-    except NonFiniteGradientError as error:
-        return str(error), os.path.exists(path)
-    return "trained", False
+SPARSE = DGC(sparsity=[0.99], min_numel=1, rampup_begin_step=0)
+HALF = LocalSGD(k_steps=2, begin_step=0, compression="float16")
+ON_NODE = "on a rank of node 0 (ranks [0, 1])"
+SUM, CHANGES = "the gradient of 'net.2.weight'", "what was kept of earlier changes of the weights"
+# The method; in which steps the gradient is large; after which the weights are saved; of how many; what is said.
+OVERFLOWS: dict[str, tuple[Method, tuple[int, ...], int, int, str]] = {
+    "in the next step": (SPARSE, (1, 2), 9, 4, f"Step 3: {SUM} {ON_NODE}, added to the residual"),
+    "at the end": (SPARSE, (2, 3), 9, 4, f"Step 4: {SUM} {ON_NODE}, added to the residual"),
+    "when saved": (SPARSE, (1, 2), 3, 4, f"Step 3: {SUM} {ON_NODE}, added to the residual"),
+    "before the next average": (HALF, (1,), 9, 4, f"Step 4: {CHANGES} {ON_NODE} has become too large"),
+    "at the end, of weights": (HALF, (1,), 9, 2, f"Step 2: {CHANGES} {ON_NODE} has become too large"),
+    "when saved, of weights": (HALF, (1,), 2, 4, f"Step 2: {CHANGES} {ON_NODE} has become too large"),
+    "in few bits": (NarrowGradients("float16"), (1,), 9, 4, f"Step 2: what was kept of earlier gradients {ON_NODE}"),
+}
 
 
-@pytest.mark.fault("gradients of 3e38, which are finite, and whose sum with earlier ones is not")
-def test_finite_gradients_whose_sum_is_not_are_told_by_a_shard(tmp_path: Any) -> None:
-    """In the next step, at the end of the fit, or where it is saved, by all ranks: also those with another shard."""
-    cases = [(1, ""), (2, ""), (1, str(tmp_path / "last.ckpt"))]
-    for in_next, at_the_end, when_saved in run_ranks(each, 4, add_up_too_much, cases):
-        for step, (said, is_saved) in ((3, in_next), (4, at_the_end), (3, when_saved)):
-            assert f"Step {step}: the gradient of 'net.2.weight' on " in said
-            assert "added to the residual, has become too large for float32" in said
-            assert not is_saved
-        assert "on rank 1, added" in at_the_end[0]
-        assert "on a rank of node 0 (ranks [0, 1]), added" in in_next[0]
+def overflow(name: str, path: str) -> str:
+    method, large, save_at, steps, _ = OVERFLOWS[name]
+    with pytest.raises(NonFiniteGradientError) as caught:
+        train(ShardedStrategy(method, topology=2), Large(large, save_at, path), steps, 4, dist.get_rank())
+    assert not os.path.exists(path)
+    return str(caught.value)
 
 
-class LargeChange(Configured):
-    """The gradient of one shard is 3e38 in the second step."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_after_backward(self) -> None:
-        if self.global_rank == 1 and self.trainer.global_step == 1:
-            self.net[2].weight.grad.to_local().fill_(3e38)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.path and self.trainer.global_step == 2:
-            self.trainer.save_checkpoint(self.path)
+@pytest.mark.fault("what is kept of finite gradients, or of changes of weights, becomes too large for its type")
+def test_an_overflow_in_a_shard_is_told_by_all_ranks(tmp_path: Any) -> None:
+    """Also by those with another shard."""
+    cases = [(name, str(tmp_path / name)) for name in OVERFLOWS]
+    for (name, _), *messages in zip(cases, *run_ranks(each, 4, overflow, cases, timeout_s=90.0), strict=True):
+        for message in messages:
+            assert OVERFLOWS[name][4] in message, (name, messages)
 
 
-def change_too_much(method: Method, steps: int, path: str) -> tuple[str, bool]:
-    try:
-        train(ShardedStrategy(method, topology=2), LargeChange(path), steps, 4, dist.get_rank())
-    except NonFiniteGradientError as error:
-        return str(error), os.path.exists(path)
-    return "trained", os.path.exists(path)
+# What ends ----------------------------------------------------------------------------------------------------------
+
+STEPS, KILLED_AFTER = 10, 3
+METHODS = {
+    "dgc": DGC(sparsity=[0.9], min_numel=50),
+    "local_sgd": LocalSGD(k_steps=4, begin_step=0),
+    "hidden": LocalSGD(k_steps=4, begin_step=0, delay_steps=1),
+}
 
 
-@pytest.mark.fault("a change of the weights that overflows in the residual of an average in few bits")
-def test_an_overflow_of_what_is_kept_of_changes_is_told_by_a_shard(tmp_path: Any) -> None:
-    """Before the next average, at the end of the fit, or where it is saved, by all ranks; also of gradients."""
-    local = LocalSGD(k_steps=2, begin_step=0, value_dtype="float16")
-    cases = [
-        (local, 4, ""),
-        (local, 2, ""),
-        (local, 4, str(tmp_path / "last.ckpt")),
-        (NarrowGradients("float16"), 4, ""),
-    ]
-    for *of_changes, (of_gradients, _) in run_ranks(each, 4, change_too_much, cases):
-        assert (
-            "Step 2: what was kept of earlier gradients on a rank of node 0 (ranks [0, 1]) has become" in of_gradients
-        )
-        for step, (said, is_saved) in zip((4, 2, 2), of_changes, strict=True):
-            assert (
-                f"Step {step}: what was kept of earlier changes of the weights on rank 1 has become too large" in said
-            )
-            assert not is_saved
-
-
-class Failing(pl.Callback):
-    """Fails in the middle of the fit."""
-
+class KillAfter(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            raise ValueError("no more")
+        if trainer.global_step == KILLED_AFTER and trainer.global_rank == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def saved_after_a_failure(path: str) -> bool:
-    model = Configured(sgd)
-    with pytest.raises(ValueError, match="no more"):
-        train(
-            ShardedStrategy(DENSE, topology=2), model, 4, 4, dist.get_rank(), callbacks=[Failing(), SaveAtTheEnd(path)]
-        )
-    return os.path.exists(path)
+def kill_and_resume(name: str, folder: str, whole_file: bool) -> tuple[int, bool]:
+    """Return the step at which a rank ended, and whether a run that was resumed there ends with the same bits."""
+    digests, begun = [], []
+    look = pl.callbacks.LambdaCallback(on_train_start=lambda trainer, _: begun.append(trainer.global_step))
+
+    def fit(**kwargs: Any) -> None:
+        model = ByStep(sgd)
+        strategy = ShardedStrategy(METHODS[name], topology=2, save_distributed_checkpoint=not whole_file)
+        train(strategy, model, STEPS, 4, dist.get_rank(), **kwargs)
+        digests.append(shard_digest(model))
+
+    fit()
+    with pytest.raises(SIGTERMException):
+        fit(callbacks=[KillAfter(), OnExceptionCheckpoint(folder, name)], enable_checkpointing=True)
+    fit(ckpt_path=f"{folder}/{name}.ckpt", callbacks=[look])
+    return begun[0], digests[0] == digests[1]
 
 
-class SaveAtTheEnd(pl.Callback):
+@pytest.mark.fault(
+    "SIGTERM on one rank of a sharded model",
+    "all end after the same step; `OnExceptionCheckpoint` saves a complete checkpoint, which resumes to the bit",
+)
+@pytest.mark.parametrize(
+    ("name", "whole_file", "step"), [("dgc", True, 4), ("local_sgd", False, 4), ("hidden", False, 5)]
+)
+def test_a_sigterm_ends_all_and_saves_all_shards(name: str, whole_file: bool, step: int, tmp_path: Path) -> None:
+    assert run_ranks(kill_and_resume, 4, name, str(tmp_path), whole_file) == [(step, True)] * 4
+
+
+class FailsOnTheLastRank(pl.Callback):
+    """Fails in the middle of the fit; a callback saves then."""
+
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no such file")
 
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.save_checkpoint(self.path)
 
 
-def test_nothing_is_saved_after_an_exception(tmp_path: Any) -> None:
-    assert run_ranks(saved_after_a_failure, 4, str(tmp_path / "last.ckpt")) == [False] * 4
+def lose_a_rank(port: int, path: str) -> tuple[str, float]:
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()  # that of the tests has no server
+    os.environ.update(MASTER_PORT=str(port), GROUP_RANK=str(rank // 2))
+    begin, strategy = time.monotonic(), ShardedStrategy(METHODS["dgc"], topology=2, timeout=3)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        train(strategy, Configured(sgd), STEPS, num_ranks, rank, callbacks=[FailsOnTheLastRank(path)])
+    seconds = time.monotonic() - begin
+    assert not os.path.exists(path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return str(caught.value), seconds
+
+
+@pytest.mark.fault("a rank that raises an error of its own")
+def test_a_rank_that_fails_is_named_on_all_and_nothing_is_saved(record_property: Any, tmp_path: Path) -> None:
+    *others, (own, _) = run_ranks(lose_a_rank, 4, free_port(), str(tmp_path / "last.ckpt"), timeout_s=60.0)
+    assert own == "no such file"
+    for message, seconds in others:
+        assert "rank 3 (node 1, host " in message
+        assert "has failed: ValueError in the training after step 3: no such file" in message
+        assert seconds < 30.0
+        record_property("seconds", seconds)

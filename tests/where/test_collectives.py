@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.strategies.sharding import DIMENSIONS, make_node_mesh
 from lightning_lowbw.where.collectives import Collectives, group_of
 from lightning_lowbw.where.ledger import MAX_PENDING, TrafficLedger, all_gather_bytes, all_reduce_bytes
-from lightning_lowbw.where.node_mesh import NAMES, make_node_mesh
 from lightning_lowbw.where.topology import Topology
 from tests.ranks import run_ranks
 
@@ -99,21 +99,18 @@ def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
         dist.destroy_process_group()
 
 
-def timeouts_of_a_mesh(tensor_parallel_size: int) -> tuple[list[float], list[list[int]]]:
+def timeouts_of_a_mesh() -> tuple[list[float], list[list[int]]]:
     """Return the timeouts of the groups inside this rank's node, and their ranks."""
-    nodes = Topology(((0, 1), (2, 3)))
-    mesh = make_node_mesh(nodes, dist.get_rank(), "cpu", tensor_parallel_size, timedelta(seconds=7)).mesh
-    groups = [mesh.get_group(name) for name in NAMES]
+    mesh = make_node_mesh(Topology(((0, 1), (2, 3))), dist.get_rank(), "cpu", timedelta(seconds=7)).mesh
+    groups = [mesh.get_group(name) for name in DIMENSIONS]
     of_slice = mesh["data_parallel"].get_group()  # what FSDP takes
     return [timeout_of(each) for each in (*groups, of_slice)], [dist.get_process_group_ranks(each) for each in groups]
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_so_have_those_inside_a_node_of_shards(tensor_parallel_size: int) -> None:
-    for rank, (timeouts, ranks) in enumerate(run_ranks(timeouts_of_a_mesh, 4, tensor_parallel_size)):
+def test_so_have_those_inside_a_node_of_shards() -> None:
+    for rank, (timeouts, ranks) in enumerate(run_ranks(timeouts_of_a_mesh, 4)):
         assert timeouts == [7, 7, 7]
-        node = [0, 1] if rank < 2 else [2, 3]
-        assert ranks == ([node, [rank]] if tensor_parallel_size == 1 else [[rank], node])
+        assert ranks == [[0, 1] if rank < 2 else [2, 3], [rank]]
 
 
 def bind_to_a_gpu() -> list[bool]:
