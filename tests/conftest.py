@@ -21,12 +21,10 @@ from tests.reliability import Recorder
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
 LONG = (
-    *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_convergence.py", "test_cli.py"),
-    *("ops/test_gpu.py", "lab/test_lab.py", "lab/test_frozen.py", "demo/test_demo.py", "test_surface.py"),
-    *("engine/test_launches.py", "engine/test_weight_decay.py", "engine/test_optimizers.py"),
-    *("strategies/test_launchers.py", "strategies/test_levels.py", "strategies/test_auto.py"),
-    *("strategies/test_sharded.py", "test_sharded_checkpoint.py"),
-    *("strategies/test_signals.py", "strategies/test_lost_peers.py", "strategies/test_uneven.py"),
+    *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_cli.py", "ops/test_gpu.py"),
+    *("engine/test_launches.py", "engine/test_optimizers.py", "strategies/test_launchers.py", "test_lab.py"),
+    *("strategies/test_levels.py", "strategies/test_auto.py", "strategies/test_sharded.py"),
+    *("test_sharded_checkpoint.py", "strategies/test_signals.py", "test_lost_peers.py", "strategies/test_uneven.py"),
 )
 HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
 collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py"]

@@ -252,13 +252,13 @@ def test_the_strategy_hands_every_argument_on() -> None:
         assert DGCStrategy(**arguments).method == DGC(**{"sparsity": "auto", **arguments})  # type: ignore[arg-type]
 
 
-LOCAL = ("local_sgd", "post_local_sgd", "diloco", "sparse_loco", "streaming_diloco")
+LOCAL = ("local_sgd", "post_local_sgd", "diloco", "sparse_loco")
 NAMES = {
     "dgc": DGCStrategy,
     "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
     "lowbw": AutoStrategy,
     **dict.fromkeys(LOCAL, LocalSGDStrategy),
-    **dict.fromkeys(("float16", "int8", "int4", "powersgd"), Strategy),
+    **dict.fromkeys(("float16", "int8", "int4", "powersgd", "streaming_diloco"), Strategy),
 }
 NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": HierarchicalStrategy}
 OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]
