@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.plain_loop import wrap_step
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.plain_loop import wrap_step
 from lightning_lowbw.engine.worker import Worker
 from tests.oracle import OracleDGC
 

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-
 from lightning_lowbw.engine.control import (
     MODULUS,
     SAVE,
@@ -29,6 +27,8 @@ from lightning_lowbw.engine.faults import (
     first_reported,
     numbers_of,
 )
+from torch import Tensor
+
 from lightning_lowbw.ops.reference import is_finite
 
 CPU = torch.device("cpu")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.late_faults import check_late_faults
+from lightning_lowbw.engine.sparse_work import GatheredWork
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_lowbw import LocalSGD
-from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.engine.worker import Worker
 from tests.ranks import run_ranks
 

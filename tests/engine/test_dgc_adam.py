@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw import DGC, ConfigurationError, Method
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.what.adam import AdamCorrection
 from lightning_lowbw.where.agreement import digest

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
+from lightning_lowbw.engine.slots import numels_by_kind
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, ConfigurationError, Method, Narrow, TopK
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.merging import merge_states
-from lightning_lowbw.engine.slots import numels_by_kind
 from tests.engine.problem import (
     FLAT,
     NODES,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, LocalSGD, NonFiniteGradientError
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.what.narrow_values import NARROW_NAMES
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import NODES, Nodes, make_weight, mean_of_nodes, weights_of

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning_lowbw.engine.offload import HOST, Offload
 from torch import Tensor
 
 from lightning_lowbw import LocalSGD
-from lightning_lowbw.engine.offload import HOST, Offload
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.where.agreement import digest

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.merging import merge_states
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError, LocalSGD
-from lightning_lowbw.engine.merging import merge_states
 from lightning_lowbw.engine.method import Method
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.where.agreement import digest

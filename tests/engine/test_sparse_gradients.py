@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.late_faults import check_late_faults
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.what import codec
 from lightning_lowbw.what.selection import SampledSelector
 from lightning_lowbw.where.agreement import digest

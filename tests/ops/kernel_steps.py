@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_lowbw.engine.late_faults import check_late_faults
+from lightning_lowbw.engine.sparse_work import GatheredWork
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_lowbw.engine.late_faults import check_late_faults
 from lightning_lowbw.engine.presets import DGC
-from lightning_lowbw.engine.sparse_work import GatheredWork
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks

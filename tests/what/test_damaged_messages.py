@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message
 from torch import Tensor
 
-from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message
 from lightning_lowbw.what import positions as positions_module
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
