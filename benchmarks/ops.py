@@ -31,13 +31,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, describe_environment
-from lightning_lowbw.ops import compiled, compiler, cpu
-from lightning_lowbw.ops.averages import Arrival, scatter_mean_
+from lightning_lowbw.ops import dispatch, reference
 from lightning_lowbw.ops.dispatch import averages_for
-from lightning_lowbw.ops.reference import SecondMoment, Segment, correct_, take_
+from lightning_lowbw.ops.reference import Arrival, SecondMoment, Segment, scatter_mean_, take_
 from lightning_lowbw.what import selection
 from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.selection import SampledSelector, exact_top_k, num_selected
+from lightning_lowbw.what.selection import SampledSelector, num_selected
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3
@@ -112,24 +111,6 @@ def step(state: State, select: Select, optimizer: str, gradients: list[Tensor], 
         take_(v, u, positions, masking=not is_adam)
 
 
-def correct_separately(segment: Segment) -> None:
-    """Make a pass for each operation, as torch does it; nobody looks for what is not finite."""
-    gradient = segment.gradient
-    if segment.weight is not None:
-        gradient.add_(segment.weight, alpha=WEIGHT_DECAY)
-    correct_(segment.residual, segment.momentum_buffer, gradient, momentum=MOMENTUM, nesterov=False)
-
-
-def select_by_sorting(selector: SampledSelector, segment: Segment) -> Tensor:
-    correct_separately(segment)
-    return exact_top_k(segment.residual, segment.k)
-
-
-def select_separately(selector: SampledSelector, segment: Segment) -> Tensor:
-    correct_separately(segment)
-    return selector(segment.residual, segment.k)
-
-
 def select_in_one_pass(selector: SampledSelector, segment: Segment) -> Tensor:
     return selector.accumulate_(segment)
 
@@ -195,13 +176,10 @@ def steps_on_cpu(optimizer: str, repetitions: int) -> list[Row]:
 
     variants: dict[str, Callable[[], object]] = {
         copy_of(optimizer): lambda: target.copy_(source),
-        "blocks (torch)": stepping(select_in_one_pass, cpu),
-        "blocks (torch), no threshold yet": stepping(select_without_a_threshold, cpu),
+        "torch": stepping(select_in_one_pass, reference),
+        "torch, no threshold yet": stepping(select_without_a_threshold, reference),
     }
-    if optimizer != "AdamW":
-        variants["separate passes, sort"] = stepping(select_by_sorting, cpu)
-        variants["separate passes, threshold"] = stepping(select_separately, cpu)
-    if compiler.is_available():
+    if (compiled := dispatch.compiled_for()) is not None:
         variants["compiled (numba)"] = stepping(select_in_one_pass, compiled)
         variants["compiled (numba), no threshold yet"] = stepping(select_without_a_threshold, compiled)
     return measure(variants, optimizer, repetitions, lambda: draw(gradients))

@@ -26,10 +26,11 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from lightning_lowbw.ops.lists import NUM_SAMPLED
+from lightning_lowbw.ops import dispatch
 from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.tensors import NUM_SAMPLED
 from lightning_lowbw.what.positions import pack, unpack
-from lightning_lowbw.what.selection import Selection, exact_top_k_of
+from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.what.values import make_value_format
 from lightning_lowbw.where.agreement import checksum
@@ -124,7 +125,9 @@ class Round:
             residual.mul_(self.compression.decay).add_(change)
 
     def select(self) -> list[Tensor]:
-        return [exact_top_k_of(each) for each in self.segments(self.residuals, self.changes).values()]
+        kernels = dispatch.kernels_for(*self.residuals)
+        segments = self.segments(self.residuals, self.changes).values()
+        return [kernels.largest(each.residual, each.k, each.chunk, each.k_last) for each in segments]
 
     def take(self) -> list[Tensor]:
         return [residual[where] for residual, where in zip(self.residuals, self.positions, strict=True)]

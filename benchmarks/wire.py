@@ -29,10 +29,9 @@ from torch.utils.data import Dataset
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import mlp_25m
-from lightning_lowbw.ops.averages import scatter_mean_
-from lightning_lowbw.ops.reference import correct_, remove_sent_
+from lightning_lowbw.ops.reference import correct_, largest, scatter_mean_, take_
 from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.selection import exact_top_k, num_selected
+from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.what.values import VALUE_NAMES
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
@@ -86,7 +85,7 @@ def measure_wire() -> list[dict[str, Any]]:
             counts = [num_selected(numel, density) for numel in numels]
             parts = []
             for tensor, count in zip(tensors, counts, strict=True):
-                indices = exact_top_k(tensor, count)
+                indices = largest(tensor, count)
                 parts.append((indices, tensor[indices]))
             total = sum(counts)
             entropy = sum(log2_choose(*sizes) for sizes in zip(numels, counts, strict=True)) / total
@@ -171,12 +170,12 @@ class VirtualRanks:
             parts = []
             for gradient, (residual, velocity), count in zip(of_sparse, state, counts, strict=True):
                 correct_(residual, velocity, gradient, momentum=self.momentum, nesterov=self.nesterov)
-                indices = exact_top_k(residual.view(-1), count)
-                parts.append((indices, residual.view(-1)[indices]))
+                indices = largest(residual.view(-1), count)
+                parts.append((indices, take_(residual.view(-1), velocity.view(-1), indices, masking=True)))
             messages.append(codec.encode(parts, self.numels))
             sent = codec.decode_values(messages[-1], counts, self.numels)
-            for (residual, velocity), (indices, _), values in zip(state, parts, sent, strict=True):
-                remove_sent_(residual, velocity, indices, values, masking=True)
+            for (residual, _), (indices, exact), values in zip(state, parts, sent, strict=True):
+                residual.view(-1).index_add_(0, indices, exact - values)
         received = [codec.decode(message, counts, self.numels) for message in messages]
         updates = {parameter: torch.empty_like(parameter) for parameter in self.sparse}
         for number, update in enumerate(updates.values()):

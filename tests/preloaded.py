@@ -33,14 +33,18 @@ for name in (
         importlib.import_module(name)
 
 with contextlib.suppress(ImportError):  # optional
+    import fcntl
+    import tempfile
+
     import torch
 
     from lightning_lowbw.ops import dispatch
-    from tests.ops import kernels_to_load
 
     torch.set_num_threads(1)
-    # Compiled in seconds, loaded in a tenth of one; a rank that cannot says so itself.
-    kernels_to_load.load(lambda: dispatch.prepare(torch.device("cpu")))
+    # Compiled in some ten seconds, loaded in a tenth of one; of processes that begin together one compiles.
+    with open(f"{tempfile.gettempdir()}/lightning_lowbw-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        dispatch.prepare(torch.device("cpu"))  # a rank that cannot says so itself
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # tests/ops/kernel_steps.py
     from tests.ops import interpreter

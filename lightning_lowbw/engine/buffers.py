@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.ops.lists import copy_all_, differences
 from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.ops.tensors import copy_all_, differences
 from lightning_lowbw.where.collectives import broadcast_flat_
 from lightning_lowbw.where.mean import wide_dtype
 from lightning_lowbw.where.peers import Peers

@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.averages import Arrival
 from lightning_lowbw.ops.dispatch import averages_for
-from lightning_lowbw.ops.memory import allocate
-from lightning_lowbw.ops.reference import Segment, flat
+from lightning_lowbw.ops.reference import Arrival, Segment, flat
+from lightning_lowbw.ops.tensors import allocate
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.what.payloads import Narrow, Whole
 from lightning_lowbw.what.positions import MAX_NUMEL

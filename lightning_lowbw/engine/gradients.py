@@ -38,9 +38,8 @@ from lightning_lowbw.engine.state import check_origin, in_order_of, origin, own_
 from lightning_lowbw.engine.status import BY_CLIPPING, Fault, Status, any_of, first_fault, make_mark, status_message
 from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order, order_of
-from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import are_not_finite, as_real
+from lightning_lowbw.ops.tensors import copy_all_, copy_in_order_, flat_in_order, order_of
 from lightning_lowbw.what.adam import correction_for
 from lightning_lowbw.what.payloads import Whole
 from lightning_lowbw.what.top_k import TopK

@@ -71,8 +71,8 @@ from lightning_lowbw.errors import (
     NonFiniteGradientError,
 )
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.ops.lists import copy_all_, relative_distance
 from lightning_lowbw.ops.reference import are_not_finite, as_real
+from lightning_lowbw.ops.tensors import copy_all_, relative_distance
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import AUTO, EveryK, steps_before
 from lightning_lowbw.where.agreement import agree

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from lightning_lowbw.engine.average import change_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.ops.layout import Order, order_of, reordered
 from lightning_lowbw.ops.reference import as_real, is_finite
+from lightning_lowbw.ops.tensors import Order, order_of, reordered
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.topology import part_of
 

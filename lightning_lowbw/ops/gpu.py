@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.averages import Arrival
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import Arrival, Segment
 from lightning_lowbw.ops.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, constant, takes, upload
 
 __all__ = [
@@ -199,7 +198,7 @@ def pack(
     """
     import triton.language as tl
 
-    from lightning_lowbw.ops.triton_messages import pack_kernel
+    from lightning_lowbw.ops.triton_kernels import pack_kernel
 
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
@@ -238,7 +237,7 @@ def unpack(
     """
     import triton.language as tl
 
-    from lightning_lowbw.ops.triton_messages import unpack_kernel
+    from lightning_lowbw.ops.triton_kernels import unpack_kernel
 
     shape = len(messages), num_elements
     positions = torch.empty(shape, dtype=torch.int64, device=messages.device)
@@ -256,15 +255,15 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
     launch.
 
-    See `averages.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well here, because its
-    atomic adds never collide; but it needs launches per participant and tensor.
+    See `reference.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well here, because
+    its atomic adds never collide; but it needs launches per participant and tensor.
 
     Raises:
         ValueError: a tensor is not float32, flat and contiguous.
     """
     import triton
 
-    from lightning_lowbw.ops.triton_messages import apply_kernel
+    from lightning_lowbw.ops.triton_kernels import apply_kernel
 
     steps, device = arrivals[0].weight is not None, positions.device
     _, num_messages, num_elements = positions.shape

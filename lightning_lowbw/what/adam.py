@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.layout import copy_in_order_, flat_in_order, in_order
 from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
+from lightning_lowbw.ops.tensors import copy_in_order_, flat_in_order, in_order
 from lightning_lowbw.what.momentum import Constants, ErrorFeedback, Group, MomentumCorrection
 
 

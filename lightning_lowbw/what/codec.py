@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.memory import allocate
+from lightning_lowbw.ops.tensors import allocate
 from lightning_lowbw.what.positions import fields_of, num_words, pack, unpack
 from lightning_lowbw.what.values import FloatFormat, make_value_format
 

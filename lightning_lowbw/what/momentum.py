@@ -17,9 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.layout import in_order
-from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import Elsewhere, SecondMoment
+from lightning_lowbw.ops.tensors import copy_all_, in_order
 
 Group = dict[str, Any]
 

@@ -21,11 +21,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops import compiled_positions
-from lightning_lowbw.ops.compiled_places import BYTE
-from lightning_lowbw.ops.dispatch import packs_compiled
-from lightning_lowbw.ops.memory import allocate
+from lightning_lowbw.ops.dispatch import compiled_for
 from lightning_lowbw.ops.table import Field, upload
+from lightning_lowbw.ops.tensors import allocate
 
 MAX_NUMEL = 2**31 - 1  # the largest tensor: a field of 30 low bits, shifted by 31, still fits an int64
 CHUNK = 1 << 16  # elements; what is computed for them stays in the cache
@@ -54,9 +52,9 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
     Returns:
         int32, shape (num_words(counts, numels),).
     """
-    if packs_compiled(positions):
+    if (compiled := compiled_for(positions)) is not None:
         packed = torch.zeros(num_words(counts, numels), dtype=torch.int32)
-        compiled_positions.pack_(positions, fields_of(tuple(counts), tuple(numels), positions.device), packed)
+        compiled.pack_(positions, fields_of(tuple(counts), tuple(numels), positions.device), packed)
         return packed
     # Fields of several elements share a word. No bit is set twice, so adding is or-ing. The two words past the end
     # take the empty fields and upper halves that begin there.
@@ -88,17 +86,18 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     """
     if words.shape[1] != (num_expected := num_words(counts, numels)):
         raise ValueError(f"A message with {words.shape[1]} words of positions; {num_expected} were expected.")
-    if not all(packs_compiled(each) for each in words):
+    compiled = compiled_for(*words)
+    if compiled is None:
         return torch.stack([_unpack_one(each, counts, numels) for each in words])
     num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
     fields = fields_of(tuple(counts), tuple(numels), words.device)
-    positions = allocate(len(words) * expected + BYTE, torch.int64)
+    positions = allocate(len(words) * expected + 1, torch.int64)
     for number, message in enumerate(words):  # in order, because each writes behind its own
-        mine = positions[number * expected : (number + 1) * expected + BYTE]
-        found, outside = compiled_positions.unpack(message, fields, num_unary, mine)
+        mine = positions[number * expected : (number + 1) * expected + 1]
+        found, outside = compiled.unpack(message, fields, num_unary, mine)
         _check_count(found, expected)
         _check_range(outside)
-    return positions[:-BYTE].view(len(words), expected)
+    return positions[:-1].view(len(words), expected)
 
 
 def _unpack_one(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:

@@ -1,9 +1,9 @@
 """Which elements are sent: the k largest of a tensor in absolute value, or of each of its chunks.
 
-`Selection` does it for all tensors of an optimizer together. `exact` sorts; `sampled` finds the same set with a
-threshold from a sample, in one cheap pass. Both return exactly as many positions as they are asked for, in ascending
-order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload does not depend
-on the way it was found.
+`Selection` does it for all tensors of an optimizer together. A threshold, from a sample and then from step to step,
+finds candidates in the pass that accumulates; the k largest of these are sent. They are exactly as many as are asked
+for, in ascending order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload
+does not depend on the way it was found.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.candidates import MIN_PER_CANDIDATE
 from lightning_lowbw.ops.dispatch import kernels_for
-from lightning_lowbw.ops.reference import Segment
+from lightning_lowbw.ops.reference import Segment, take_
 
-SELECTIONS = ("sampled", "exact")
+MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, to look through all takes no longer
 
 
 def num_selected(numel: int, density: float) -> int:
@@ -30,23 +29,6 @@ def num_selected(numel: int, density: float) -> int:
     return min(numel, max(1, round(numel * density)))
 
 
-def exact_top_k(values: Tensor, k: int) -> Tensor:
-    """Return the positions of the k largest |values|, see `ops.candidates.top_k`: int64, shape (k,), ascending."""
-    return kernels_for(values).top_k(values, k)
-
-
-def exact_top_k_of(segment: Segment) -> Tensor:
-    """Return the positions of the largest |v| of a tensor, or of each of its chunks; twin of `reference.largest`.
-
-    Returns:
-        int64, ascending, shape (num_sent,).
-    """
-    if segment.chunk is None:
-        return exact_top_k(segment.residual, segment.k)
-    top_k_of_chunks = kernels_for(segment.residual).top_k_of_chunks
-    return top_k_of_chunks(segment.residual, segment.chunk, segment.k, segment.k_last)
-
-
 class Selection:
     """Compress all tensors of an optimizer in one call: correct them, find their largest elements, take these out.
 
@@ -54,21 +36,17 @@ class Selection:
     tensor, a pass compiled by numba, or one in torch. All do what `ops.reference.compress_many_` specifies, for finite
     residuals; of one that has overflowed, which is reported in any case, the kernels send the largest finite number.
 
-    Args:
-        kind: one of `SELECTIONS`.
-
     Example:
         >>> segment = Segment(
         ...     residual=torch.tensor([0.0, 5.0, 1.0]), momentum_buffer=None, gradient=torch.ones(3), weight=None, k=1
         ... )
-        >>> Selection("exact").compress_({"weight": segment}, masking=True)
+        >>> Selection().compress_({"weight": segment}, masking=True)
         [(tensor([1]), tensor([6.]))]
         >>> segment.residual
         tensor([1., 0., 2.])
     """
 
-    def __init__(self, kind: str = "sampled") -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self._selectors: dict[str, SampledSelector] = {}
         self._workspaces: dict[tuple[str, ...], gpu.Workspace] = {}
 
@@ -111,8 +89,7 @@ class Selection:
                     for other in segment.elsewhere:
                         other.take_()
                     positions = self._accumulate_(name, segment)
-                    take_out_ = kernels_for(*segment.tensors).take_out_
-                    values = take_out_(segment.residual, segment.momentum_buffer, positions, masking=masking)
+                    values = take_(segment.residual, segment.momentum_buffer, positions, masking=masking)
                     parts[name] = positions, values
         except BaseException:  # no memory, or Ctrl-C: nobody would send these
             for name, (positions, values) in parts.items():
@@ -121,7 +98,7 @@ class Selection:
         return [parts[name] for name in segments]
 
     def _suits_kernels(self, segment: Segment) -> bool:
-        return self.kind == "sampled" and gpu.is_available(segment.residual.device) and gpu.takes(segment)
+        return gpu.is_available(segment.residual.device) and gpu.takes(segment)
 
     def _compress_together_(self, segments: Mapping[str, Segment], masking: bool) -> dict[str, tuple[Tensor, Tensor]]:
         names = tuple(segments)
@@ -137,10 +114,12 @@ class Selection:
 
     def _accumulate_(self, name: str, segment: Segment) -> Tensor:
         """Accumulate a gradient; return the positions of the largest elements."""
-        if self.kind == "exact" or segment.chunk is not None:
-            kernels_for(*segment.tensors).accumulate_(segment, 0.0)
-            return exact_top_k_of(segment)
-        return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
+        if segment.chunk is None:
+            return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
+        kernels_for(*segment.tensors).accumulate_(segment, 0.0)
+        kernels = kernels_for(segment.residual)
+        positions: Tensor = kernels.largest(segment.residual, segment.k, segment.chunk, segment.k_last)
+        return positions
 
 
 class SampledSelector:
@@ -148,7 +127,8 @@ class SampledSelector:
 
     The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
     what is dropped is the smallest, wherever it lies (the published implementations cut by position, or take what an
-    unlucky sample gives: recall down to 15 %). Too few candidates: estimate anew from a sample, and in the end sort.
+    unlucky sample gives: recall down to 15 %). Too few candidates: estimate anew from a sample, and in the end look
+    through all.
 
     Attributes:
         threshold: 0 where none is known. It influences only the time, never which elements are selected.
@@ -157,31 +137,15 @@ class SampledSelector:
     FOLLOWED = 0.8  # of the growth of what is found, from one step to the next; it becomes less from step to step
 
     SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
-    SMALL = 1 << 16  # elements; below this, sorting is as fast
+    SMALL = 1 << 16  # elements; below this, to look through all is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
         self._last: tuple[int, float] | None = None  # k and the least magnitude that was among the k largest
 
-    def __call__(self, values: Tensor, k: int) -> Tensor:
-        """Return the positions of the k largest |values|: int64, shape (k,), ascending; `values` is flat."""
-        kernels = kernels_for(values)
-        if self._sorts(values.numel(), k):
-            return exact_top_k(values, k)
-        for estimate in (False, True):
-            if estimate:
-                self.threshold = self._estimate(values[:: self._stride(values.numel())].abs(), values.numel(), k)
-            if self.threshold <= 0.0:  # no estimate yet, or a dead tensor: everything would be a candidate
-                continue
-            positions = self._narrow(values, kernels.reach(values, self.threshold), k)
-            if positions is not None:
-                return positions
-        self.threshold = 0.0
-        return exact_top_k(values, k)
-
     def accumulate_(self, segment: Segment) -> Tensor:
-        """Accumulate a gradient, then return what a call with the residual would: the positions of its k largest.
+        """Accumulate a gradient, then return the positions of the k largest of the residual: int64, ascending.
 
         In place:
             its residual and momentum buffer.
@@ -190,43 +154,35 @@ class SampledSelector:
             segment: flat, without chunks.
         """
         residual, k, numel = segment.residual, segment.k, segment.residual.numel()
-        kernels = kernels_for(*segment.tensors)
-        if self._sorts(numel, k):
+        kernels, of_residual = kernels_for(*segment.tensors), kernels_for(residual)
+        if numel <= self.SMALL or self.SURPLUS * k >= numel / MIN_PER_CANDIDATE:
             kernels.accumulate_(segment, 0.0)
-            return exact_top_k(residual, k)
-        if self.threshold <= 0.0:
-            sample = kernels.sample_accumulated(segment, self._stride(numel))
-            self.threshold = self._estimate(sample, numel, k)
-        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold, self._most(k)), k)
+            return of_residual.largest(residual, k)
+        stride = max(1, numel // self.SAMPLE) | 1  # odd, not to fall into step with rows of a power of two elements
+        most = int(8 * self.SURPLUS * k)  # candidates that are of use
+        if not self.threshold > 0.0:
+            self.threshold = self._estimate(kernels.sample_accumulated(segment, stride), numel, k)
+        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold, most), k)
+        if positions is None:  # the distribution has moved; to estimate again costs less than to look through all
+            self.threshold = self._estimate(residual[::stride].abs(), numel, k)
+            if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
+                positions = self._narrow(residual, of_residual.reach(residual, self.threshold, most), k)
         if positions is None:
-            self.threshold = 0.0
-            positions = self(residual, k)
+            self.threshold, positions = 0.0, of_residual.largest(residual, k)
         return positions
-
-    def _sorts(self, numel: int, k: int) -> bool:
-        return numel <= self.SMALL or self.SURPLUS * k >= numel / MIN_PER_CANDIDATE
-
-    def _stride(self, numel: int) -> int:
-        """Return the distance of the elements in a sample; odd, so that it does not fall into step with rows whose
-        length is a power of two."""
-        return max(1, numel // self.SAMPLE) | 1
 
     def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
         """Return the magnitude that about SURPLUS * k of `numel` elements reach, from a sample of the magnitudes."""
         rank = max(1, round(self.SURPLUS * k * sample.numel() / numel))
         return float(sample.topk(rank, sorted=False).values.min())
 
-    def _most(self, k: int) -> int:
-        """Return how many candidates are of use."""
-        return int(8 * self.SURPLUS * k)
-
     def _narrow(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
-        """Return the k largest of the candidates and set the threshold for the next step; None if there are too few,
-        or far too many: then the distribution has moved, and to estimate again costs less than to sort them."""
-        if candidates is None or not k <= candidates.numel() <= self._most(k):
+        """Return the k largest of the candidates and set the threshold for the next step; None if they do not fit."""
+        if candidates is None or candidates.numel() < k:
             return None
-        count = candidates.numel()
-        positions, least = kernels_for(values).narrow(values, candidates, k)
+        magnitudes = values.index_select(0, candidates).abs_()
+        found = kernels_for(magnitudes).largest(magnitudes, k)
+        count, least = candidates.numel(), float(magnitudes.index_select(0, found).min())
         if count > k and least > self.threshold:
             # The power law through two points, (threshold, count) and (least, k). How steep it is has to be measured:
             # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
@@ -237,4 +193,4 @@ class SampledSelector:
             if self._last is not None and self._last[0] == k:
                 self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** self.FOLLOWED
         self._last = (k, least) if least > 0.0 else None
-        return positions
+        return candidates.index_select(0, found)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.averages import scatter_mean_
+from lightning_lowbw.ops.reference import scatter_mean_
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.what.sparse_sum import Sparse

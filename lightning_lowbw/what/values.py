@@ -25,8 +25,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.memory import allocate
 from lightning_lowbw.ops.table import upload
+from lightning_lowbw.ops.tensors import allocate
 
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
 VALUE_NAMES: tuple[str, ...] = get_args(ValueName)

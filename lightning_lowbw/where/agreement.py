@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
-from lightning_lowbw.ops.layout import flat_in_order
 from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.ops.tensors import flat_in_order
 
 MAX_DIFFERENCES = 8  # lines of an error message
 CHUNK, CHUNK_OF_CPU = 1 << 22, 1 << 16  # elements that a checksum takes at a time: few launches, or within the cache

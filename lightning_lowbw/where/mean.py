@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.lists import copy_all_
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.ops.table import upload
+from lightning_lowbw.ops.tensors import copy_all_
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.peers import Peers
 

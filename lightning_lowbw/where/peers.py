@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.ops.memory import allocate
+from lightning_lowbw.ops.tensors import allocate
 from lightning_lowbw.where.agreement import agree
 from lightning_lowbw.where.collectives import Collectives, TensorWork, group_of, is_gloo
 from lightning_lowbw.where.ledger import Level, TrafficLedger, all_reduce_bytes

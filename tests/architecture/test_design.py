@@ -16,7 +16,7 @@ from torch import nn
 import lightning_lowbw
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.engine.presets import preset
-from lightning_lowbw.ops import compiler
+from lightning_lowbw.ops import dispatch
 from tests.ranks import run_ranks
 
 ROOT = Path(lightning_lowbw.__file__).parent
@@ -57,7 +57,7 @@ def trace(method: Method, num_before: int) -> dict[str, set[str]]:
     return calls
 
 
-@pytest.mark.skipif(not compiler.is_available(), reason="needs numba")
+@pytest.mark.skipif(not dispatch.has_numba(), reason="needs numba")
 @pytest.mark.parametrize("heading", STEPS)
 def test_the_page_names_what_a_step_goes_through(heading: str) -> None:
     """What is in parentheses, and the strategies, is about other steps."""

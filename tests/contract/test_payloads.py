@@ -17,7 +17,7 @@ from tests.contract.volumes import NUMELS
 
 SPARSE = {what: name for name, row in ROWS.items() if isinstance(what := row.method.what, TopK)}
 NARROW = {what: name for name, row in ROWS.items() if isinstance(what := row.method.what, Narrow)}
-SELECTING = {(what.selection, what.chunk): what for what in SPARSE}
+SELECTING = {what.chunk: what for what in SPARSE}
 NUMEL = 360 * 360  # above `SampledSelector.SMALL`
 LARGE = [numel for numel in NUMELS.values() if numel]
 
@@ -27,7 +27,7 @@ def select_(what: TopK, residual: Tensor, gradient: Tensor, density: float | Non
     segment = Segment(
         residual=residual, gradient=gradient, momentum_buffer=None, weight=None, **what.selected(len(gradient), density)
     )
-    (selected,) = Selection(what.selection).compress_({"": segment}, masking=False)
+    (selected,) = Selection().compress_({"": segment}, masking=False)
     return selected
 
 

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from lightning_lowbw.engine.auto import Measured, measure
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
 from lightning_lowbw.engine.presets import DGC, LocalSGD
-from lightning_lowbw.ops import dispatch, gpu, trial
+from lightning_lowbw.ops import dispatch, gpu
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.link import Link
 from tests.ranks import run_ranks
@@ -85,15 +85,15 @@ def _compiled_for(parameter: Any, value: Any) -> str:
 
 def note_launches() -> set[str]:
     """Replace the kernels by stubs, until the call of the rank has ended; return where they note their variants."""
-    from lightning_lowbw.ops import triton_kernels, triton_messages
+    from lightning_lowbw.ops import triton_kernels
 
     seen: set[str] = set()
-    for module in (triton_kernels, triton_messages):
+    for module in (triton_kernels,):
         for name, kernel in [*vars(module).items()]:
             if name.endswith("_kernel"):
                 setattr(module, name, Stub(kernel.kernel if isinstance(kernel, Stub) else kernel, name, seen))
     gpu.is_available = lambda device: True
-    trial._compare = lambda *args, **kwargs: None  # stubs compute nothing
+    dispatch._compare = lambda *args, **kwargs: None  # stubs compute nothing
     return seen
 
 

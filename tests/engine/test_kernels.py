@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_lowbw.engine import kernels
 from lightning_lowbw.engine.kernels import prepare_kernels
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.ops import compiler, cpu, dispatch
-from lightning_lowbw.ops.trial import Uses
+from lightning_lowbw.ops import dispatch, reference
+from lightning_lowbw.ops.dispatch import Uses
 from tests.engine.problem import Said
 from tests.ranks import run_ranks
 
@@ -25,17 +25,17 @@ REASON = "The kernels of numba do not work on cpu: OSError: no compiler."
 def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, list[str], bool]:
     """Return what is returned, what is logged, and whether plain torch is used from then on."""
     rank, said, logger = dist.get_rank(), Said(), logging.getLogger(LOGGER)
-    faults, of_rank = compiler._faults, dispatch.prepare
+    faults, of_rank = dispatch._numba_faults, dispatch.prepare
     groups = [dist.new_group(list(range(first, 4, num_groups))) for first in range(num_groups)]
-    compiler._faults = []
+    dispatch._numba_faults = []
     dispatch.prepare = lambda device, uses=None: REASON if rank in failing else None
     logger.addHandler(said)
     try:
         sentence = prepare_kernels(CPU, Uses(), None if num_groups == 1 else groups[rank % num_groups])
-        return sentence, said.messages, dispatch.kernels_for(torch.zeros(8)) is cpu
+        return sentence, said.messages, dispatch.kernels_for(torch.zeros(8)) is reference
     finally:
         logger.removeHandler(said)
-        compiler._faults, dispatch.prepare = faults, of_rank
+        dispatch._numba_faults, dispatch.prepare = faults, of_rank
 
 
 def test_kernels_that_fail_on_one_rank_are_used_by_none() -> None:
@@ -48,7 +48,7 @@ def test_kernels_that_fail_on_one_rank_are_used_by_none() -> None:
 def test_kernels_that_work_on_all_ranks_are_used_by_all() -> None:
     for returned, said, is_plain in run_ranks(prepare, 4, ()):
         assert (returned, said) == (None, [])
-        assert is_plain != compiler.is_installed()
+        assert is_plain != dispatch.has_numba()
 
 
 def test_ranks_of_another_group_are_not_asked() -> None:
@@ -69,15 +69,15 @@ def prepare_twice(missing: tuple[int, ...]) -> tuple[list[str], bool]:
         if dist.get_rank() in missing:
             hidden = ("numba", "triton")
             monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
-        monkeypatch.setattr(compiler, "_faults", [])
+        monkeypatch.setattr(dispatch, "_numba_faults", [])
         for _ in range(2):  # of two optimizers
             prepare_kernels(CPU, Uses())
-        is_plain = dispatch.kernels_for(torch.zeros(8)) is cpu
+        is_plain = dispatch.kernels_for(torch.zeros(8)) is reference
     logger.removeHandler(said)
     return said.messages, is_plain
 
 
-@pytest.mark.skipif(not compiler.is_installed(), reason="needs numba")
+@pytest.mark.skipif(not dispatch.has_numba(), reason="needs numba")
 def test_what_is_not_installed_is_told_once() -> None:
     sentence = "All ranks compress in plain torch, which is slower. rank {}: numba is not installed: pip install numba."
     assert run_ranks(prepare_twice, 2, (0, 1)) == [([sentence.format(0)], True), ([], True)]

@@ -41,7 +41,6 @@ from lightning_lowbw.where.topology import Topology
 from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.ops.triton_kernels")
-triton_messages = pytest.importorskip("lightning_lowbw.ops.triton_messages")
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
 BEFORE = Path(__file__).with_name("launches_before.json")
@@ -198,7 +197,7 @@ class Event:
 def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
     """Replace the device, its kernels and its queues; return what counts what they would have done."""
     count: Counter[str] = Counter()
-    for module in (triton_kernels, triton_messages):
+    for module in (triton_kernels,):
         for name in vars(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Stub(count, name))

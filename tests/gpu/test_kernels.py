@@ -10,9 +10,10 @@ import torch
 
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.table import Workspace
-from tests.ops import kernel_cases
+from tests.ops import kernel_cases, test_backends
 from tests.ops.bits import equal_bits
-from tests.ops.kernel_cases import LARGE, check, make, missed, redraw, state
+from tests.ops.kernel_cases import missed
+from tests.ops.test_backends import LARGE, check, make, redraw, state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,8 @@ pytestmark = [
 ]
 pytest.importorskip("triton")
 
-globals().update({name: case for name, case in vars(kernel_cases).items() if name.startswith("test_")})
+for module in (kernel_cases, test_backends):
+    globals().update({name: case for name, case in vars(module).items() if name.startswith(("test_", "_fast"))})
 
 
 def test_is_available() -> None:

@@ -48,7 +48,7 @@ def main() -> None:
     """Write a line per kernel."""
     import triton.language as tl
 
-    from lightning_lowbw.ops import triton_kernels, triton_messages
+    from lightning_lowbw.ops import triton_kernels
 
     for capability, dtype_name in TARGETS.items():
         dtype = getattr(tl, dtype_name)
@@ -69,9 +69,9 @@ def main() -> None:
             ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
             ("count,", triton_kernels.count_kernel, blocks, {}),
             ("take,", triton_kernels.take_kernel, blocks, {}),
-            ("pack,", triton_messages.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
-            ("unpack,", triton_messages.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
-            ("apply,", triton_messages.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
+            ("pack,", triton_kernels.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
+            ("unpack,", triton_kernels.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
+            ("apply,", triton_kernels.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
         ):  # fmt: skip
             if capability == OLDEST and kernel not in (triton_kernels.correct_kernel, triton_kernels.take_kernel):
                 continue

@@ -36,7 +36,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["kernel_cases", "kernel_steps"])
+@pytest.mark.parametrize("name", ["test_backends", "kernel_cases", "kernel_steps"])
 def test_interpreted(name: str) -> None:
     output = run(f"from tests.ops.interpreter import main; sys.exit(main({name!r}))", TRITON_INTERPRET="1")
     assert " passed" in output

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.averages import scatter_mean_
-from lightning_lowbw.ops.reference import Segment, compress_many_, correct_, flat, largest, take_
+from lightning_lowbw.ops.reference import (
+    SecondMoment,
+    Segment,
+    accumulate_,
+    compress_many_,
+    correct_,
+    flat,
+    scatter_mean_,
+    take_,
+)
 from tests.ops.bits import equal_bits
 
 CHANNELS_LAST = (3, 4, 5, 2)
@@ -82,6 +90,14 @@ def test_correct_with_narrow_and_permuted_memory() -> None:
     assert equal_bits(residual, v + u.float())  # nothing of the buffer is rounded away on the way into v
 
 
+def segment_of(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Segment:
+    """A step that adds nothing."""
+    gradient = torch.zeros_like(values)
+    return Segment(
+        residual=values, momentum_buffer=None, gradient=gradient, weight=None, k=k, chunk=chunk, k_last=k_last
+    )
+
+
 # take_ ----------------------------------------------------------------------------------------------------------------
 
 
@@ -91,100 +107,37 @@ def test_take_loses_nothing(momentum: bool) -> None:
     residual = hard_values()
     corrected = residual.clone()
     momentum_buffer = torch.randn_like(residual) if momentum else None
-    indices = torch.randperm(residual.numel())[: residual.numel() * 3 // 4].sort().values
-    values = take_(residual, momentum_buffer, indices, masking=True)
-    assert equal_bits(values, corrected[indices])
+    positions = torch.randperm(residual.numel())[: residual.numel() * 3 // 4].sort().values
+    values = take_(residual, momentum_buffer, positions, masking=True)
+    assert equal_bits(values, corrected[positions])
     others = torch.ones(residual.numel(), dtype=torch.bool)
-    others[indices] = False
+    others[positions] = False
     assert equal_bits(residual[others], corrected[others])
-    assert not residual[indices].any()
+    assert not residual[positions].any()
 
 
-def test_take_of_infinities() -> None:
-    """What is sent stays finite; what is left tells that the sum has overflowed."""
+def test_take_of_infinities_and_of_float64() -> None:
+    """What is sent stays finite; what is left tells that the sum has overflowed, and what was rounded away."""
     largest, infinity = torch.finfo(torch.float32).max, float("inf")
     residual = torch.tensor([infinity, -infinity, largest, -largest])
     values = take_(residual, None, torch.arange(4), masking=True)
     assert values.tolist() == [largest, -largest, largest, -largest]
     assert residual.tolist() == [infinity, -infinity, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("masking", [False, True])
-def test_masking_clears_the_velocity_of_what_was_sent(masking: bool) -> None:
-    residual, momentum_buffer = torch.randn(2, 4, 6).unbind(0)
-    residual = residual.contiguous()
-    before = momentum_buffer.clone()
-    indices = torch.tensor([0, 5, 23])
-    take_(residual, momentum_buffer, indices, masking=masking)
-    assert residual.view(-1)[indices].tolist() == [0.0, 0.0, 0.0]
-    assert residual.count_nonzero() == residual.numel() - 3
-    expected = before.clone()
-    if masking:
-        expected.view(-1)[indices] = 0
-    assert equal_bits(momentum_buffer, expected)
+    wide = torch.tensor([1 + 1e-12], dtype=torch.float64)
+    assert take_(wide, None, torch.arange(1), masking=True).tolist() == [1.0]
+    assert float(wide) == pytest.approx(1e-12, rel=1e-3)
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_what_goes_out_as_zero_masks_nothing(zero: float) -> None:
-    """Padding of a dead tensor: its velocity goes on."""
-    residual = torch.tensor([zero, 3.0, zero, 2.0])
-    momentum_buffer = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    values = take_(residual, momentum_buffer, torch.arange(4), masking=True)
+@pytest.mark.parametrize("masking", [False, True])
+def test_masking_clears_the_velocity_of_what_was_sent(masking: bool, zero: float) -> None:
+    """What goes out as zero, the padding of a dead tensor, masks nothing: its velocity goes on."""
+    residual = torch.tensor([zero, 3.0, zero, 2.0, 1.0])
+    momentum_buffer = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    values = take_(residual, momentum_buffer, torch.arange(4), masking=masking)
     assert values.tolist() == [0.0, 3.0, 0.0, 2.0]
-    assert momentum_buffer.tolist() == [1.0, 0.0, 3.0, 0.0]
-    assert residual.tolist() == [0.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_masking_finds_the_logical_positions(memory_format: torch.memory_format) -> None:
-    momentum_buffer = torch.randn(CHANNELS_LAST).contiguous(memory_format=memory_format)
-    before = momentum_buffer.clone()
-    residual = torch.randn(CHANNELS_LAST)
-    indices = torch.tensor([0, 1, 17, 60, 119])
-    take_(residual, momentum_buffer, indices, masking=True)
-    sent = torch.zeros(before.numel(), dtype=torch.bool)
-    sent[indices] = True
-    assert momentum_buffer.is_contiguous(memory_format=memory_format)
-    assert (momentum_buffer == 0).reshape(-1).equal(sent)
-    assert (residual == 0).reshape(-1).equal(sent)
-    assert equal_bits(momentum_buffer.reshape(-1)[~sent], before.reshape(-1)[~sent])
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
-def test_take_of_a_single_element(shape: tuple[int, ...]) -> None:
-    residual, momentum_buffer = torch.full(shape, 3.0), torch.full(shape, 2.0)
-    values = take_(residual, momentum_buffer, torch.tensor([0]), masking=True)
-    assert values.tolist() == [3.0]
-    assert float(residual) == float(momentum_buffer) == 0.0
-
-
-# largest, compress_many_ ----------------------------------------------------------------------------------------------
-
-
-def segment_of(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Segment:
-    """A step that adds nothing."""
-    gradient = torch.zeros_like(values)
-    return Segment(
-        residual=values, momentum_buffer=None, gradient=gradient, weight=None, k=k, chunk=chunk, k_last=k_last
-    )
-
-
-def test_the_largest_of_a_tensor_and_of_each_chunk() -> None:
-    values = torch.tensor([1.0, -5.0, 3.0, 0.5, 9.0, -7.0, 8.0, 2.0, 0.1, -0.2])
-    assert largest(segment_of(values, 3)).tolist() == [4, 5, 6]
-    assert largest(segment_of(values, 1, chunk=4, k_last=2)).tolist() == [1, 4, 8, 9]
-    assert largest(segment_of(values, 1, chunk=5)).tolist() == [4, 6]
-    assert largest(segment_of(values, 2, chunk=100, k_last=1)).tolist() == [4]  # there is no whole chunk
-    assert segment_of(values, 1, chunk=4, k_last=2).num_sent == 4
-
-
-def test_of_equal_magnitudes_the_first() -> None:
-    assert largest(segment_of(torch.tensor([1.0, -2.0, 2.0, -2.0, 2.0]), 2)).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("k", [0, 1])
-def test_nothing_and_a_single_element(k: int) -> None:
-    assert largest(segment_of(torch.ones(k), k)).tolist() == [0] * k
+    assert momentum_buffer.tolist() == ([1.0, 0.0, 3.0, 0.0, 5.0] if masking else [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert residual.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_all_tensors_lie_behind_one_another() -> None:
@@ -193,6 +146,55 @@ def test_all_tensors_lie_behind_one_another() -> None:
     assert positions.tolist() == [1, 3, 5]
     assert values.tolist() == [3.0, 3.0, 5.0]
     assert segments[1].residual.tolist() == [0.0, 1.0, 2.0, 0.0, 4.0, 0.0]
+    assert [segment.num_sent for segment in segments] == [1, 2]
+
+
+# accumulate_ ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.02])
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_decay_then_correction_then_comparison(has_buffer: bool, ahead: float) -> None:
+    v, u, gradient, w = torch.randn(4, 1000).unbind(0)
+    buffer = u.clone() if has_buffer else None
+    expected_v, expected_u = v.clone(), None if buffer is None else buffer.clone()
+    correct_(expected_v, expected_u, -gradient + 0.1 * (w - ahead / 0.1 * v), momentum=0.9, nesterov=True)
+    segment = Segment(
+        residual=v, momentum_buffer=buffer, gradient=gradient, weight=w, k=1, momentum=0.9, nesterov=True,
+        weight_decay=0.1, sign=-1.0, ahead=ahead,
+    )  # fmt: skip
+    positions = accumulate_(segment, 1.0)
+    torch.testing.assert_close(v, expected_v)
+    torch.testing.assert_close(buffer, expected_u)
+    assert positions is not None
+    assert positions.tolist() == (v.abs() >= 1.0).nonzero().flatten().tolist()
+
+
+def test_the_decay_is_not_lost_in_a_narrow_gradient() -> None:
+    v, ones = torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)
+    accumulate_(Segment(residual=v, momentum_buffer=None, gradient=ones, weight=ones, k=1, weight_decay=1e-4), 0.0)
+    torch.testing.assert_close(v, torch.full((3,), 1.0001))
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adams_step_is_accumulated(amsgrad: bool) -> None:
+    v, u, gradient, square, largest = torch.rand(5, 1000).unbind(0)
+    moment = SecondMoment(
+        square=square.clone(), largest=largest.clone() if amsgrad else None, beta2=0.99, share=0.5, eps=1e-8,
+        corrections=(0.7, 0.3),
+    )  # fmt: skip
+    q = 0.99 * square + 0.5 * (1 - 0.99) * gradient**2
+    expected_u = 0.9 * u + (1 - 0.9) * gradient
+    root = torch.maximum(largest, q) if amsgrad else q
+    expected_v = v + expected_u / 0.7 / ((root / 0.3).sqrt() + 1e-8)
+    segment = Segment(
+        residual=v, momentum_buffer=u, gradient=gradient, weight=None, k=1, momentum=0.9, dampening=0.9,
+        second_moment=moment,
+    )  # fmt: skip
+    accumulate_(segment, 0.0)
+    torch.testing.assert_close(moment.square, q)
+    torch.testing.assert_close(u, expected_u)
+    torch.testing.assert_close(v, expected_v)
 
 
 # scatter_mean_ --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.reference import largest
 from lightning_lowbw.what.codec import ALIGNMENT_BYTES, SparseCodec
-from lightning_lowbw.what.selection import exact_top_k
 from lightning_lowbw.what.values import VALUE_NAMES, make_value_format
 
 Part = tuple[Tensor, Tensor]
@@ -26,7 +26,7 @@ def make_parts(sizes: list[tuple[int, int]]) -> list[Part]:
     parts = []
     for count, numel in sizes:
         values = torch.randn(numel)
-        indices = exact_top_k(values, count)
+        indices = largest(values, count)
         parts.append((indices, values[indices]))
     return parts
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message
 from torch import Tensor
 
+from lightning_lowbw.ops import dispatch
 from lightning_lowbw.what import positions as positions_module
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
@@ -78,7 +79,7 @@ def test_positions_stay_inside_their_tensors(
     message = damaged(whole, damage)
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr(positions_module, "packs_compiled", lambda _: False)
+            patch.setattr(dispatch, "_numba_faults", ["not now"])
         try:
             positions, values = codec.decode(message.unsqueeze(0), COUNTS, NUMELS)
         except ValueError as error:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.blocks import BLOCK, largest_integer
-from lightning_lowbw.what.narrow_values import NARROW_NAMES, LinearFormat, make_narrow_format
+from lightning_lowbw.what.narrow_values import BLOCK, NARROW_NAMES, LinearFormat, largest_integer, make_narrow_format
 from lightning_lowbw.what.values import make_value_format
 from tests.narrow import decode, encode
 

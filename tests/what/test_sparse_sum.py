@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.ops.reference import largest
 from lightning_lowbw.what import sparse_sum
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.positions import MAX_NUMEL
-from lightning_lowbw.what.selection import exact_top_k, num_selected
+from lightning_lowbw.what.selection import num_selected
 from lightning_lowbw.what.sparse_sum import (
     COUNT_BYTES,
     Outgoing,
@@ -346,7 +347,7 @@ def test_error_feedback_drains(monkeypatch: pytest.MonkeyPatch) -> None:
         selections: list[tuple[Tensor, Tensor]] = []
         for residual in residuals:
             residual += direction + 0.5 * torch.randn(numel, generator=generator)
-            positions = exact_top_k(residual, k)
+            positions = largest(residual, k)
             selections.append((positions, residual[positions]))
             residual[positions] = 0
         played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32")), selections)

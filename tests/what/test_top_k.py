@@ -52,7 +52,7 @@ def send_(payload: TopK, residuals: list[Tensor], changes: list[Tensor]) -> Tens
             chunk=payload.chunk,
             k_last=k_last,
         )
-    parts = Selection(payload.selection).compress_(segments, masking=False)
+    parts = Selection().compress_(segments, masking=False)
     return payload.codec.encode(parts, [residual.numel() for residual in residuals], residuals)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.what.selection import exact_top_k
+from lightning_lowbw.ops.reference import largest
 from lightning_lowbw.what.values import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
 
 EVEN_LEVELS = ["int8", "int4"]
@@ -36,7 +36,7 @@ def tail(name: str, numel: int = 2_000_000) -> Tensor:
     """What top-k leaves of a distribution at one in a thousand; not to be changed in place."""
     torch.manual_seed(1)
     values = torch.randn(numel) if name == "normal" else torch.distributions.StudentT(3.0).sample((numel,))
-    return values[exact_top_k(values, numel // 1000)]
+    return values[largest(values, numel // 1000)]
 
 
 @pytest.mark.parametrize("name", VALUE_NAMES)

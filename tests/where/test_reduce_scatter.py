@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lowbw.ops.reference import largest
 from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.selection import exact_top_k
 from lightning_lowbw.what.sparse_sum import COUNT_BYTES
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger, sparse_reduce_scatter_elements
@@ -36,7 +36,7 @@ def train(value_dtype: str, is_skewed: bool) -> dict[str, Any]:
         parts = []
         for residual, tensor, k in zip(residuals, gradient(step, exchange.rank, is_skewed), COUNTS, strict=True):
             residual += tensor
-            positions = exact_top_k(residual, k)
+            positions = largest(residual, k)
             parts.append((positions, residual[positions]))
             residual[positions] = 0
         averaged = reducer.average(parts, NUMELS, COUNTS)

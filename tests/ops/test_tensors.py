@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.ops.lists import NUM_SAMPLED, copy_all_, differences, relative_distance
+from lightning_lowbw.ops.tensors import NUM_SAMPLED, copy_all_, differences, relative_distance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

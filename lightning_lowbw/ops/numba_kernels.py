@@ -1,0 +1,377 @@
+"""What numba compiles for a CPU: the loops of `cpu`, which says what they compute. Imported where numba is.
+
+A function is compiled at its first call, in seconds, and kept where numba keeps it. numba notices when this file
+changes, and no other: all that is compiled, with its constants, is here. Missing tensors are empty ones, so that there
+is one variant of each function.
+"""
+
+# mypy: ignore-errors
+
+import numba
+import numpy as np
+
+OPTIONS = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
+try:
+    kernel = numba.njit(cache=True, **OPTIONS)
+    kernel(lambda: None)
+except RuntimeError:  # there is no folder to keep it in
+    kernel = numba.njit(**OPTIONS)
+inner = numba.njit(**OPTIONS)
+
+BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
+CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
+MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
+INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
+LANES = 4  # counts kept apart: neighbours are often counted in one place, and each would wait for the one before
+AVERAGED = 1 << 13  # elements: their means stay in the first cache
+
+
+@numba.njit(fastmath={"contract"}, **OPTIONS)
+def multiply_add(a, b, c):
+    """As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can."""
+    return a * b + c
+
+
+@inner
+def largest_bits(bits):
+    largest = np.int32(0)
+    for i in range(bits.size):
+        magnitude = np.int32(bits[i] & MAGNITUDE)  # which numba has widened
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@inner
+def collect(bits, first, least, most, positions, count):
+    """Write where magnitudes of a block lie between two bounds; from more than there is room for on only count.
+
+    There must be room for CHUNK more than are to be found.
+    """
+    for start in range(0, bits.size, CHUNK):
+        chunk = bits[start : start + CHUNK]
+        if largest_bits(chunk) < least:
+            continue
+        if count + CHUNK > positions.size:
+            return positions.size
+        for i in range(chunk.size):  # without a branch at each, which would be foreseen wrongly
+            magnitude = chunk[i] & MAGNITUDE
+            positions[count] = first + start + i
+            count += (magnitude >= least) & (magnitude <= most)
+    return count
+
+
+@kernel
+def reach(bits, least, positions):
+    return collect(bits, 0, least, INFINITE, positions, 0)
+
+
+# The equations of `reference.accumulate_`. A loop is made of vector instructions only where it does one thing: so a
+# block goes through several.
+
+
+@inner
+def clean(gradient, out, fault):
+    """Copy a gradient, with zeros for inf and NaN."""
+    for i in range(gradient.size):
+        is_finite = abs(gradient[i]) < np.inf
+        out[i] = gradient[i] if is_finite else np.float32(0)
+        if not is_finite:
+            fault[0] = True
+
+
+@inner
+def scale_add(factor, x, scale, y, out):
+    for i in range(y.size):
+        out[i] = multiply_add(factor, x[i], scale * y[i])
+
+
+@inner
+def take_square(g, square, largest, adam, s):
+    """Update Adam's second moment; write the divisor of the velocity."""
+    beta2, share, slope, least = adam
+    for i in range(g.size):
+        square[i] = multiply_add(share * g[i], g[i], beta2 * square[i])
+    root = square
+    if largest.size:
+        for i in range(g.size):
+            largest[i] = max(largest[i], square[i])
+        root = largest
+    for i in range(g.size):
+        s[i] = slope * np.sqrt(root[i]) + least
+
+
+@inner
+def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
+    if u.size == 0:
+        for i in range(v.size):
+            v[i] += g[i]
+        return
+    for i in range(v.size):
+        u[i] = multiply_add(gain, g[i], momentum * u[i])
+    if is_adam:
+        for i in range(v.size):
+            v[i] += u[i] / s[i]
+    elif nesterov:
+        for i in range(v.size):
+            v[i] = multiply_add(momentum, u[i], v[i] + g[i])
+    else:
+        for i in range(v.size):
+            v[i] += u[i]
+
+
+@kernel
+def accumulate(
+    v, u, gradient, w, square, largest, momentum, gain, nesterov, decay, less, sign, adam, least, positions, fault
+):
+    count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
+    room = np.empty((3, BLOCK), dtype=np.float32)
+    g, s = room[0], room[1]
+    one = np.float32(1)
+    for start in range(0, v.size, BLOCK):
+        stop = min(start + BLOCK, v.size)
+        own, own_v, own_g = gradient[start:stop], v[start:stop], g[: stop - start]
+        if fault.size and largest_bits(bits_of_gradient[start:stop]) >= INFINITE:
+            clean(own, room[2], fault)
+            own = room[2, : stop - start]
+        if w.size:
+            scale_add(decay, w[start:stop], sign, own, own_g)
+        else:
+            for i in range(own.size):
+                own_g[i] = sign * own[i]
+        if square.size:
+            take_square(own_g, square[start:stop], largest[start:stop], adam, s)
+        if less != 0:
+            scale_add(less, own_v, one, own_g, own_g)
+        correct(own_v, u[start:stop], own_g, s, gain, momentum, nesterov, square.size > 0)
+        if fault.size and largest_bits(bits[start:stop]) >= INFINITE:
+            fault[0] = True
+        if count < positions.size:
+            count = collect(bits[start:stop], start, least, INFINITE, positions, count)
+    return count
+
+
+# The k largest without sorting: the bits of the k-th largest follow from three counts, of the upper 11, the next 10 and
+# the last 10 bits. Radix selection: Knuth, "The Art of Computer Programming" 3, section 5.2.5.
+
+
+@inner
+def count_digits(bits, known, shift, width, counts):
+    """Count digits of the magnitudes whose higher bits are known; of the others in the upper half, without a branch."""
+    mask, above = (1 << width) - 1, shift + width
+    for i in range(bits.size):
+        magnitude = bits[i] & MAGNITUDE
+        is_other = np.int64((magnitude >> above) != (known >> above))
+        counts[i % LANES, ((magnitude >> shift) & mask) | (is_other << width)] += 1
+
+
+@inner
+def rank(counts, digit, left):
+    """Return the digit of the k-th largest, and how many with it are to be taken, and are there."""
+    while True:
+        here = 0
+        for lane in range(LANES):
+            here += counts[lane, digit]
+        if here >= left or digit == 0:
+            return digit, left, here
+        left -= here
+        digit -= 1
+
+
+@inner
+def select(bits, first, k, counts, positions):
+    """Write the positions of the k largest, of equal ones the first, where there is room for CHUNK more."""
+    counts[:] = 0
+    count_digits(bits, 0, 20, 11, counts)
+    known, left, here = rank(counts, largest_bits(bits) >> 20, k)
+    known <<= 20
+    counts[:, : 1 << 11] = 0
+    count_digits(bits, known, 10, 10, counts)
+    digit, left, here = rank(counts, 1023, left)
+    known |= digit << 10
+    counts[:, : 1 << 11] = 0
+    count_digits(bits, known, 0, 10, counts)
+    digit, left, here = rank(counts, 1023, left)
+    least, end = np.int32(known | digit), bits.size
+    if here > left:  # of equal ones the first
+        end = 0
+        while left:
+            left -= (bits[end] & MAGNITUDE) == least
+            end += 1
+    count = collect(bits[:end], first, least, MAGNITUDE, positions, 0)
+    if end < bits.size and least < MAGNITUDE:
+        collect(bits[end:], first + end, np.int32(least + 1), MAGNITUDE, positions, count)
+
+
+@kernel
+def select_each(bits, chunk, k, k_last, positions):
+    """Write the k largest of each chunk, and `k_last` of the rest."""
+    counts, end = np.empty((LANES, 1 << 11), dtype=np.int32), 0
+    for start in range(0, bits.size, chunk):
+        mine = bits[start : start + chunk]
+        wanted = k if mine.size == chunk else k_last
+        if wanted:
+            select(mine, start, wanted, counts, positions[end:])
+        end += wanted
+
+
+# The code of positions, see `what.positions`: `fields` has a row per tensor, of `table.Field`.
+
+
+@inner
+def field(fields, tensor):
+    """Return how many positions a tensor has, the first, the width of the low bits, the first unary and low bit."""
+    return fields[tensor, 0], fields[tensor, 1], fields[tensor, 2], fields[tensor, 3], fields[tensor, 5]
+
+
+@kernel
+def pack(positions, fields, words):
+    for tensor in range(fields.shape[0]):
+        count, first, width, unary, low = field(fields, tensor)
+        for i in range(count):
+            bit = unary + i + (positions[first + i] >> width)
+            words[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
+        if count and width:
+            pack_low(positions[first : first + count], width, low, words)
+
+
+@inner
+def pack_low(positions, width, low, words):
+    """Write the low bits of positions from a bit on: a word when it is full, no word twice."""
+    mask = (np.int64(1) << width) - 1
+    place, num_held = low >> 5, low & 31
+    held = np.uint64(words[place])
+    for i in range(positions.size):
+        held |= np.uint64(positions[i] & mask) << np.uint64(num_held)
+        num_held += width
+        if num_held >= 32:
+            words[place] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            held >>= np.uint64(32)
+            num_held -= 32
+            place += 1
+    if num_held:
+        words[place] = np.uint32(held)
+
+
+@kernel
+def unpack(words, fields, unary_bits, positions):
+    """Read positions where there is room for one more; return how many there are, and how many outside a tensor."""
+    count, outside, most = 0, 0, positions.size - 1
+    for bit in range(unary_bits):
+        positions[min(count, most)] = bit
+        count += (words[bit >> 5] >> (bit & 31)) & 1
+    if count != most:
+        return count, outside
+    for tensor in range(fields.shape[0]):
+        number, first, width, unary, low = field(fields, tensor)
+        mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+        for i in range(number):
+            bit = low + i * width
+            both = np.uint64(words[min(bit >> 5, words.size - 1)])
+            both |= np.uint64(words[min((bit >> 5) + 1, words.size - 1)]) << np.uint64(32)
+            low_bits = np.int64((both >> np.uint64(bit & 31)) & mask)
+            positions[first + i] = ((positions[first + i] - unary - i) << width) | low_bits
+            outside += (positions[first + i] < 0) | (positions[first + i] >= fields[tensor, 6])
+    return count, outside
+
+
+# The mean of what participants have sent, see `reference.average_many_`.
+
+
+@inner
+def add_below(end, mean, start, positions, values, following, last):
+    """Add the elements of all participants that lie below `end`, to means whose first is at `start`; in their order.
+
+    Positions ascend. Where a damaged message has others, they are taken for `start`, so that nothing is written beside
+    the means.
+    """
+    share = np.float32(1.0 / positions.shape[0])
+    for participant in range(positions.shape[0]):
+        i = following[participant]
+        while i < last and positions[participant, i] < end:
+            mean[max(positions[participant, i] - start, 0)] += values[participant, i] * share
+            i += 1
+        following[participant] = i
+
+
+@kernel
+def average(out, weight, rate, positions, values, first, count):
+    """Write the mean; or, with a weight, step it where anything has been sent, and leave `out` alone."""
+    begun, following = np.full(positions.shape[0], first), np.full(positions.shape[0], first)
+    room = np.zeros(AVERAGED, dtype=np.float32)
+    for start in range(0, max(out.size, weight.size), AVERAGED):
+        begun[:] = following
+        mean = room if weight.size else out[start : start + AVERAGED]
+        mean[:] = 0
+        add_below(start + mean.size, mean, start, positions, values, following, first + count)
+        for participant in range(positions.shape[0] if weight.size else 0):
+            for i in range(begun[participant], following[participant]):
+                place = max(positions[participant, i] - start, 0)
+                if mean[place] != 0:  # once for all that have sent it; a mean of zero changes nothing
+                    weight[start + place] = multiply_add(rate, mean[place], weight[start + place])
+                    mean[place] = 0
+
+
+# Integers with a scale per block, see `what.narrow_values`.
+
+SCALED, HALF = 128, 16  # values of a block; bits between bfloat16 and float32
+
+
+@inner
+def scales_of(values, largest, limit, scale):
+    """Write the scale of each block, rounded upwards to bfloat16."""
+    bits, scale_bits = values.view(np.int32), scale.view(np.int32)
+    for block in range(scale.size):
+        scale_bits[block] = largest_bits(bits[block * SCALED : (block + 1) * SCALED])
+    for block in range(scale.size):
+        scale[block] /= largest
+    for block in range(scale.size):
+        if scale_bits[block] < INFINITE:
+            scale_bits[block] = min((scale_bits[block] + 0xFFFF) >> HALF, limit) << HALF
+
+
+@kernel
+def encode_blocks(values, scales, packed, largest, limit, tiny, bits):
+    scale = np.empty(scales.shape[1], dtype=np.float32)
+    scale_bits = scale.view(np.int32)
+    integers = np.empty(SCALED, dtype=np.int8)
+    pairs = integers.view(np.uint16)  # the first of two is in the lower byte
+    for row in range(values.shape[0]):
+        scales_of(values[row], largest, limit, scale)
+        for block in range(scale.size):
+            scales[row, block] = scale_bits[block] >> HALF
+            start = block * SCALED
+            v, own = values[row, start : start + SCALED], scale[block]
+            integers[:] = 0
+            if scale_bits[block] < INFINITE:
+                unit = max(own, tiny)
+                for i in range(v.size):
+                    integers[i] = np.int8(min(max(np.rint(v[i] / unit), -largest), largest))
+            for i in range(v.size):
+                v[i] -= np.float32(integers[i]) * own
+            if bits == 8:
+                for i in range(v.size):
+                    packed[row, start + i] = np.uint8(integers[i])
+            else:
+                for i in range((v.size + 1) // 2):
+                    packed[row, start // 2 + i] = np.uint8((pairs[i] & 0xF) | ((pairs[i] >> 4) & 0xF0))
+
+
+@kernel
+def decode_blocks(scales, packed, values, bits):
+    scale = np.empty(1, dtype=np.float32)
+    integers = np.empty(SCALED, dtype=np.int8)
+    for row in range(values.shape[0]):
+        for block in range(scales.shape[1]):
+            scale.view(np.int32)[0] = np.int32(scales[row, block]) << HALF
+            start, own = block * SCALED, scale[0]
+            v = values[row, start : start + SCALED]
+            if bits == 8:
+                for i in range(v.size):
+                    integers[i] = np.int8(packed[row, start + i])
+            else:
+                for i in range((v.size + 1) // 2):
+                    both = packed[row, start // 2 + i]
+                    integers[2 * i] = np.int8(np.int8(both << 4) >> 4)
+                    integers[2 * i + 1] = np.int8(np.int8(both) >> 4)
+            for i in range(v.size):
+                v[i] = np.float32(integers[i]) * own
