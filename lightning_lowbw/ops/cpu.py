@@ -79,18 +79,18 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def pack_(positions: Tensor, fields: Tensor, words: Tensor) -> None:
+def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words: Tensor) -> None:
     """Write the positions of all tensors into `words`, zeros before; see `what.positions.pack`."""
-    kernels.pack(positions.numpy(), fields.numpy(), words.numpy().view(np.uint32))
+    kernels.pack(positions.numpy(), fields.numpy(), width, unary_bits, words.numpy().view(np.uint32))
 
 
-def unpack(words: Tensor, fields: Tensor, unary_bits: int, positions: Tensor) -> tuple[int, int]:
+def unpack(words: Tensor, fields: Tensor, width: int, unary_bits: int, positions: Tensor) -> tuple[int, int]:
     """Read positions; return how many there are, and how many of them lie outside their tensors.
 
     In place:
         `positions`, with room for one more than are expected; not to be used where either number is wrong.
     """
-    found, outside = kernels.unpack(words.numpy().view(np.uint32), fields.numpy(), unary_bits, positions.numpy())
+    found, outside = kernels.unpack(words.numpy().view(np.uint32), fields.numpy(), width, unary_bits, positions.numpy())
     return int(found), int(outside)
 
 

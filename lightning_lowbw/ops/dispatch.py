@@ -186,12 +186,12 @@ def _try_numba(device: torch.device) -> None:
 def _try_positions(cpu: ModuleType, positions: Tensor, values: Tensor) -> None:
     """Raise if positions do not come out of a message."""
     width, numel = 2, values.numel()
-    unary = positions.numel() + ((numel - 1) >> width)
-    fields = upload([Field(positions.numel(), 0, width, 0, unary, unary, numel)], torch.int64, positions.device)
+    unary = positions.numel() + (numel >> width)
+    fields = upload([Field(positions.numel(), 0, 0, numel)], torch.int64, positions.device)
     words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
-    cpu.pack_(positions, fields, words)
+    cpu.pack_(positions, fields, width, unary, words)
     found = torch.empty(positions.numel() + 1, dtype=torch.int64)
-    cpu.unpack(words, fields, unary, found)
+    cpu.unpack(words, fields, width, unary, found)
     _compare([found[:-1]], [positions])
 
 
@@ -246,12 +246,8 @@ def _try_wire(device: torch.device, value_dtype: torch.dtype | None) -> None:
     numels, width, k = [BLOCK, BLOCK + 1], 10, 2
     positions = torch.tensor([5, BLOCK - 3, 0, BLOCK], device=device)
     values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], device=device)
-    first, second = (k + ((numel - 1) >> width) for numel in numels)  # bits, `what.positions`
-    start = first + second
-    rows = [
-        Field(k, 0, width, 0, first, start, numels[0]),
-        Field(k, k, width, first, start, start + k * width, numels[1]),
-    ]
+    code = width, 2 * k + (sum(numels) >> width)  # `what.positions`
+    rows = [Field(k, 0, 0, numels[0]), Field(k, k, numels[0], numels[1])]
     fields = upload(rows, torch.int64, device).view(2, -1)
     residuals = [torch.ones(numel, device=device) for numel in numels]
     twins = [residual.clone() for residual in residuals]
@@ -260,11 +256,11 @@ def _try_wire(device: torch.device, value_dtype: torch.dtype | None) -> None:
     rounded = values.to(value_dtype or torch.bfloat16).float()
     if value_dtype is None:
         sent.copy_(rounded)
-    gpu.pack(positions, values, fields, k, message, sent, residuals, is_written=value_dtype is None)
+    gpu.pack(positions, values, fields, code, k, message, sent, residuals, is_written=value_dtype is None)
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     first_value = 0 if value_dtype is None else 8 // value_dtype.itemsize
     read_positions, read = gpu.unpack(
-        message.unsqueeze(0), fields, positions.numel(), value_dtype, first_value, damaged
+        message.unsqueeze(0), fields, code, positions.numel(), value_dtype, first_value, damaged
     )
     for twin, at, error in zip(twins, positions.split(k), (values - rounded).split(k), strict=True):
         twin.index_add_(0, at, error)

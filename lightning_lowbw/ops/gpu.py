@@ -174,6 +174,7 @@ def pack(
     positions: Tensor,
     values: Tensor,
     fields: Tensor,
+    code: tuple[int, int],
     longest: int,
     message: Tensor,
     sent: Tensor,
@@ -190,6 +191,7 @@ def pack(
         positions: int64, shape (elements,); see `what.positions.pack`.
         values: float32, of the same shape.
         fields: table of `Field`: int64, shape (tensors, columns).
+        code: low bits of an element, and bits of the unary part.
         longest: elements of the tensor that has most.
         message: int32, zeros.
         sent: the part of the message for the values, in the float dtype they are rounded to.
@@ -203,7 +205,7 @@ def pack(
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
         pack_kernel[(-(-longest // PACK_BLOCK), len(fields))](
-            fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message, sent,
+            fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message, sent, *code,
             torch.finfo(sent.dtype).max, V=getattr(tl, str(sent.dtype).removeprefix("torch.")),
             IS_SENT=is_written, BLOCK=PACK_BLOCK, **OPTIONS,
         )  # fmt: skip
@@ -212,6 +214,7 @@ def pack(
 def unpack(
     messages: Tensor,
     fields: Tensor,
+    code: tuple[int, int],
     num_elements: int,
     value_dtype: torch.dtype | None,
     first_value: int,
@@ -226,7 +229,7 @@ def unpack(
 
     Args:
         messages: int32, shape (messages, words), whose rows are contiguous.
-        fields: as of `pack`.
+        fields: as of `pack`, and so the code.
         num_elements: in each message.
         value_dtype: of the values; None: they are not read.
         first_value: where they begin in a message, in elements of that dtype.
@@ -245,7 +248,7 @@ def unpack(
     with torch.cuda.device_of(messages):
         unpack_kernel[(len(fields), len(messages))](
             fields, messages, positions, values, damaged.view(torch.uint8), messages.stride(0), num_elements,
-            first_value, V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")),
+            first_value, *code, V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")),
             HAS_VALUES=value_dtype is not None, BLOCK=WORDS_BLOCK,
         )  # fmt: skip
     return positions, values

@@ -217,43 +217,35 @@ def select_each(bits, chunk, k, k_last, positions):
 # The code of positions, see `what.positions`: `fields` has a row per tensor, of `table.Field`.
 
 
-@inner
-def field(fields, tensor):
-    """Return how many positions a tensor has, the first, the width of the low bits, the first unary and low bit."""
-    return fields[tensor, 0], fields[tensor, 1], fields[tensor, 2], fields[tensor, 3], fields[tensor, 5]
-
-
 @kernel
-def pack(positions, fields, words):
-    for tensor in range(fields.shape[0]):
-        count, first, width, unary, low = field(fields, tensor)
-        for i in range(count):
-            bit = unary + i + (positions[first + i] >> width)
-            words[bit >> 5] |= np.uint32(1) << np.uint32(bit & 31)
-        if count and width:
-            pack_low(positions[first : first + count], width, low, words)
-
-
-@inner
-def pack_low(positions, width, low, words):
-    """Write the low bits of positions from a bit on: a word when it is full, no word twice."""
+def pack(positions, fields, width, unary_bits, words):
     mask = (np.int64(1) << width) - 1
-    place, num_held = low >> 5, low & 31
+    for tensor in range(fields.shape[0]):
+        count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
+        for i in range(first, first + count):
+            position = positions[i] + start
+            one = i + (position >> width)
+            words[one >> 5] |= np.uint32(1) << np.uint32(one & 31)
+    if width == 0:
+        return
+    place, num_held = unary_bits >> 5, unary_bits & 31
     held = np.uint64(words[place])
-    for i in range(positions.size):
-        held |= np.uint64(positions[i] & mask) << np.uint64(num_held)
-        num_held += width
-        if num_held >= 32:
-            words[place] = np.uint32(held & np.uint64(0xFFFFFFFF))
-            held >>= np.uint64(32)
-            num_held -= 32
-            place += 1
+    for tensor in range(fields.shape[0]):
+        count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
+        for i in range(first, first + count):  # a word when it is full, no word twice
+            held |= np.uint64((positions[i] + start) & mask) << np.uint64(num_held)
+            num_held += width
+            if num_held >= 32:
+                words[place] = np.uint32(held & np.uint64(0xFFFFFFFF))
+                held >>= np.uint64(32)
+                num_held -= 32
+                place += 1
     if num_held:
         words[place] = np.uint32(held)
 
 
 @kernel
-def unpack(words, fields, unary_bits, positions):
+def unpack(words, fields, width, unary_bits, positions):
     """Read positions where there is room for one more; return how many there are, and how many outside a tensor."""
     count, outside, most = 0, 0, positions.size - 1
     for bit in range(unary_bits):
@@ -261,16 +253,16 @@ def unpack(words, fields, unary_bits, positions):
         count += (words[bit >> 5] >> (bit & 31)) & 1
     if count != most:
         return count, outside
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     for tensor in range(fields.shape[0]):
-        number, first, width, unary, low = field(fields, tensor)
-        mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-        for i in range(number):
-            bit = low + i * width
-            both = np.uint64(words[min(bit >> 5, words.size - 1)])
-            both |= np.uint64(words[min((bit >> 5) + 1, words.size - 1)]) << np.uint64(32)
-            low_bits = np.int64((both >> np.uint64(bit & 31)) & mask)
-            positions[first + i] = ((positions[first + i] - unary - i) << width) | low_bits
-            outside += (positions[first + i] < 0) | (positions[first + i] >= fields[tensor, 6])
+        first, start, numel = fields[tensor, 1], fields[tensor, 2], fields[tensor, 3]
+        for i in range(first, first + fields[tensor, 0]):
+            low = unary_bits + i * width
+            place = low >> 5
+            both = np.uint64(words[place]) | (np.uint64(words[min(place + 1, words.size - 1)]) << np.uint64(32))
+            low_bits = np.int64((both >> np.uint64(low & 31)) & mask) if width else 0
+            positions[i] = (((positions[i] - i) << width) | low_bits) - start
+            outside += (positions[i] < 0) | (positions[i] >= numel)
     return count, outside
 
 

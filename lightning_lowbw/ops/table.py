@@ -65,15 +65,12 @@ class Factors(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Where a tensor's positions lie in a message, see `what.positions`; in bits except the first two and the last."""
+    """A tensor of a message, see `what.positions`; in elements."""
 
-    num_sent: int  # elements
-    first: int  # of all elements of the message
-    width: int  # of the low bits of one
-    unary: int
-    unary_end: int
-    low: int
-    numel: int  # elements of the tensor: positions are below
+    num_sent: int
+    first: int  # of those that are sent, of all tensors
+    start: int  # of its elements, of all tensors
+    numel: int
 
 
 class Arrived(NamedTuple):

@@ -25,8 +25,7 @@ def columns(of):
 (RESIDUAL, MOMENTUM_BUFFER, GRADIENT, WEIGHT, SQUARE, LARGEST, FAULT, MOMENTUM_ITEMSIZE, IS_NESTEROV, NUMEL, K, AIM,
  CAPACITY, FIRST_BLOCK, FIRST_CANDIDATE, FIRST_OUTPUT, NUM_COLUMNS) = columns(Row)
 (MOMENTUM, WEIGHT_DECAY, AHEAD, SIGN, UNDAMPED, BETA2, OF_SQUARE, SLOPE, LEAST, NUM_FACTORS) = columns(Factors)
-(FIELD_NUM_SENT, FIELD_FIRST, FIELD_WIDTH, FIELD_UNARY, FIELD_UNARY_END, FIELD_LOW, FIELD_NUMEL,
- FIELD_COLUMNS) = columns(Field)
+(FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_COLUMNS) = columns(Field)
 (ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,
  ARRIVED_RATE, ARRIVED_COLUMNS) = columns(Arrived)
 # fmt: on
@@ -386,7 +385,7 @@ def take_kernel(
 
 @kernel
 def pack_kernel(
-    fields, positions, values, residuals, words, sent_values, limit,
+    fields, positions, values, residuals, words, sent_values, width: tl.int64, unary_bits: tl.int64, limit,
     V: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of selected elements in Elias-Fano code, as `what.positions.pack` does, and their values.
@@ -403,13 +402,13 @@ def pack_kernel(
     inside = elements < tl.load(row + FIELD_NUM_SENT)
     places = tl.load(row + FIELD_FIRST) + elements
     position = tl.load(positions + places, mask=inside, other=0)
-    width = tl.load(row + FIELD_WIDTH)
-    one = tl.load(row + FIELD_UNARY) + elements + (position >> width)
+    whole = position + tl.load(row + FIELD_START)
+    one = places + (whole >> width)
     bit = (tl.full([BLOCK], 1, tl.int64) << (one & 31)).to(tl.uint32).to(tl.int32, bitcast=True)
     tl.atomic_or(words + (one >> 5), bit, mask=inside, sem="relaxed")
-    low = tl.load(row + FIELD_LOW) + elements * width
+    low = unary_bits + places * width
     # At most 30 bits, from any bit of a word on: of two words.
-    bits = (position & ((tl.full([BLOCK], 1, tl.int64) << width) - 1)) << (low & 31)
+    bits = (whole & ((tl.full([BLOCK], 1, tl.int64) << width) - 1)) << (low & 31)
     first = (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
     second = (bits >> 32).to(tl.int32)
     tl.atomic_or(words + (low >> 5), first, mask=inside & (first != 0), sem="relaxed")
@@ -429,7 +428,7 @@ def pack_kernel(
 @kernel
 def unpack_kernel(
     fields, messages, positions, values, damaged,
-    message_words: tl.int64, num_elements: tl.int64, first_value: tl.int64,
+    message_words: tl.int64, num_elements: tl.int64, first_value: tl.int64, width: tl.int64, unary_bits: tl.int64,
     V: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read the positions of a tensor in a message, as `what.positions.unpack` does; with HAS_VALUES the values too.
@@ -443,15 +442,15 @@ def unpack_kernel(
     words = messages + number * message_words
     first = tl.load(row + FIELD_FIRST)
     count = tl.load(row + FIELD_NUM_SENT)
-    width = tl.load(row + FIELD_WIDTH)
-    unary = tl.load(row + FIELD_UNARY)
-    unary_end = tl.load(row + FIELD_UNARY_END)
+    begin = tl.load(row + FIELD_START)
+    numel = tl.load(row + FIELD_NUMEL)
+    # Of the tensor are the ones of as many elements, and the zeros of its risers.
+    unary = (begin >> width) + first
+    unary_end = ((begin + numel) >> width) + first + count
     positions += number * num_elements + first
     bits = tl.arange(0, 32)
     found = tl.full([], 0, tl.int32)
     num_outside = tl.full([], 0, tl.int32)
-    last = tl.load(row + FIELD_NUMEL) - 1
-    first_low = tl.load(row + FIELD_LOW)
     for start in range(unary >> 5, (unary_end + 31) >> 5, BLOCK):
         lanes = start + tl.arange(0, BLOCK)
         word = tl.load(words + lanes, mask=lanes * 32 < unary_end, other=0)
@@ -461,16 +460,17 @@ def unpack_kernel(
         before = found + tl.cumsum(per_word, 0) - per_word
         element = before[:, None] + tl.cumsum(is_one, 1) - is_one
         is_read = (is_one != 0) & (element < count)
-        low = first_low + element.to(tl.int64) * width
+        number_of = first + element.to(tl.int64)  # among the elements of all tensors
+        low = unary_bits + number_of * width
         lower = tl.load(words + (low >> 5), mask=is_read, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         has_upper = is_read & ((low & 31) + width > 32)
         upper = tl.load(words + (low >> 5) + 1, mask=has_upper, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         low_bits = (((upper << 32) | lower) >> (low & 31)) & ((tl.full([1, 1], 1, tl.int64) << width) - 1)
-        high = places - unary - element
-        position = (high.to(tl.int64) << width) | low_bits
-        # Each unary bit is the tensor's own, so none is below 0: the last low bits alone can lead behind its end.
-        num_outside += tl.sum(tl.sum((is_read & (position > last)).to(tl.int32), 1), 0)
-        tl.store(positions + element, tl.minimum(position, last), mask=is_read)
+        position = (((places - number_of) << width) | low_bits) - begin
+        # Each unary bit is the tensor's own: the low bits alone can lead a little beside it.
+        is_outside = is_read & ((position < 0) | (position >= numel))
+        num_outside += tl.sum(tl.sum(is_outside.to(tl.int32), 1), 0)
+        tl.store(positions + element, tl.minimum(tl.maximum(position, 0), numel - 1), mask=is_read)
         found += tl.sum(per_word, 0)
     for start in range(found.to(tl.int64), count, BLOCK):
         lanes = start + tl.arange(0, BLOCK)

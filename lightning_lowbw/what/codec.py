@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.tensors import allocate
-from lightning_lowbw.what.positions import fields_of, num_words, pack, unpack
+from lightning_lowbw.what.positions import fields_of, layout_of, pack, unpack
 from lightning_lowbw.what.values import FloatFormat, make_value_format
 
 ALIGNMENT_BYTES = 4  # messages of all ranks are concatenated and are read as int32
@@ -70,7 +70,8 @@ class SparseCodec:
                 sent = value_format.decode(data, counts)
             fields = fields_of(tuple(counts), tuple(numels), values.device)
             words = message.view(torch.int32)
-            gpu.pack(positions, values, fields, max(counts), words, sent, residuals, is_written=not is_float)
+            code = layout_of(tuple(counts), tuple(numels))[:2]
+            gpu.pack(positions, values, fields, code, max(counts), words, sent, residuals, is_written=not is_float)
             return message
         words = pack(positions, counts, numels)
         data = value_format.encode(values, counts)
@@ -108,6 +109,7 @@ class SparseCodec:
             positions, values = gpu.unpack(
                 messages.view(torch.int32),
                 fields_of(tuple(counts), tuple(numels), device),
+                layout_of(tuple(counts), tuple(numels))[:2],
                 sum(counts),
                 dtype,
                 0 if dtype is None else words_bytes // dtype.itemsize,
@@ -134,7 +136,11 @@ class SparseCodec:
     def _sections(self, counts: Sequence[int], numels: Sequence[int]) -> tuple[int, int, int]:
         """Return the bytes of positions, values and padding."""
         data_bytes = make_value_format(self.value_dtype).nbytes(counts)
-        return num_words(counts, numels) * ALIGNMENT_BYTES, data_bytes, -data_bytes % ALIGNMENT_BYTES
+        return (
+            layout_of(tuple(counts), tuple(numels)).num_words * ALIGNMENT_BYTES,
+            data_bytes,
+            -data_bytes % ALIGNMENT_BYTES,
+        )
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,22 +1,24 @@
 """Positions of selected elements in about two bits above the entropy, and in a size that all ranks know beforehand.
 
-Elias-Fano coding of k ascending positions below n: the lowest l = floor(log2(n / k)) bits of each as they are, the
-rest in unary. Ordered, the high parts are a staircase of k steps and at most n / 2^l risers; a bit vector with a one
-per step and a zero per riser holds it. That makes k (l + 1) + floor((n - 1) / 2^l) bits whatever the positions are:
-12.0 per element at one in a thousand, where log2 of n over k is 11.4, and never more than n + k.
+The tensors of a step are one vector: position p of a tensor is p + the elements of the tensors before it. Elias-Fano
+coding of k ascending positions below n: the lowest l = floor(log2(n / k)) bits of each as they are, the rest in unary.
+Ordered, the high parts are a staircase of k steps and at most n / 2^l risers; a bit vector with a one per step and a
+zero per riser holds it. That makes k (l + 1) + floor(n / 2^l) bits whatever the positions are: 12.0 per element at one
+in a thousand, where log2 of n over k is 11.4, and never more than n + k.
 
 Source: Elias, "Efficient storage and retrieval by content and address of static files", 1974; Fano, "On the number of
 bits required to implement an associative memory", 1971. A Golomb-Rice code is as short, but its length depends on the
 data, so ranks would have to exchange sizes first.
 
-All tensors of a step go into one stream of bits, [unary of every tensor | low bits of every tensor], in words of 32,
-the first bit lowest. The arithmetic runs over all elements at once: a handful of passes, however many the tensors.
+[unary part | low bits of every element], in words of 32, the first bit lowest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +27,49 @@ from lightning_lowbw.ops.dispatch import compiled_for
 from lightning_lowbw.ops.table import Field, upload
 from lightning_lowbw.ops.tensors import allocate
 
-MAX_NUMEL = 2**31 - 1  # the largest tensor: a field of 30 low bits, shifted by 31, still fits an int64
-CHUNK = 1 << 16  # elements; what is computed for them stays in the cache
-WORD_BITS = 32
-WORD_SHIFT, WORD_SLOT, WORD_MASK = 5, 31, (1 << 32) - 1
+MAX_NUMEL = 2**31 - 1  # the largest tensor
+MAX_WIDTH = 30  # low bits of an element: from any bit of a word on they lie in two
+WORD_BITS, WORD_MASK = 32, (1 << 32) - 1
 
 
-def num_words(counts: Sequence[int], numels: Sequence[int]) -> int:
-    """Return how many int32 `pack` makes of `counts[i]` positions in a tensor of `numels[i]` elements.
+class Layout(NamedTuple):
+    """How the positions of a step are coded.
+
+    Attributes:
+        width: l, the low bits of an element.
+        unary_bits: before the low bits.
+        num_words: int32 of the message.
+    """
+
+    width: int
+    unary_bits: int
+    num_words: int
+
+
+@lru_cache(maxsize=64)  # of the groups of tensors that are sent together, in the stages of a warm-up
+def layout_of(counts: tuple[int, ...], numels: tuple[int, ...]) -> Layout:
+    """Return the layout of `counts[i]` positions in a tensor of `numels[i]` elements.
 
     Raises:
         ValueError: a tensor has more than MAX_NUMEL elements, or fewer than are to be sent of it.
     """
-    unary_bits, low_bits = _sizes(counts, numels)
-    return -(-(sum(unary_bits) + sum(low_bits)) // WORD_BITS)
+    for count, numel in zip(counts, numels, strict=True):
+        if not 0 <= count <= numel <= MAX_NUMEL:
+            raise ValueError(f"{count} positions in a tensor of {numel} elements; it may have up to {MAX_NUMEL}.")
+    k, n = sum(counts), sum(numels)
+    if k == 0:
+        return Layout(0, 0, 0)
+    width = min(MAX_WIDTH, (n // k).bit_length() - 1)
+    unary_bits = k + (n >> width)
+    return Layout(width, unary_bits, -(-(unary_bits + k * width) // WORD_BITS))
+
+
+@lru_cache(maxsize=64)
+def fields_of(counts: tuple[int, ...], numels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a table of the tensors: int64, shape (tensors, columns of `Field`)."""
+    firsts, starts = accumulate(counts, initial=0), accumulate(numels, initial=0)
+    fields = [Field(*each) for each in zip(counts, firsts, starts, numels)]  # noqa: B905 - both have an end more
+    return upload(fields, torch.int64, device).view(len(fields), len(Field._fields))
 
 
 def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
@@ -50,23 +81,24 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
         numels: the elements of each tensor; positions are below.
 
     Returns:
-        int32, shape (num_words(counts, numels),).
+        int32, shape (`Layout.num_words`,).
     """
-    if (compiled := compiled_for(positions)) is not None:
-        packed = torch.zeros(num_words(counts, numels), dtype=torch.int32)
-        compiled.pack_(positions, fields_of(tuple(counts), tuple(numels), positions.device), packed)
+    width, unary_bits, num_words = layout_of(tuple(counts), tuple(numels))
+    fields = fields_of(tuple(counts), tuple(numels), positions.device)
+    if (compiled := compiled_for(positions)) is not None and num_words:
+        packed = torch.zeros(num_words, dtype=torch.int32)
+        compiled.pack_(positions, fields, width, unary_bits, packed)
         return packed
-    # Fields of several elements share a word. No bit is set twice, so adding is or-ing. The two words past the end
-    # take the empty fields and upper halves that begin there.
-    words = torch.zeros(num_words(counts, numels) + 2, dtype=torch.int64, device=positions.device)
-    for part, width, unary, low in _fields(counts, numels, positions.device):
-        chunk = positions[part]
-        ones = (chunk >> width).add_(unary)
-        words.index_add_(0, ones >> WORD_SHIFT, 1 << (ones & WORD_SLOT))
-        chunk = (chunk & ((1 << width) - 1)) << (low & WORD_SLOT)
-        word = low >> WORD_SHIFT
-        words.index_add_(0, word, chunk & WORD_MASK)
-        words.index_add_(0, word + 1, chunk >> WORD_BITS)
+    element = torch.arange(positions.numel(), device=positions.device)
+    whole = positions + _per_element(fields, "start", positions.numel())
+    # Elements share words. No bit is set twice, so adding is or-ing. Empty upper halves may lie past the end.
+    words = torch.zeros(num_words + 2, dtype=torch.int64, device=positions.device)
+    ones = (whole >> width) + element
+    words.index_add_(0, ones // WORD_BITS, 1 << ones % WORD_BITS)
+    low = element * width + unary_bits
+    bits = (whole & ((1 << width) - 1)) << low % WORD_BITS
+    words.index_add_(0, low // WORD_BITS, bits & WORD_MASK)
+    words.index_add_(0, low // WORD_BITS + 1, bits >> WORD_BITS)
     return words[:-2].to(torch.int32)
 
 
@@ -74,7 +106,7 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     """Return what `pack` was given, of several messages.
 
     Args:
-        words: int32, shape (messages, num_words(counts, numels)).
+        words: int32, shape (messages, `Layout.num_words`).
         counts: as `pack` had them.
         numels: as `pack` had them.
 
@@ -84,95 +116,43 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     Raises:
         ValueError: there are more or fewer words, or they hold another number of positions, or one outside its tensor.
     """
-    if words.shape[1] != (num_expected := num_words(counts, numels)):
-        raise ValueError(f"A message with {words.shape[1]} words of positions; {num_expected} were expected.")
-    compiled = compiled_for(*words)
-    if compiled is None:
-        return torch.stack([_unpack_one(each, counts, numels) for each in words])
-    num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
+    layout, expected = layout_of(tuple(counts), tuple(numels)), sum(counts)
+    if words.shape[1] != layout.num_words:
+        raise ValueError(f"A message with {words.shape[1]} words of positions; {layout.num_words} were expected.")
     fields = fields_of(tuple(counts), tuple(numels), words.device)
-    positions = allocate(len(words) * expected + 1, torch.int64)
-    for number, message in enumerate(words):  # in order, because each writes behind its own
+    compiled = compiled_for(*words)
+    positions = allocate(len(words) * expected + 1, torch.int64, words.device)
+    for number, message in enumerate(words):  # in order, because a compiled pass writes one more than its own
         mine = positions[number * expected : (number + 1) * expected + 1]
-        found, outside = compiled.unpack(message, fields, num_unary, mine)
-        _check_count(found, expected)
-        _check_range(outside)
+        if compiled is not None:
+            found, outside = compiled.unpack(message, fields, layout.width, layout.unary_bits, mine)
+        else:
+            found, outside = _unpack_one(message, fields, layout, mine[:-1])
+        if found != expected:
+            raise ValueError(f"A message with {found} positions; {expected} were expected.")
+        if outside:  # checked here, because compiled passes write without a check
+            raise ValueError(f"A damaged message: {outside} of its positions lie outside their tensors.")
     return positions[:-1].view(len(words), expected)
 
 
-def _unpack_one(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
-    num_unary, expected = sum(_sizes(counts, numels)[0]), sum(counts)
+def _unpack_one(words: Tensor, fields: Tensor, layout: Layout, positions: Tensor) -> tuple[int, int]:
+    """Read positions; return how many there are, and how many of them lie outside their tensors."""
+    width, unary_bits, _ = layout
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
-    ones = (words.view(torch.uint8)[: -(-num_unary // 8)].unsqueeze(1) & bits).view(-1)[:num_unary].nonzero().squeeze(1)
-    _check_count(ones.numel(), expected)
+    octets = words.view(torch.uint8)[: -(-unary_bits // 8)]
+    ones = (octets.unsqueeze(1) & bits).view(-1)[:unary_bits].nonzero().squeeze(1)
+    if (count := ones.numel()) != positions.numel():
+        return count, 0
+    element = torch.arange(count, device=words.device)
+    low = element * width + unary_bits
     wide = torch.cat([words, words.new_zeros(2)]).to(torch.int64).bitwise_and_(WORD_MASK)
-    for part, width, unary, low in _fields(counts, numels, words.device):
-        word = low >> WORD_SHIFT
-        chunk = wide.index_select(0, word + 1).bitwise_left_shift_(WORD_BITS).bitwise_or_(wide.index_select(0, word))
-        chunk.bitwise_right_shift_(low & WORD_SLOT).bitwise_and_((1 << width) - 1)
-        ones[part] = (ones[part] - unary).bitwise_left_shift_(width).bitwise_or_(chunk)
-    table = torch.tensor([list(counts), list(numels)], dtype=torch.int64, device=words.device)
-    limits = table[1].repeat_interleave(table[0], output_size=expected)
-    _check_range(int(((ones < 0) | (ones >= limits)).sum()))
-    return ones
+    both = wide[low // WORD_BITS] | (wide[low // WORD_BITS + 1] << WORD_BITS)
+    torch.sub(ones, element, out=positions).bitwise_left_shift_(width)
+    positions |= (both >> low % WORD_BITS) & ((1 << width) - 1)
+    positions -= _per_element(fields, "start", count)
+    return count, int(((positions < 0) | (positions >= _per_element(fields, "numel", count))).sum())
 
 
-def _check_count(found: int, expected: int) -> None:
-    if found != expected:
-        raise ValueError(f"A message with {found} positions; {expected} were expected.")
-
-
-def _check_range(outside: int) -> None:
-    if outside:  # checked here, because compiled passes write without a check
-        raise ValueError(f"A damaged message: {outside} of its positions lie outside their tensors.")
-
-
-def _low_width(count: int, numel: int) -> int:
-    """Return l = floor(log2(n / k)): one bit more for each of k halves the n / 2^l risers."""
-    return (numel // count).bit_length() - 1 if count else 0
-
-
-def _sizes(counts: Sequence[int], numels: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the bits that each tensor takes in the unary and in the low part."""
-    unary_bits, low_bits = [], []
-    for count, numel in zip(counts, numels, strict=True):
-        if not 0 <= count <= numel <= MAX_NUMEL:
-            raise ValueError(f"{count} positions in a tensor of {numel} elements; it may have up to {MAX_NUMEL}.")
-        width = _low_width(count, numel)
-        unary_bits.append(count + ((numel - 1) >> width) if count else 0)
-        low_bits.append(count * width)
-    return unary_bits, low_bits
-
-
-@lru_cache(maxsize=64)  # of the groups of tensors that are sent together, in the stages of a warm-up
-def fields_of(counts: tuple[int, ...], numels: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where the positions of each tensor lie in a message: int64, shape (tensors, columns of `Field`)."""
-    unary_bits, low_bits = _sizes(counts, numels)
-    fields, first, unary_start, low_start = [], 0, 0, sum(unary_bits)
-    for count, numel, unary, low in zip(counts, numels, unary_bits, low_bits, strict=True):
-        width = _low_width(count, numel)
-        fields.append(Field(count, first, width, unary_start, unary_start + unary, low_start, numel))
-        first, unary_start, low_start = first + count, unary_start + unary, low_start + low
-    return upload(fields, torch.int64, device).view(len(fields), len(Field._fields))
-
-
-def _fields(
-    counts: Sequence[int], numels: Sequence[int], device: torch.device
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield for CHUNK elements at a time: which, their l, their unary bits without the risers, their first low bits."""
-    table = fields_of(tuple(counts), tuple(numels), device)
-    column = {name: table[:, number] for number, name in enumerate(Field._fields)}
-    firsts, widths = column["first"], column["width"]
-    # Element e of a message adds e and e * width.
-    columns = torch.stack([widths, column["unary"] - firsts, column["low"] - firsts * widths])
-    num_elements = sum(counts)
-    owner: Tensor | None = None
-    if len(counts) > 1:
-        owner = torch.repeat_interleave(column["num_sent"], output_size=num_elements)
-    for start in range(0, num_elements, CHUNK):
-        part = slice(start, min(start + CHUNK, num_elements))
-        number = torch.arange(part.start, part.stop, device=device)
-        # One tensor has one of each, whatever the element.
-        mine = columns if owner is None else [each.index_select(0, owner[part]) for each in columns]
-        width, unary, low = mine
-        yield part, width, unary + number, low + number.mul_(width)
+def _per_element(fields: Tensor, column: str, count: int) -> Tensor:
+    """Return a number of each element's tensor: int64, shape (count,)."""
+    return fields[:, Field._fields.index(column)].repeat_interleave(fields[:, 0], output_size=count)

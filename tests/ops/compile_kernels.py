@@ -22,7 +22,7 @@ POINTERS = {
 }
 SCALARS = {
     **dict.fromkeys(["first", "masking", "num_tensors", "num_messages", "turns"], "i32"),
-    **dict.fromkeys(["num_elements", "message_words", "first_value"], "i64"),
+    **dict.fromkeys(["num_elements", "message_words", "first_value", "width", "unary_bits"], "i64"),
     **dict.fromkeys(["limit", "scale"], "fp32"),
 }
 IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection

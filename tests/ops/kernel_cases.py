@@ -21,7 +21,7 @@ from lightning_lowbw.ops.gpu import SELECT_BLOCK
 from lightning_lowbw.ops.reference import Arrival
 from lightning_lowbw.ops.table import BLOCK, Kind, Workspace
 from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.positions import num_words
+from lightning_lowbw.what.positions import layout_of
 from lightning_lowbw.what.selection import SampledSelector, Selection
 from tests.ops.test_backends import (
     BFLOAT16,
@@ -303,7 +303,7 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
     counts, chance = [k for _, k in sizes], torch.Generator().manual_seed(0)
     monkeypatch.setattr(gpu, "is_available", lambda device: False)
     whole = codec.encode(parts, numels).cpu()
-    words_bytes = 4 * num_words(counts, numels)
+    words_bytes = 4 * layout_of(tuple(counts), tuple(numels)).num_words
     num_refused = 0
     for number in range(24):
         message = whole.clone()

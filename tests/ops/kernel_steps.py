@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_lowbw.engine.late_faults import check_late_faults
-from lightning_lowbw.engine.sparse_work import GatheredWork
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from lightning_lowbw.engine.exchange import Layout
 from lightning_lowbw.engine.presets import DGC
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.where.agreement import digest
@@ -81,13 +80,13 @@ def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: 
 def receive_damage(ends: bool) -> tuple[list[str], bool]:
     """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
     gpu.is_available = lambda device: True  # put back by `run_ranks`
-    receive = GatheredWork.wait
+    decode = Layout.decode
 
-    def receive_flipped(work: GatheredWork) -> Tensor:
-        gathered = receive(work).clone()
+    def decode_flipped(layout: Layout, gathered: Tensor, damaged: Tensor) -> Any:
+        gathered = gathered.clone()
         if dist.get_rank() == 1:
             gathered[0, 0, 0] ^= 1  # of the unary part: a position more, or one less
-        return gathered
+        return decode(layout, gathered, damaged)
 
     model = nn.Linear(300, 17)
     optimizer = SGD(model.parameters(), **EXACT)
@@ -97,10 +96,10 @@ def receive_damage(ends: bool) -> tuple[list[str], bool]:
         optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        GatheredWork.wait = receive_flipped if step == 1 else receive  # type: ignore[method-assign]
+        Layout.decode = decode_flipped if step == 1 else decode  # type: ignore[method-assign]
         try:
             if step == 2 and ends:
-                check_late_faults(worker)  # type: ignore[arg-type]
+                worker.check_late_faults()
             with worker.stepping():
                 worker.exchange(applies=True)
                 optimizer.step()
@@ -108,7 +107,7 @@ def receive_damage(ends: bool) -> tuple[list[str], bool]:
         except ValueError as error:
             said.append(str(error))
         finally:
-            GatheredWork.wait = receive  # type: ignore[method-assign]
+            Layout.decode = decode  # type: ignore[method-assign]
     return said, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 

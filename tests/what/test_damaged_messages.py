@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lightning_lowbw.engine.control import MODULUS, SAVE, STOP, Control, control_message
 from torch import Tensor
 
+from lightning_lowbw.engine.status import MODULUS, SAVE, STOP, Status, status_message
 from lightning_lowbw.ops import dispatch
 from lightning_lowbw.what import positions as positions_module
 from lightning_lowbw.what.codec import SparseCodec
@@ -21,7 +21,7 @@ from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.what.sparse_sum import Sparse, SparseSum
 from lightning_lowbw.what.values import VALUE_NAMES
 
-SAID = "damaged message|A message (of|with) -?\\d+ |damaged control message"  # what an error must say
+SAID = "damaged message|A message (of|with) -?\\d+ |damaged status"  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]
 fuzz = settings(
     max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -116,7 +116,7 @@ def test_a_message_of_other_tensors_is_refused_or_stays_inside() -> None:
 
 @pytest.mark.parametrize("size", [-1, 1])
 def test_another_number_of_words_is_refused(size: int) -> None:
-    words = positions_module.num_words(COUNTS, NUMELS)
+    words = positions_module.layout_of(tuple(COUNTS), tuple(NUMELS)).num_words
     with pytest.raises(ValueError, match=f"A message with {words + size} words of positions; {words} were expected"):
         positions_module.unpack(torch.zeros((1, words + size), dtype=torch.int32), COUNTS, NUMELS)
 
@@ -234,22 +234,22 @@ def test_values_in_few_bits_have_their_shape(damage: tuple[str, list[tuple[int, 
 
 @fuzz
 @given(damage=damages())
-def test_a_control_message_is_refused_or_tells_what_ranks_can_tell(damage: tuple[str, list[tuple[int, int]]]) -> None:
+def test_a_status_is_refused_or_tells_what_ranks_can_tell(damage: tuple[str, list[tuple[int, int]]]) -> None:
     num_ranks, cpu = 3, torch.device("cpu")
     rows = [
-        control_message([1.0, math.inf], 2.0 * (rank == 1), 700 + rank, rank, num_ranks, cpu, STOP | SAVE)
+        status_message([1.0, math.inf], 2.0 * (rank == 1), 700 + rank, rank, num_ranks, cpu, STOP | SAVE)
         for rank in range(num_ranks)
     ]
     numbers = torch.stack(rows).sum(0)
     data = numbers.view(torch.uint8)
     try:
-        control = Control.read(of_size(damaged(data, damage), data.numel()).clone().view(torch.float32), num_ranks)
+        status = Status.read(of_size(damaged(data, damage), data.numel()).clone().view(torch.float32), num_ranks)
     except ValueError as error:
         return assert_said(error)
-    assert len(control.sums) == 2
-    assert not any(map(math.isnan, control.sums))
-    assert all(0 <= mark < MODULUS**2 for mark in control.marks)
-    assert 0 <= control.requests <= STOP | SAVE
+    assert len(status.sums) == 2
+    assert not any(map(math.isnan, status.sums))
+    assert all(0 <= mark < MODULUS**2 for mark in status.marks)
+    assert 0 <= status.requests <= STOP | SAVE
 
 
 @pytest.mark.parametrize("number", [0.5, math.nan, -math.inf, 2.0**24])
@@ -257,11 +257,11 @@ def test_a_control_message_is_refused_or_tells_what_ranks_can_tell(damage: tuple
 def test_faults_and_marks_are_integers(number: float, place: int) -> None:
     numbers = torch.zeros(2 + 2 * 3)
     numbers[place] = number
-    with pytest.raises(ValueError, match=r"A damaged control message: .* are no faults and marks of 3 ranks"):
-        Control.read(numbers, 3)
+    with pytest.raises(ValueError, match=r"A damaged status: .* are no faults and marks of 3 ranks"):
+        Status.read(numbers, 3)
 
 
 @pytest.mark.parametrize("mark", [-1.0, 4.0 * MODULUS**2])
 def test_marks_have_twenty_bits_and_two_requests(mark: float) -> None:
-    with pytest.raises(ValueError, match="A damaged control message"):
-        Control.read(torch.tensor([0.0, mark]), 1)
+    with pytest.raises(ValueError, match="A damaged status"):
+        Status.read(torch.tensor([0.0, mark]), 1)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.ops import dispatch
-from lightning_lowbw.what import positions as module
-from lightning_lowbw.what.positions import MAX_NUMEL, num_words, pack, unpack
+from lightning_lowbw.what.positions import MAX_NUMEL, layout_of, pack, unpack
 
 # (k, n): one of one, the first and last sizes around powers of two, all, all but one, none of none
 AWKWARD = [(1, 1), (1, 2), (2, 2), (1, 31), (1, 32), (32, 32), (64, 64), (63, 64), (1, MAX_NUMEL), (3, MAX_NUMEL)]
 AWKWARD += [(0, 0), (0, 5), (31, 33), (999, 1000), (1000, 1000), (16, 16384), (7, 8), (5, 255), (5, 256), (5, 257)]
+
+
+def num_words(counts: list[int], numels: list[int]) -> int:
+    return layout_of(tuple(counts), tuple(numels)).num_words
 
 
 def draw(count: int, numel: int) -> Tensor:
@@ -72,14 +75,6 @@ def test_many_random_ones() -> None:
             numel = int(2 ** chance.uniform(0, 16))
             sizes.append((min(numel, int(2 ** chance.uniform(0, math.log2(numel) + 1))), numel))
         check(sizes, [draw(*size) for size in sizes])
-
-
-def test_chunks_only_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [draw(*sizes) for sizes in AWKWARD]
-    expected = check(AWKWARD, parts)
-    monkeypatch.setattr(module, "CHUNK", 7)
-    monkeypatch.setattr(dispatch, "_numba_faults", ["not now"])
-    assert check(AWKWARD, parts).equal(expected)
 
 
 @pytest.mark.parametrize("density", [0.9, 0.5, 0.25, 1 / 64, 0.004, 0.001])
