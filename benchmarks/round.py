@@ -29,7 +29,7 @@ from benchmarks.models import WORKLOADS
 from lightning_lowbw.ops import dispatch
 from lightning_lowbw.ops.reference import Segment
 from lightning_lowbw.ops.tensors import NUM_SAMPLED
-from lightning_lowbw.what.positions import pack, unpack
+from lightning_lowbw.what.codec import pack, unpack
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.what.values import make_value_format

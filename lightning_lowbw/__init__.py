@@ -26,7 +26,7 @@ from lightning_lowbw.strategies import (
     Strategy,
     register,
 )
-from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.narrow_values import Narrow, Whole
 from lightning_lowbw.what.top_k import Compression, TopK
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep

@@ -26,9 +26,8 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.dispatch import averages_for
 from lightning_lowbw.ops.reference import Arrival, Segment, flat
 from lightning_lowbw.ops.tensors import allocate
-from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.what.payloads import Narrow, Whole
-from lightning_lowbw.what.positions import MAX_NUMEL
+from lightning_lowbw.what.codec import MAX_NUMEL
+from lightning_lowbw.what.narrow_values import Narrow, Whole, make_narrow_format
 from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.what.selection import Selection
 from lightning_lowbw.what.sparse_sum import Sparse

@@ -40,8 +40,8 @@ from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.ops.reference import are_not_finite, as_real
 from lightning_lowbw.ops.tensors import copy_all_, copy_in_order_, flat_in_order, order_of
-from lightning_lowbw.what.adam import correction_for
-from lightning_lowbw.what.payloads import Whole
+from lightning_lowbw.what.corrections import correction_for
+from lightning_lowbw.what.narrow_values import Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.mean import average_gradients_

@@ -15,7 +15,7 @@ from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.ops import dispatch
 from lightning_lowbw.ops.dispatch import Uses
 from lightning_lowbw.ops.table import DTYPES, Kind
-from lightning_lowbw.what.adam import AdamCorrection
+from lightning_lowbw.what.corrections import AdamCorrection
 from lightning_lowbw.what.top_k import LEAST_NUMEL, TopK
 from lightning_lowbw.what.values import FloatFormat, make_value_format
 from lightning_lowbw.where.agreement import gather

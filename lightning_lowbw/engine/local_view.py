@@ -172,7 +172,7 @@ class LocalView:
     def _gather(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         """Stand in for the gathering of a param group that an optimizer's step begins with.
 
-        The twin's has been replaced by a correction (`what.adam`), which steps some of the parameters itself. It gives
+        The twin's has been replaced by a correction (Adam's), which steps some of the parameters itself. It gives
         the step the shards of the others: their arithmetic is elementwise.
         """
         for name in ("grad_scale", "found_inf"):  # of a GradScaler, set for the duration of a step

@@ -33,7 +33,7 @@ from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker, wrap_step
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.what.payloads import Narrow, Whole
+from lightning_lowbw.what.narrow_values import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep

@@ -17,7 +17,7 @@ from lightning_lowbw.arguments import names_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.ops.reference import as_real
 from lightning_lowbw.ops.tensors import Order, copy_in_order_, flat_in_order, in_order, order_of
-from lightning_lowbw.what.momentum import ErrorFeedback
+from lightning_lowbw.what.corrections import ErrorFeedback
 from lightning_lowbw.what.top_k import TopK, small_numel
 from lightning_lowbw.where.peers import Peers
 

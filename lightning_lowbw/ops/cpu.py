@@ -80,7 +80,7 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
 
 
 def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words: Tensor) -> None:
-    """Write the positions of all tensors into `words`, zeros before; see `what.positions.pack`."""
+    """Write the positions of all tensors into `words`, zeros before; see `what.codec.pack`."""
     kernels.pack(positions.numpy(), fields.numpy(), width, unary_bits, words.numpy().view(np.uint32))
 
 

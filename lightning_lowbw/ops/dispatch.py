@@ -246,7 +246,7 @@ def _try_wire(device: torch.device, value_dtype: torch.dtype | None) -> None:
     numels, width, k = [BLOCK, BLOCK + 1], 10, 2
     positions = torch.tensor([5, BLOCK - 3, 0, BLOCK], device=device)
     values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], device=device)
-    code = width, 2 * k + (sum(numels) >> width)  # `what.positions`
+    code = width, 2 * k + (sum(numels) >> width)  # `what.codec`
     rows = [Field(k, 0, 0, numels[0]), Field(k, k, numels[0], numels[1])]
     fields = upload(rows, torch.int64, device).view(2, -1)
     residuals = [torch.ones(numel, device=device) for numel in numels]

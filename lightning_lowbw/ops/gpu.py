@@ -182,13 +182,13 @@ def pack(
     *,
     is_written: bool = False,
 ) -> None:
-    """Write positions and values into a message: one launch. Twin of `what.positions.pack`.
+    """Write positions and values into a message: one launch. Twin of `what.codec.pack`.
 
     In place:
         the front of `message`; `sent`, unless it is written; the residuals, to which rounding errors are added.
 
     Args:
-        positions: int64, shape (elements,); see `what.positions.pack`.
+        positions: int64, shape (elements,); see `what.codec.pack`.
         values: float32, of the same shape.
         fields: table of `Field`: int64, shape (tensors, columns).
         code: low bits of an element, and bits of the unary part.
@@ -220,7 +220,7 @@ def unpack(
     first_value: int,
     damaged: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Read positions, and values of a float format, of several messages: one launch. Twin of `what.positions.unpack`.
+    """Read positions, and values of a float format, of several messages: one launch. Twin of `what.codec.unpack`.
 
     If its twin raises an error, positions are still clamped into their tensors, because the next kernel writes there.
 

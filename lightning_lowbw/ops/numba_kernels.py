@@ -214,7 +214,7 @@ def select_each(bits, chunk, k, k_last, positions):
         end += wanted
 
 
-# The code of positions, see `what.positions`: `fields` has a row per tensor, of `table.Field`.
+# The code of positions, see `what.codec`: `fields` has a row per tensor, of `table.Field`.
 
 
 @kernel

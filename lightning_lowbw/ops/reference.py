@@ -30,7 +30,7 @@ class SecondMoment:
         square: q, of as many elements as the gradient; float32, bfloat16 or float16.
         largest: the largest q so far, which takes its place under a root (amsgrad); None without.
         beta2: b2.
-        share: of a gradient's square; 1/N, see `what.adam`.
+        share: of a gradient's square; 1/N, see `what.corrections`.
         eps: see above.
         corrections: 1 - b1^t and 1 - b2^t, with t the steps including this one.
     """

@@ -65,7 +65,7 @@ class Factors(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A tensor of a message, see `what.positions`; in elements."""
+    """A tensor of a message, see `what.codec`; in elements."""
 
     num_sent: int
     first: int  # of those that are sent, of all tensors

@@ -388,7 +388,7 @@ def pack_kernel(
     fields, positions, values, residuals, words, sent_values, width: tl.int64, unary_bits: tl.int64, limit,
     V: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of selected elements in Elias-Fano code, as `what.positions.pack` does, and their values.
+    """Write the positions of selected elements in Elias-Fano code, as `what.codec.pack` does, and their values.
 
     The values are rounded to V, and written where `sent_values` begins; or, with IS_SENT, that is what has been made
     of them. What is rounded away is added to the residuals, whose addresses are `residuals`: 0 for none.
@@ -431,7 +431,7 @@ def unpack_kernel(
     message_words: tl.int64, num_elements: tl.int64, first_value: tl.int64, width: tl.int64, unary_bits: tl.int64,
     V: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read the positions of a tensor in a message, as `what.positions.unpack` does; with HAS_VALUES the values too.
+    """Read the positions of a tensor in a message, as `what.codec.unpack` does; with HAS_VALUES the values too.
 
     Grid: (tensors, messages). A message has `message_words` words, and `num_elements` elements, of which the values
     begin at the `first_value`-th V of it. A position outside of its tensor becomes the nearest one inside, one that is

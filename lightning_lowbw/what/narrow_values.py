@@ -1,4 +1,6 @@
-"""Vectors in few bits per value, for a mean with error feedback: half types, or integers with a scale per block.
+"""The payloads `Whole` and `Narrow`: vectors as they are, or in few bits per value, for a mean with error feedback.
+
+The few bits are those of half types, or of integers with a scale per block.
 
 A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale and of each
 value the nearest integer in units of it. For dense values, mostly near zero, that is closer than the logarithmic levels
@@ -17,6 +19,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.ops.dispatch import compiled_for
 from lightning_lowbw.what.values import FloatFormat
 
@@ -229,3 +232,30 @@ def _round_up(magnitudes: Tensor, bits: int) -> Tensor:
     """Return float32 magnitudes, rounded upwards to a bfloat16 below a limit; those that are not finite stay so."""
     rounded = ((magnitudes.view(torch.int32) + 0xFFFF) >> HALF).clamp_(max=largest_scale_bits(bits)) << HALF
     return torch.where(magnitudes.isfinite(), rounded.view(torch.float32), magnitudes)
+
+
+# Payloads -------------------------------------------------------------------------------------------------------------
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Narrow:
+    """Every element in few bits, with error feedback: rounding errors are added to the next message.
+
+    Args:
+        value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values.
+
+    Raises:
+        ConfigurationError: the dtype is none of these.
+    """
+
+    value_dtype: str = "int8"
+
+    def __post_init__(self) -> None:
+        check_one_of("value_dtype", self.value_dtype, NARROW_NAMES)

@@ -71,8 +71,7 @@ class Selection:
         """Accumulate the gradients, and take the largest elements out of the residuals.
 
         In place:
-            The residuals and momentum buffers of all segments. After an exception nothing has been taken out of the
-            residuals; those of some tensors have this step's gradients.
+            The residuals and momentum buffers of all segments.
 
         Args:
             segments: by the name of the parameter, all on one device.
@@ -83,18 +82,13 @@ class Selection:
         """
         for_kernels = {name: each for name, each in segments.items() if self._suits_kernels(each)}
         parts = self._compress_together_(for_kernels, masking) if for_kernels else {}
-        try:
-            for name, segment in segments.items():
-                if name not in parts:
-                    for other in segment.elsewhere:
-                        other.take_()
-                    positions = self._accumulate_(name, segment)
-                    values = take_(segment.residual, segment.momentum_buffer, positions, masking=masking)
-                    parts[name] = positions, values
-        except BaseException:  # no memory, or Ctrl-C: nobody would send these
-            for name, (positions, values) in parts.items():
-                segments[name].residual.index_add_(0, positions, values.to(segments[name].residual.dtype))
-            raise
+        for name, segment in segments.items():
+            if name not in parts:
+                for other in segment.elsewhere:
+                    other.take_()
+                positions = self._accumulate_(name, segment)
+                values = take_(segment.residual, segment.momentum_buffer, positions, masking=masking)
+                parts[name] = positions, values
         return [parts[name] for name in segments]
 
     def _suits_kernels(self, segment: Segment) -> bool:

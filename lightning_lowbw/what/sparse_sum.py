@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.table import upload
-from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.positions import MAX_NUMEL
+from lightning_lowbw.what.codec import MAX_NUMEL, SparseCodec
 
 Sparse = tuple[Tensor, Tensor]  # (positions int64, values), positions ascending
 

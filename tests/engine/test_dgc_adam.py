@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 from lightning_lowbw import DGC, ConfigurationError, Method
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.what.adam import AdamCorrection
+from lightning_lowbw.what.corrections import AdamCorrection
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.topology import part_of
 from tests.adam_oracle import OracleAdam

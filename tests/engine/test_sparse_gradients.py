@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_lowbw import DGC, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.what import codec
-from lightning_lowbw.what.selection import SampledSelector
 from lightning_lowbw.where.agreement import digest
 from tests.engine.problem import (
     AWKWARD,
@@ -217,7 +216,6 @@ def test_what_a_failed_exchange_has_selected_is_not_sent(with_prepare: bool) -> 
 
 
 FAILING: dict[str, tuple[Any, str, int]] = {
-    "the second tensor's selection": (SampledSelector, "accumulate_", 2),
     "the positions": (codec, "pack", 1),
     "the values": (codec, "joined", 1),
 }

@@ -20,8 +20,7 @@ from lightning_lowbw.ops.dispatch import Uses
 from lightning_lowbw.ops.gpu import SELECT_BLOCK
 from lightning_lowbw.ops.reference import Arrival
 from lightning_lowbw.ops.table import BLOCK, Kind, Workspace
-from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.positions import layout_of
+from lightning_lowbw.what.codec import SparseCodec, layout_of
 from lightning_lowbw.what.selection import SampledSelector, Selection
 from tests.ops.test_backends import (
     BFLOAT16,

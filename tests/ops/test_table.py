@@ -60,24 +60,3 @@ def test_rows_lie_behind_one_another() -> None:
         assert row.capacity == 0 or row.capacity >= 1.5 * row.aim > row.k
         candidates, outputs = candidates + row.capacity, outputs + row.k
     assert workspace.positions.numel() == workspace.ordered_values.numel() == candidates
-
-
-def test_what_has_not_changed_is_not_built_again() -> None:
-    numels = [70_000, 100_000]
-    segments = [
-        Segment(residual=torch.empty(n), momentum_buffer=None, gradient=torch.empty(n), weight=None, k=n // 1000)
-        for n in numels
-    ]
-    workspace = Workspace()
-    workspace.update(segments)
-    table, positions = workspace.table, workspace.positions
-    workspace.update(segments)
-    assert workspace.table is table
-    workspace.update(
-        [
-            Segment(residual=each.residual, momentum_buffer=None, gradient=torch.empty(n), weight=None, k=n // 1000)
-            for each, n in zip(segments, numels, strict=True)
-        ]
-    )
-    assert workspace.table is not table  # gradients have come to lie elsewhere
-    assert workspace.positions is positions

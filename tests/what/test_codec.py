@@ -56,27 +56,6 @@ def test_what_comes_out_is_what_the_values_became(value_dtype: str, sizes: list[
         assert residual[indices].equal(exact - mine)
 
 
-@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
-def test_messages_lie_behind_one_another(value_dtype: str) -> None:
-    """As after an all-gather: each is a row, so its length must keep the next one aligned."""
-    codec, sizes = SparseCodec(value_dtype), [(3, 40), (2, 9), (2, 2)]
-    counts, numels = split(sizes)
-    ranks = [make_parts(sizes) for _ in range(3)]
-    gathered = torch.stack([codec.encode(parts, numels) for parts in ranks])
-    for parts, *decoded in zip(ranks, *codec.decode(gathered, counts, numels), strict=True):
-        assert decoded[0].equal(torch.cat([indices for indices, _ in parts]))
-        torch.testing.assert_close(decoded[1], torch.cat([values for _, values in parts]), rtol=0.1, atol=0.0)
-
-
-@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
-def test_the_size_depends_on_no_value(value_dtype: str) -> None:
-    codec, sizes = SparseCodec(value_dtype), [(50, 9000)]
-    bunched = (torch.arange(50), torch.zeros(50))
-    spread = (torch.arange(50) * 180, torch.randn(50))
-    messages = [codec.encode([part], [9000]) for part in (bunched, spread, *make_parts(sizes))]
-    assert {message.numel() for message in messages} == {codec.nbytes([50], [9000])}
-
-
 @pytest.mark.parametrize(
     ("value_dtype", "limit"),
     [("float32", 45.0), ("bfloat16", 28.5), ("float16", 28.5), ("int8", 21.0), ("int4", 17.0), ("int2", 15.0)],
@@ -114,11 +93,6 @@ def test_a_message_of_zeros_is_refused() -> None:
     message = torch.zeros(codec.nbytes([4], [100]), dtype=torch.uint8)
     with pytest.raises(ValueError, match="0 positions; 4 were expected"):
         codec.decode(message.unsqueeze(0), [4], [100])
-
-
-def test_codecs_are_values() -> None:
-    assert SparseCodec() == SparseCodec()
-    assert SparseCodec("int8") != SparseCodec("int4")
 
 
 @pytest.mark.gpu

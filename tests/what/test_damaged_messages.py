@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_lowbw.engine.status import MODULUS, SAVE, STOP, Status, status_message
 from lightning_lowbw.ops import dispatch
-from lightning_lowbw.what import positions as positions_module
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.what.sparse_sum import Sparse, SparseSum
@@ -112,13 +111,6 @@ def test_a_message_of_other_tensors_is_refused_or_stays_inside() -> None:
         refused += 1
         assert codec.decode(message.unsqueeze(0), counts, numels)[0].numel() == sum(COUNTS)
     assert refused == 3
-
-
-@pytest.mark.parametrize("size", [-1, 1])
-def test_another_number_of_words_is_refused(size: int) -> None:
-    words = positions_module.layout_of(tuple(COUNTS), tuple(NUMELS)).num_words
-    with pytest.raises(ValueError, match=f"A message with {words + size} words of positions; {words} were expected"):
-        positions_module.unpack(torch.zeros((1, words + size), dtype=torch.int32), COUNTS, NUMELS)
 
 
 # The sparse reduce-scatter --------------------------------------------------------------------------------------------

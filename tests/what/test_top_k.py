@@ -133,31 +133,6 @@ def test_the_mean_may_be_over_all_ranks_in_their_order() -> None:
     assert not receive(compression, messages[::-1], NUMELS)[-1].equal(mean), "the order matters to the last bit"
 
 
-def test_dead_tensors_send_zeros_and_stay_dead() -> None:
-    residuals = zeros()
-    compression = Compression(**CHUNKED)
-    for each in receive(compression, [send_(compression, residuals, zeros())] * 2, NUMELS):
-        assert not each.any()
-    assert not any(residual.any() for residual in residuals)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_no_rank_is_louder_than_the_median(num_ranks: int) -> None:
-    quiet = Compression(**{**CHUNKED, "value_dtype": "bfloat16", "clip_to_median": True})
-    loud = Compression(**{**CHUNKED, "value_dtype": "bfloat16"})
-    scales = [1000.0, 1.0, 1.5, 0.1][:num_ranks]
-    messages = [
-        send_(quiet, zeros(), [scale * change for change in make_changes(7)]) for rank, scale in enumerate(scales)
-    ]
-    weights = sorted(scales)
-    median = (weights[(num_ranks - 1) // 2] + weights[num_ranks // 2]) / 2
-    expected = sum(min(scale, median) for scale in scales) / sum(scales)
-    for clipped, whole in zip(receive(quiet, messages, NUMELS), receive(loud, messages, NUMELS), strict=True):
-        torch.testing.assert_close(clipped, whole * expected, rtol=0.02, atol=1e-3)
-    one = receive(quiet, messages[:1], NUMELS)
-    assert all(a.equal(b) for a, b in zip(one, receive(loud, messages[:1], NUMELS), strict=True))
-
-
 def test_bits_per_parameter_and_step_of_the_preset() -> None:
     """A transformer's matrices in 15 local steps: at most 0.02 bits; the positions take under a bit above entropy."""
     numels = [256 * 256] * 16 + [256 * 1024] * 8 + [50_000 * 256]
@@ -190,7 +165,6 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
         ({"min_numel": True}, "min_numel=True"),
         ({"decay": 1.1}, "decay=1.1"),
         ({"value_dtype": "int3"}, "int2"),
-        ({"clip_to_median": "yes"}, "clip_to_median='yes'"),
         ({"top_k": 64}, "no top_k: choose among density"),
         ("int2", "compression='int2'"),
         (True, "compression=True"),
