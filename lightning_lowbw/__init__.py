@@ -7,9 +7,11 @@ Importing this package makes the strategies known to Lightning by name, `Trainer
 from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
+from lightning_lowbw.engine.exchange import Whole
 from lightning_lowbw.engine.low_rank import LowRank
 from lightning_lowbw.engine.method import Method, Where
 from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, NarrowGradients, PowerSGD
+from lightning_lowbw.engine.quantized import Narrow
 from lightning_lowbw.engine.state import merge_states
 from lightning_lowbw.errors import (
     ConfigurationError,
@@ -26,7 +28,6 @@ from lightning_lowbw.strategies import (
     Strategy,
     register,
 )
-from lightning_lowbw.what.narrow_values import Narrow, Whole
 from lightning_lowbw.what.top_k import Compression, TopK
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep

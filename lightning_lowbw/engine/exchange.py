@@ -14,7 +14,7 @@ not sent, and rounding errors, stay in the residuals e.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -22,21 +22,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.ops.dispatch import averages_for
 from lightning_lowbw.ops.reference import Arrival, Segment, flat
 from lightning_lowbw.ops.tensors import allocate
-from lightning_lowbw.what.codec import MAX_NUMEL
-from lightning_lowbw.what.narrow_values import Narrow, Whole, make_narrow_format
+from lightning_lowbw.what.codec import MAX_NUMEL, SparseCodec
 from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.what.selection import Selection
-from lightning_lowbw.what.sparse_sum import Sparse
+from lightning_lowbw.what.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
 from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.where.ledger import all_gather_bytes, narrow_mean_bytes
-from lightning_lowbw.where.mean import MeanWork, mean_over
-from lightning_lowbw.where.narrow import narrow_mean_
+from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.ledger import all_gather_bytes
+from lightning_lowbw.where.mean import MeanWork
 from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
 
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
@@ -99,7 +98,13 @@ class Exchange(Protocol):
         ...
 
 
-PAYLOADS: dict[str, type] = {"whole": Whole, "narrow": Narrow, "top_k": TopK}  # by their names in a file
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
+
+
+PAYLOADS: dict[str, type] = {"whole": Whole, "top_k": TopK}  # by their names in a file
 _MAKERS: dict[type, Callable[..., Any]] = {}
 
 
@@ -125,8 +130,6 @@ def exchange_for(what: Any, peers: Peers, *, of_gradients: bool) -> Exchange | N
         collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
         is_gathered = not of_gradients or collective == "all_gather"
         return TopKExchange(what, peers) if is_gathered else ReduceScatterExchange(what, peers)
-    if isinstance(what, Narrow):
-        return QuantizedExchange(what, peers, averages_in_node=not of_gradients)
     made: Exchange | None = None if isinstance(what, Whole) else _MAKERS[type(what)](what, peers)
     return made
 
@@ -181,79 +184,6 @@ class WholeExchange:
         """
         weight = 1.0 / self.peers.num_ranks if weight is None else weight
         return PendingWhole(list(signal), MeanWork(list(signal.values()), status, weight, self.peers, exact=self.exact))
-
-
-# Few bits -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Deferred:
-    run: Callable[[], DenseMean]
-
-    def wait(self) -> tuple[DenseMean, None]:
-        return self.run(), None
-
-
-class QuantizedExchange:
-    """Averages tensors in few bits per value; rounding errors are added to the next ones.
-
-    Args:
-        payload: what is sent; may be replaced between steps, on all ranks.
-        peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
-        averages_in_node: whether they are those of ranks, and each node begins with their mean: it is one participant.
-    """
-
-    keeps_parts = True
-
-    def __init__(self, payload: Narrow, peers: Peers, *, averages_in_node: bool = False) -> None:
-        self.payload, self._peers, self._averages_in_node = payload, peers, averages_in_node
-        self.residuals = Residuals()
-        self.fault: Tensor | None = None
-
-    def begin(self, signal: Signal, status: Tensor | None = None) -> _Deferred:
-        """Average tensors: any floating dtype and shape.
-
-        The two exchanges depend on each other: both are in `wait`, which is called once.
-
-        In place:
-            The residuals; and the signal, where it is contiguous, becomes the mean.
-
-        Wire:
-            `where.ledger.narrow_mean_bytes` of all elements together: an all-to-all, and an all-gather.
-        """
-        assert status is None
-        return _Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
-
-    def sent_bytes(self, shape: torch.Size) -> int:
-        return narrow_mean_bytes(
-            shape.numel(), self._peers.num_participants, make_narrow_format(self.payload.value_dtype)
-        )
-
-    def _average_(self, signal: dict[str, Tensor]) -> DenseMean:
-        signal = {name: each for name, each in signal.items() if each.numel()}
-        if signal:
-            tensors = list(signal.values())
-            if self._averages_in_node:
-                tensors = mean_over(tensors, self._peers.node, tensors[0].device)
-                signal = dict(zip(signal, tensors, strict=True))
-            numels = {name: each[self._peers.part(each.numel())].numel() for name, each in signal.items()}
-            wide = [name for name, each in signal.items() if each.dtype == torch.float64]
-            self.residuals.ensure(numels, tensors[0].device, wide)
-            value_format = make_narrow_format(self.payload.value_dtype)
-            residuals = [self.residuals[name] for name in signal]
-            left = narrow_mean_(tensors, residuals, tensors, value_format, self._peers)
-            self.fault = left * 0 != 0  # NaN of a NaN, and of an infinity
-        return DenseMean(signal)
-
-    def to(self, device: torch.device) -> None:
-        self.residuals.to(device)
-        self.fault = None if self.fault is None else self.fault.to(device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 # The k largest --------------------------------------------------------------------------------------------------------
@@ -351,11 +281,12 @@ class TopKExchange:
             all-gather, on two levels another one inside the node.
 
         Args:
-            signal: whole. Of what has been accumulated only the sizes are read; else these are float32, and on two
-                levels those of ranks: a node is one participant, with their mean.
+            signal: whole; on two levels equal on the ranks of a node. Of what has been accumulated only the sizes are
+                read.
         """
         if not self.accumulated.issuperset(signal):
-            self.accumulate_(self._parts_of_node_mean({name: flat(each) for name, each in signal.items()}))
+            flats = {name: flat(each) for name, each in signal.items()}
+            self.accumulate_({name: each[self._peers.part(each.numel())] for name, each in flats.items()})
         self.accumulated.clear()
         numels = {name: each.numel() for name, each in signal.items()}
         selected = {name: self._selected.pop(name) for name in signal if name in self._selected}
@@ -388,24 +319,6 @@ class TopKExchange:
     def _device(self) -> torch.device:
         return next(iter(self.residuals.values())).device
 
-    def _parts_of_node_mean(self, flats: Signal) -> dict[str, Tensor]:
-        """Return this rank's part of the mean of tensors over the ranks of the node; on one level they are whole.
-
-        Collective: the ranks of a node, blocking; a reduce-scatter.
-
-        Args:
-            flats: by name; float32, 1-d.
-        """
-        num_local, local_rank = self._peers.num_local_ranks, self._peers.local_rank
-        if num_local == 1:
-            return dict(flats)
-        rows = [torch.cat([f[self._peers.part(f.numel(), each)] for f in flats.values()]) for each in range(num_local)]
-        longest = max(row.numel() for row in rows)
-        vector = torch.cat([pad(row, (0, longest - row.numel())) for row in rows])
-        mine = self._peers.reduce_scatter_in_node(vector)[: rows[local_rank].numel()].div_(num_local)
-        sizes = [f[self._peers.part(f.numel(), local_rank)].numel() for f in flats.values()]
-        return dict(zip(flats, mine.split(sizes), strict=True))
-
     def to(self, device: torch.device) -> None:
         """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
         self.residuals.to(device)
@@ -417,6 +330,76 @@ class TopKExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._selection.thresholds = state["thresholds"]
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The result of a step's exchange on a rank, tensor by tensor.
+
+    Attributes:
+        means: 1/N of the sums that were sent to all: the gradients; float32, the same bits on all ranks.
+        unsent: what is to be added to this rank's residual, undivided: its own elements that did not fit, and, of the
+            part that it owns, sums that were not handed out; float32, positions distinct.
+    """
+
+    means: list[Sparse]
+    unsent: list[Sparse]
+
+
+@dataclass
+class SparseReduceScatter:
+    """Averages sparse vectors over the ranks of a group, step after step.
+
+    Args:
+        collectives: of the process group, with their ledger.
+        codec: of the elements on the wire.
+
+    Attributes:
+        numels: elements of each tensor in the last step.
+        boundaries: where each rank's part begins in the next one; the same on all ranks. Both belong into a
+            checkpoint, else a resumed run keeps back other elements.
+    """
+
+    collectives: Collectives
+    codec: SparseCodec
+    numels: tuple[int, ...] = field(default=(), init=False)
+    boundaries: tuple[int, ...] = field(default=(), init=False)
+
+    def average(self, parts: Sequence[Sparse], numels: Sequence[int], counts: Sequence[int]) -> Averaged:
+        """Average what all ranks have selected.
+
+        Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
+
+        Wire: see `SparseSum`; `where.ledger.sparse_reduce_scatter_elements` elements.
+
+        Args:
+            parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating
+                dtype.
+            numels: elements of each tensor.
+            counts: k of each tensor; the same on all ranks, each has selected this many at most.
+
+        Raises:
+            ConfigurationError: on all ranks; there are more elements than positions.
+        """
+        if (tuple(numels), self.collectives.num_ranks) != (self.numels, len(self.boundaries) - 1):
+            self.boundaries = even_boundaries(numels, counts, self.collectives.num_ranks)
+            self.numels = tuple(numels)
+        plan, rank = SparseSum(self.numels, sum(counts), self.boundaries, self.codec), self.collectives.rank
+        outgoing = plan.prepare(rank, plan.join(parts))
+        received = self.collectives.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
+        owned = plan.combine(rank, outgoing.own, received)
+        reduced = plan.finish(self.collectives.all_gather(owned.message))
+        self.boundaries = reduced.boundaries
+        unsent = sum_in_order([outgoing.unsent, owned.unsent])
+        return Averaged(plan.split(reduced.mean), plan.split(unsent))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, the same on all ranks."""
+        return {"numels": list(self.numels), "boundaries": list(self.boundaries)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`; that of another number of ranks is ignored."""
+        self.numels, self.boundaries = tuple(state["numels"]), tuple(state["boundaries"])
 
 
 class ReduceScatterExchange(TopKExchange):

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.engine.checks import agree_on_end, check_two_levels, raise_at_other_batches
-from lightning_lowbw.engine.exchange import SparseMean, TopKExchange, WholeExchange, exchange_for
+from lightning_lowbw.engine.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
 from lightning_lowbw.engine.params import Row, Velocities, by_group
 from lightning_lowbw.engine.state import check_origin, in_order_of, origin, own_part, saved
 from lightning_lowbw.engine.status import BY_CLIPPING, Fault, Status, any_of, first_fault, make_mark, status_message
@@ -41,7 +41,6 @@ from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, Disagr
 from lightning_lowbw.ops.reference import are_not_finite, as_real
 from lightning_lowbw.ops.tensors import copy_all_, copy_in_order_, flat_in_order, order_of
 from lightning_lowbw.what.corrections import correction_for
-from lightning_lowbw.what.narrow_values import Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_step import EveryStep
 from lightning_lowbw.where.mean import average_gradients_

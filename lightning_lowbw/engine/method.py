@@ -26,14 +26,14 @@ from lightning_lowbw.engine.checks import (
     warn_if_incomplete,
     warn_if_mostly_sent,
 )
-from lightning_lowbw.engine.exchange import PAYLOADS
+from lightning_lowbw.engine.exchange import PAYLOADS, Whole
 from lightning_lowbw.engine.gradients import GradientWorker
 from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
+from lightning_lowbw.engine.quantized import Narrow
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.engine.worker import Worker, wrap_step
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.what.narrow_values import Narrow, Whole
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.when.every_k import EveryK
 from lightning_lowbw.when.every_step import EveryStep

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.engine.exchange import Whole
 from lightning_lowbw.engine.low_rank import LowRank
 from lightning_lowbw.engine.method import Method, Where, sorted_into
+from lightning_lowbw.engine.quantized import Narrow
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.what.narrow_values import Narrow, Whole
 from lightning_lowbw.what.top_k import Compression, TopK, as_compression
 from lightning_lowbw.when.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
 from lightning_lowbw.when.every_step import EveryStep

@@ -19,7 +19,6 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.ops.dispatch import compiled_for
 from lightning_lowbw.what.values import FloatFormat
 
@@ -232,30 +231,3 @@ def _round_up(magnitudes: Tensor, bits: int) -> Tensor:
     """Return float32 magnitudes, rounded upwards to a bfloat16 below a limit; those that are not finite stay so."""
     rounded = ((magnitudes.view(torch.int32) + 0xFFFF) >> HALF).clamp_(max=largest_scale_bits(bits)) << HALF
     return torch.where(magnitudes.isfinite(), rounded.view(torch.float32), magnitudes)
-
-
-# Payloads -------------------------------------------------------------------------------------------------------------
-
-
-@names_arguments
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
-
-
-@names_arguments
-@dataclass(frozen=True, kw_only=True)
-class Narrow:
-    """Every element in few bits, with error feedback: rounding errors are added to the next message.
-
-    Args:
-        value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values.
-
-    Raises:
-        ConfigurationError: the dtype is none of these.
-    """
-
-    value_dtype: str = "int8"
-
-    def __post_init__(self) -> None:
-        check_one_of("value_dtype", self.value_dtype, NARROW_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_lowbw.where.narrow import Joined
+from lightning_lowbw.engine.quantized import Joined
 
 NUMELS = (0, 3, 0, 1, 5, 0)
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.engine.quantized import narrow_mean_
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
 from lightning_lowbw.where import narrow
 from lightning_lowbw.where.ledger import all_gather_bytes, narrow_mean_bytes
-from lightning_lowbw.where.narrow import narrow_mean_
 from lightning_lowbw.where.peers import make_peers
 from tests.narrow import decode, encode
 from tests.ranks import run_ranks

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lowbw.engine.exchange import SparseReduceScatter
 from lightning_lowbw.ops.reference import largest
 from lightning_lowbw.what.codec import SparseCodec
 from lightning_lowbw.what.sparse_sum import COUNT_BYTES
 from lightning_lowbw.where.collectives import Collectives
 from lightning_lowbw.where.ledger import TrafficLedger, sparse_reduce_scatter_elements
-from lightning_lowbw.where.reduce_scatter import SparseReduceScatter
 from tests.ranks import run_ranks
 
 NUMELS, COUNTS, STEPS = (3000, 1, 500, 6000), (60, 1, 10, 120), 8

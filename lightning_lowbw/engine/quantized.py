@@ -1,4 +1,4 @@
-"""The mean of flat tensors over ranks in few bits per value, with error feedback.
+"""Tensors in few bits per value, with error feedback: the exchange of `Narrow`.
 
 Each rank writes the N parts of its vector in few bits and sends part j to rank j; rank j averages what it got, and
 sends the mean, in few bits as well, to all. Rounding errors stay in the residual of the rank that has rounded: those of
@@ -14,18 +14,112 @@ Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowbw.what.narrow_values import NarrowFormat
+from lightning_lowbw.arguments import check_one_of, names_arguments
+from lightning_lowbw.engine.exchange import DenseMean, Signal, exchanges
+from lightning_lowbw.what.narrow_values import NARROW_NAMES, NarrowFormat, make_narrow_format
+from lightning_lowbw.what.residuals import Residuals
 from lightning_lowbw.where.collectives import Collectives
+from lightning_lowbw.where.ledger import narrow_mean_bytes
 from lightning_lowbw.where.peers import Peers
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Narrow:
+    """Every element in few bits, with error feedback: rounding errors are added to the next message.
+
+    Args:
+        value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values.
+
+    Raises:
+        ConfigurationError: the dtype is none of these.
+    """
+
+    value_dtype: str = "int8"
+
+    def __post_init__(self) -> None:
+        check_one_of("value_dtype", self.value_dtype, NARROW_NAMES)
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    run: Callable[[], DenseMean]
+
+    def wait(self) -> tuple[DenseMean, None]:
+        return self.run(), None
+
+
+@exchanges("narrow", Narrow)
+class QuantizedExchange:
+    """Averages tensors in few bits per value; rounding errors are added to the next ones.
+
+    Args:
+        payload: what is sent; may be replaced between steps, on all ranks.
+        peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
+    """
+
+    keeps_parts = True
+
+    def __init__(self, payload: Narrow, peers: Peers) -> None:
+        self.payload, self._peers = payload, peers
+        self.residuals = Residuals()
+        self.fault: Tensor | None = None
+
+    def begin(self, signal: Signal, status: Tensor | None = None) -> _Deferred:
+        """Average tensors: any floating dtype and shape.
+
+        The two exchanges depend on each other: both are in `wait`, which is called once.
+
+        In place:
+            The residuals; and the signal, where it is contiguous, becomes the mean.
+
+        Wire:
+            `where.ledger.narrow_mean_bytes` of all elements together: an all-to-all, and an all-gather.
+        """
+        assert status is None
+        return _Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        return narrow_mean_bytes(
+            shape.numel(), self._peers.num_participants, make_narrow_format(self.payload.value_dtype)
+        )
+
+    def _average_(self, signal: dict[str, Tensor]) -> DenseMean:
+        signal = {name: each for name, each in signal.items() if each.numel()}
+        if signal:
+            tensors = list(signal.values())
+            numels = {name: each[self._peers.part(each.numel())].numel() for name, each in signal.items()}
+            wide = [name for name, each in signal.items() if each.dtype == torch.float64]
+            self.residuals.ensure(numels, tensors[0].device, wide)
+            value_format = make_narrow_format(self.payload.value_dtype)
+            residuals = [self.residuals[name] for name in signal]
+            left = narrow_mean_(tensors, residuals, tensors, value_format, self._peers)
+            self.fault = left * 0 != 0  # NaN of a NaN, and of an infinity
+        return DenseMean(signal)
+
+    def to(self, device: torch.device) -> None:
+        self.residuals.to(device)
+        self.fault = None if self.fault is None else self.fault.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+# The mean of flat tensors --------------------------------------------------------------------------------------------
 
 
 def narrow_mean_(
