@@ -26,7 +26,7 @@ STRATEGIES: dict[str, Any] = {
     "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2),
     "int8": lambda: Strategy(NarrowGradients("int8")),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
-    "local_sgd, int8": lambda: LocalSGDStrategy(k_steps=2, begin_step=0, value_dtype="int8"),
+    "local_sgd, int8": lambda: LocalSGDStrategy(k_steps=2, begin_step=0, compression="int8"),
 }
 
 

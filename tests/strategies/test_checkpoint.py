@@ -31,7 +31,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     *((optimizer, {}) for optimizer in ("sgd", "nesterov", "adamw")),
-    ("adamw", {"correction": "error_feedback"}),
 ]
 
 

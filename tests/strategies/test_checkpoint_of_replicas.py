@@ -147,7 +147,7 @@ def fit_resumable(
         ({"k_steps": 4}, 7, True, False),
         ({"k_steps": 3, "outer": "nesterov"}, 6, False, False),
         ({"init_k_steps": 4, "rule": "adacomm"}, 7, False, True),
-        ({"k_steps": 4, "num_fragments": 3, "delay_steps": 3, "mixing": 0.25}, 6, False, False),
+        ({"k_steps": 4, "num_fragments": 3, "delay_steps": 3}, 6, False, False),
         ({"k_steps": 5, "delay_steps": 4, "begin_step": 0, "compression": SPARSE}, 6, False, False),
     ],
 )
@@ -178,7 +178,7 @@ def test_another_number_of_ranks_resumes_from_the_consensus(tmp_path: Path) -> N
 FINISHED: dict[str, Any] = {
     "local_sgd": lambda: LocalSGDStrategy(k_steps=4),
     "diloco": lambda: LocalSGDStrategy(k_steps=4, outer="nesterov"),
-    "streaming": lambda: LocalSGDStrategy(k_steps=4, num_fragments=3, delay_steps=2, mixing=0.5),
+    "streaming": lambda: LocalSGDStrategy(k_steps=4, num_fragments=3, delay_steps=2),
     "sparse_loco": lambda: LocalSGDStrategy(k_steps=4, compression=SPARSE),
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=100),
 }

@@ -48,7 +48,7 @@ def fit_and_look(look: bool, kwargs: dict[str, Any], folder: str) -> dict[str, A
         {"k_steps": 3, "outer": "slowmo"},
         {"k_steps": 20},
         {"k_steps": 4, "compression": SPARSE},
-        {"k_steps": 4, "num_fragments": 3, "delay_steps": 2, "mixing": 0.25, "compression": SPARSE},
+        {"k_steps": 4, "num_fragments": 3, "delay_steps": 2, "compression": SPARSE},
     ],
 )
 def test_validating_and_saving_change_nothing(kwargs: dict[str, Any], tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ class Agreeing(Large):
 def overflow(folder: str) -> tuple[str, int]:
     saves = ModelCheckpoint(folder, filename="last", every_n_train_steps=3) if folder else None
     trainer = make_trainer(
-        LocalSGDStrategy(k_steps=3, begin_step=0, value_dtype="float16"),
+        LocalSGDStrategy(k_steps=3, begin_step=0, compression="float16"),
         2,
         callbacks=[] if saves is None else [saves],
         enable_checkpointing=saves is not None,

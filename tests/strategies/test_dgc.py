@@ -31,14 +31,10 @@ from lightning_lowbw import DGC, ConfigurationError, DGCStrategy, Strategy
         ({"rampup_begin_step": 9, "sparsity": [0.9, 0.99, 0.999]}, "for the 3 values .* no step for each"),
         ({"rampup": 100}, "Did you mean 'rampup_begin_step' or 'rampup_step'"),
         ({"rampup_begin_step": 1.5}, "integer >= 0"),
-        ({"selection": "random"}, "sampled, exact"),
         ({"value_dtype": "int3"}, "float32, bfloat16, float16"),
         ({"min_numel": 0}, "integer >= 1"),
         ({"exclude": "bias"}, "list of parameter name patterns"),
-        ({"momentum_masking": 1}, "True, False or None"),
-        ({"rampup_begin_step": 100, "budget": 0.1}, r"^budget=0.1 with .* is for sparsity='auto'"),
         ({"rampup_begin_step": 2, "pretrained": True}, r"^pretrained=True with .* is for sparsity='auto'"),
-        ({"sparsity": [0.99], "budget": 0.1}, r"^budget=0.1 with sparsity=\[0.99\]"),
         ({"rampup_step": 300}, r"rampup_step=300 with sparsity=\[0.999\]: a warm-up needs several values"),
         ({"rampup_step": 300, "sparsity": [0.99]}, r"sparsity=\[0.99\]: a warm-up needs several values"),
         ({"sparsity": "automatic"}, r"list of numbers in \[0, 1\), for instance \[0\.999\], or 'auto'"),
@@ -54,7 +50,7 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 
 def test_the_sparsity_is_chosen_by_default() -> None:
     assert DGCStrategy().method == Strategy(DGC(sparsity="auto")).method == DGCStrategy(sparsity="auto").method
-    assert DGCStrategy(budget=0.1, pretrained=True).method == DGC(sparsity="auto", budget=0.1, pretrained=True)
+    assert DGCStrategy(pretrained=True).method == DGC(sparsity="auto", pretrained=True)
 
 
 def test_after_a_dense_phase_of_the_users_own_it_is_99_9_percent() -> None:

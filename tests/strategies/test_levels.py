@@ -42,7 +42,6 @@ DGC: dict[str, Any] = {
     "rampup_step": 4,
     "sparsity": (0.5, 0.95),
     "min_numel": MIN_NUMEL,
-    "selection": "exact",
 }
 STRATEGIES: dict[str, Any] = {
     "dgc": (DGCStrategy, DGC),
@@ -137,11 +136,10 @@ def fit_named_unused(name: str, kwargs: dict[str, Any]) -> Any:
 def test_local_steps_ask_nobody_in_other_nodes(name: str) -> None:
     """What the levels do is not on the world's process group."""
     options = {"callbacks": [TrafficMonitor(prog_bar=False), Silence()]}
-    for more in ({}, {"node_k_steps": 2}):
-        results = run_ranks(fit_named, 4, name, {"topology": 2, **more}, options)
-        assert len({result["digest"] for result in results}) == 1
-        if not more:  # the last step sent gradients inside the node, and the average comes with the end of the fit
-            assert results[0]["metrics"]["traffic/bytes_intra_node"] > 0
+    results = run_ranks(fit_named, 4, name, {"topology": 2}, options)
+    assert len({result["digest"] for result in results}) == 1
+    # The last step sent gradients inside the node, and the average comes with the end of the fit.
+    assert results[0]["metrics"]["traffic/bytes_intra_node"] > 0
 
 
 # Saving and resuming --------------------------------------------------------------------------------------------
@@ -289,10 +287,6 @@ def test_wrong_arguments_are_refused() -> None:
             with pytest.raises(ConfigurationError):
                 cls(topology=wrong)
         cls(topology=Topology.blocks(4, 2))
-    with pytest.raises(ConfigurationError, match="topology"):
-        LocalSGDStrategy(node_k_steps=2)
-    with pytest.raises(ConfigurationError, match="node_k_steps"):
-        LocalSGDStrategy(node_k_steps=0, topology=2)
 
 
 # Launchers ------------------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ def resume_with_another_method(folder: str, name: str) -> tuple[str, dict[str, A
 
 @since_lightning_2_5
 @pytest.mark.parametrize(
-    ("name", "why"), [("int8", "The checkpoint keeps what 'momentum' had not sent"), ("dgc, auto", "would be dense")]
+    ("name", "why"),
+    [("int8", "keeps gradients that TopK has not sent"), ("dgc, auto", "would be dense")],
 )
 def test_a_method_that_residuals_do_not_fit_goes_on_without(name: str, why: str, tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path), "dgc")

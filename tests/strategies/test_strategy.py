@@ -28,7 +28,7 @@ def trainer_and_plain_loop(optimizer: Any, accumulate: int, clip: float | None) 
 
     model = Tiny(optimizer)
     optimizer = model.configure_optimizers()
-    method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL, selection="exact")
+    method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL)
     worker = method.attach(optimizer, model.named_parameters())
     x, y = make_data(dist.get_world_size(), STEPS).dataset.tensors
     for first in range(0, STEPS, accumulate):

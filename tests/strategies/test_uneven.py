@@ -70,9 +70,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "first_lr_decay": {"begin_step": "first_lr_decay"},
     "k_steps=1": {"k_steps": 1},
     "sparse_loco": {"compression": SPARSE},
-    "int8": {"value_dtype": "int8"},
+    "int8": {"compression": "int8"},
     "diloco": {"outer": "nesterov"},
-    "streaming_diloco": {"outer": "nesterov", "num_fragments": 2, "delay_steps": 1, "mixing": 0.5},
+    "streaming_diloco": {"outer": "nesterov", "num_fragments": 2, "delay_steps": 1},
 }
 
 
@@ -355,22 +355,17 @@ def test_schedulers_have_the_number_of_steps_of_the_longest_data(method: str) ->
 # Two levels --------------------------------------------------------------------------------------------------------
 
 
-def fit_on_nodes(policy: str, node_k_steps: int, load: Callable[[int], DataLoader]) -> tuple[int, str]:
-    strategy = LocalSGDStrategy(
-        3, begin_step=1, topology=2, node_k_steps=node_k_steps, uneven=policy, find_unused_parameters=False
-    )
+def fit_on_nodes(load: Callable[[int], DataLoader]) -> tuple[int, str]:
+    strategy = LocalSGDStrategy(3, begin_step=1, topology=2)
     trainer, model = make_trainer(strategy, 4, max_epochs=2), Decaying()
     trainer.fit(model, load([6, 5, 9, 11][dist.get_rank()]), uneven_loader(1))
     return trainer.global_step, weights(model)
 
 
 def test_the_ranks_of_a_node_end_with_the_first_of_them() -> None:
-    for node_k_steps in (1, 2):
-        ends = [
-            end for load in (stream, uneven_loader) for end in run_ranks(fit_on_nodes, 4, "finish", node_k_steps, load)
-        ]
-        assert [steps for steps, _ in ends] == [18] * 8
-        assert len({digest for _, digest in ends}) == 1
+    ends = [end for load in (stream, uneven_loader) for end in run_ranks(fit_on_nodes, 4, load)]
+    assert [steps for steps, _ in ends] == [18] * 8
+    assert len({digest for _, digest in ends}) == 1
 
 
 # What ends otherwise -----------------------------------------------------------------------------------------------
