@@ -3,7 +3,7 @@
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 arXiv 1905.13727, algorithms 1 and 2. With e_i the residual of rank i and M_i = signal_i + e_i as an n x m matrix:
 
-    P_i = M_i Q                        | Q, of the last exchange, is the warm start
+    P_i = M_i orthogonalize(Q)         | Q, of the last exchange, is the warm start
     P   = orthogonalize(mean P_i)      | an all-reduce of n r numbers
     Q_i = M_i^T P
     Q   = mean Q_i                     | an all-reduce of m r numbers
@@ -12,15 +12,19 @@ arXiv 1905.13727, algorithms 1 and 2. With e_i the residual of rank i and M_i = 
 A tensor is a matrix of its first dimension and the product of the others. Those of which the two factors have more
 elements than a half of the matrix (vectors, too) are sent whole, with the factors P.
 
-Deviation: orthogonalization is torch's QR, not Gram-Schmidt: one call for all matrices of a shape. On two levels the
-signal is the node's, and equal on its ranks: the sum over all ranks, which sends a node's factors once, has the same
-mean. e is kept whole then.
+Deviations: Q is orthogonalized, too, as torch's hook does. It changes no mean, as only the space of the columns counts,
+but P = M Q has the square of the size of M without it, and leaves the range of float32. Orthogonalization is QR, not
+Gram-Schmidt, which divides by zero where columns are dependent. On two levels e is kept whole, and the mean is over all
+ranks, of which those of a node have equal gradients: its factors are sent once.
+
+Each rank orthogonalizes and multiplies for itself: replicas are equal to the bit where the libraries, and the kind of
+processor, are the same on all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +86,7 @@ class LowRankExchange:
 
     Attributes:
         residuals: e by name: float32, flat.
-        fault: whether a residual has become infinite: bool, a scalar on the device; None before the first exchange.
+        fault: whether a mean, and so a residual, has become infinite: bool, a scalar on the device; None if not.
     """
 
     payload: LowRank
@@ -97,63 +101,67 @@ class LowRankExchange:
         assert status is None
         return _Deferred(self, signal)
 
+    @torch.no_grad()
     def average(self, signal: Signal) -> DenseMean:
         """Return the means: float32, in the shapes of the signal.
 
         In place:
-            The residuals, and the warm starts.
+            The residuals, and the warm starts; and the signal, where it is float32 and contiguous, becomes the mean.
 
         Collective: all ranks, with the same names; two all-reduces, blocking.
 
         Wire:
-            4 bytes for n r + m r numbers of each matrix, and for each element of what is sent whole.
+            4 bytes for the (n + m) r numbers of each matrix, and for each element of what is sent whole.
         """
-        shapes = {name: shape for name, each in signal.items() if (shape := self.payload.factors(each.shape))}
-        whole = {name: each.float() for name, each in signal.items() if name not in shapes}
+        if not signal:
+            return DenseMean({})
         device = next(iter(signal.values())).device
+        shapes = {name: shape for name, each in signal.items() if (shape := self.payload.factors(each.shape))}
+        # What a matrix has kept that does not pay any more, with another rank, is sent whole, too.
+        whole = {name: each.float() for name, each in signal.items() if name not in shapes}
+        whole |= {
+            name: each + self.residuals.pop(name).view_as(each)
+            for name, each in whole.items()
+            if name in self.residuals
+        }
+        # M = signal + e, in the memory of e
         self.residuals.ensure({name: n * m for name, (n, m, _) in shapes.items()}, device)
-        groups = list(_by_shape(shapes))
-        matrices, starts = [], []  # one batch for each shape: few launches, whatever the number of tensors
-        for (n, m, rank), names in groups:
-            signals = torch.stack([signal[name].reshape(n, m).float() for name in names])
-            matrices.append(signals + torch.stack([self.residuals[name].view(n, m) for name in names]))
-            starts.append(torch.stack([self._start(name, m, rank, device) for name in names]))
-        # P = M Q, orthogonal columns of the mean
-        lefts = [matrix @ start for matrix, start in zip(matrices, starts, strict=True)]
-        *lefts, rest = self._mean(
-            [*lefts, torch.cat([torch.empty(0, device=device), *(each.reshape(-1) for each in whole.values())])]
-        )
-        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        matrices = {name: self.residuals[name].view(n, m) for name, (n, m, _) in shapes.items()}
+        for name, matrix in matrices.items():
+            matrix.add_(signal[name].reshape(matrix.shape))
+        # P = M Q
+        starts = [self._start(name, m, rank, device) for name, (_, m, rank) in shapes.items()]
+        lefts = [matrix @ start for matrix, start in zip(matrices.values(), starts, strict=True)]
+        means = self._mean([*lefts, *whole.values()])
+        by_name = dict(zip(whole, means[len(lefts) :], strict=True))
+        lefts = [torch.linalg.qr(left).Q for left in means[: len(lefts)]]
         # Q = M^T P
-        rights = self._mean([matrix.mT @ left for matrix, left in zip(matrices, lefts, strict=True)])
-        means = dict(zip(whole, rest.split([each.numel() for each in whole.values()]), strict=True))
-        means = {name: mean.view(whole[name].shape) for name, mean in means.items()}
-        left_over = torch.zeros((), device=device)
-        for ((_, names), matrix), left, right in zip(zip(groups, matrices, strict=True), lefts, rights, strict=True):
-            mean = left @ right.mT
-            matrix.sub_(mean)  # e = M - P Q^T
-            left_over = left_over + matrix.sum()
-            for index, name in enumerate(names):
-                self.residuals[name].copy_(matrix[index].view(-1))
-                self._starts[name] = right[index]
-                means[name] = mean[index].view(signal[name].shape)
-        self.fault = left_over * 0 != 0  # NaN of a NaN, and of an infinity
-        return DenseMean({name: means[name] for name in signal})
+        rights = self._mean([matrix.mT @ left for matrix, left in zip(matrices.values(), lefts, strict=True)])
+        self._starts |= zip(shapes, rights, strict=True)
+        # mean = P Q^T;  e = M - P Q^T
+        for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
+            is_room = signal[name].dtype == torch.float32 and signal[name].is_contiguous()
+            mean = signal[name].view(matrix.shape) if is_room else torch.empty_like(matrix)
+            matrix.sub_(torch.mm(left, right.mT, out=mean))
+            by_name[name] = mean.view(signal[name].shape)
+        return DenseMean({name: by_name[name] for name in signal})
 
     def _start(self, name: str, numel: int, rank: int, device: torch.device) -> Tensor:
-        """Return Q of the last exchange; the first time random numbers, the same on all ranks."""
+        """Return Q of the last exchange with orthogonal columns; the first time random ones."""
         if name not in self._starts or self._starts[name].shape != (numel, rank):
             generator = torch.Generator().manual_seed(len(self._starts))
-            self._starts[name] = torch.randn(numel, rank, generator=generator)
-        self._starts[name] = self._starts[name].to(device)
-        return self._starts[name]
+            self._starts[name] = torch.randn(numel, rank, generator=generator, dtype=torch.float32)
+        return torch.linalg.qr(self._starts[name].to(device)).Q
 
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the means of tensors over all ranks, with the same bits everywhere; one all-reduce."""
-        message = torch.cat([tensor.reshape(-1) for tensor in tensors] or [torch.empty(0)])
-        if message.numel():
-            with self.peers.ledger.waiting(message.device):
-                self.peers.all_reduce_(message.div_(self.peers.num_ranks))
+        if not tensors:
+            return []
+        message = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(self.peers.num_ranks)
+        with self.peers.ledger.waiting(message.device):
+            self.peers.all_reduce_(message)
+        nonfinite = ~message.isfinite().all()  # an infinity in M is one in M Q
+        self.fault = nonfinite if self.fault is None else self.fault | nonfinite
         parts = message.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -173,9 +181,3 @@ class LowRankExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._starts = {name: start.clone() for name, start in state["starts"].items()}
-
-
-def _by_shape(shapes: Mapping[str, tuple[int, int, int]]) -> Iterator[tuple[tuple[int, int, int], list[str]]]:
-    """Yield each shape with the names of its tensors, in the order of their first."""
-    for shape in dict.fromkeys(shapes.values()):
-        yield shape, [name for name, each in shapes.items() if each == shape]
