@@ -880,10 +880,9 @@ class ReplicaWorker(Worker):
         self.start = {parameters[name]: start.to(device, copy=True) for name, start in state["start"].items()}
         self.velocity = {parameters[name]: u.to(device, copy=True) for name, u in state["velocity"].items()}
         if self.compressed is not None:
-            of, numels = (
-                (self.peers.local_rank, self.peers.num_local_ranks),
-                {n: as_real(p).numel() for n, p in parameters.items()},
-            )
+            peers, keeps_parts = self.peers, self.compressed.keeps_parts
+            of = (peers.local_rank, peers.num_local_ranks) if keeps_parts else (0, 1)
+            numels = {name: as_real(p).numel() for name, p in parameters.items()}
             parts = {name: own_part(kept, numels[name], of) for name, kept in state["residuals"].items()}
             self.compressed.residuals.load(parts, device)
             if state["exchange"] is not None:
