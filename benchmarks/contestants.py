@@ -84,6 +84,15 @@ FP16 = Contestant(
     "ddp + fp16", lambda: HookStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, **COMMON), 1, 0.5, 2
 )
 POWER_SGD = [Contestant(f"PowerSGD rank {rank}", lambda rank=rank: power_sgd(rank), 1, 0.01) for rank in (1, 2, 4)]
+OUR_POWER_SGD = [
+    Contestant(
+        f"powersgd / {rank}",
+        lambda rank=rank: lowbw.Strategy(lowbw.PowerSGD(rank, start_step=WARMUP_STEPS), **COMMON),
+        1,
+        0.01,
+    )
+    for rank in (1, 2, 4)
+]
 POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, LOCAL_STEPS, 1 / LOCAL_STEPS)
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
 DGC_TORCH = replace(DGC, name="dgc, plain torch", is_compiled=False)
@@ -103,7 +112,7 @@ HIDDEN_LOCAL_SGD = Contestant(
     LOCAL_STEPS + 2,  # the second average waits for nothing: its predecessor has landed
 )
 
-COMPRESSING = [*POWER_SGD, DGC_TORCH, DGC]
+COMPRESSING = [*POWER_SGD, *OUR_POWER_SGD, DGC_TORCH, DGC]
 ALL = [
     ALONE,
     NO_COMMUNICATION,
@@ -116,7 +125,7 @@ ALL = [
     LOCAL_SGD,
     HIDDEN_LOCAL_SGD,
 ]
-SHORT = [ALONE, NO_COMMUNICATION, DDP, FP16, *NARROW, *POWER_SGD, DGC_TORCH, DGC]
+SHORT = [ALONE, NO_COMMUNICATION, DDP, FP16, *NARROW, *POWER_SGD, *OUR_POWER_SGD, DGC_TORCH, DGC]
 SHARDED = Contestant("hierarchical, sharded", lambda: HierarchicalStrategy(**COMMON), num_untimed_steps=2)
 LEADER = Contestant("hierarchical, leader", lambda: HierarchicalStrategy(algorithm="leader", **COMMON), 1, 1.0, 2)
 TWO_LEVEL_DGC = Contestant("dgc, two levels", lambda: DGCStrategy(sparsity=[0.999], topology="auto", **COMMON), 1, 0.01)
