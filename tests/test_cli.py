@@ -102,7 +102,15 @@ def test_each_choice_builds_what_it_names(composing: None) -> None:
 
 
 def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:
-    for name in ("dgc", "post_local_sgd", "adaptive_local_sgd", "diloco", "sparse_loco", "streaming_diloco"):
+    for name in (
+        "dgc",
+        "post_local_sgd",
+        "adaptive_local_sgd",
+        "diloco",
+        "sparse_loco",
+        "streaming_diloco",
+        "powersgd",
+    ):
         built = instantiate(compose_train(f"strategy={name}").strategy)
         assert built.method == StrategyRegistry.get(name).method
 
