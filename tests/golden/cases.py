@@ -220,6 +220,18 @@ for _name, _method, _fields in (
     add(f"narrow/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
 add("narrow/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=6)
 
+# Low rank ---------------------------------------------------------------------------------------------------------
+
+for _name, _method, _fields in (
+    ("momentum", lowbw.PowerSGD(), {}),
+    ("adamw-two-levels", lowbw.PowerSGD(1, topology=INTERLEAVED), {"optimizer": "adamw", "ranks": 4}),
+    ("clip-conv", lowbw.PowerSGD(1), {"optimizer": "nesterov", "trainer": CLIP_NORM, "model": Conv}),
+    ("begins-dense-accumulate-bf16", lowbw.PowerSGD(start_step=3), {"precision": "bf16-mixed", "trainer": ACCUMULATE}),
+    ("resume-adam", lowbw.PowerSGD(4), {"optimizer": "adam", "resume_at": 4, "model": Dropout}),
+    ("every-k", lowbw.Method(when=lowbw.EveryK(k_steps=2), what=lowbw.LowRank()), {"optimizer": "adamw"}),
+):
+    add(f"powersgd/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
+
 # Local SGD --------------------------------------------------------------------------------------------------------
 
 
