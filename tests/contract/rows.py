@@ -16,9 +16,11 @@ from lightning_lowbw import (
     EveryStep,
     Hierarchical,
     LocalSGD,
+    LowRank,
     Method,
     Narrow,
     NarrowGradients,
+    PowerSGD,
     TopK,
     Whole,
 )
@@ -77,5 +79,9 @@ ROWS = {
     "sparse_loco on two levels": Row(LocalSGD(3, compression={"min_numel": 100}, **TWO_LEVELS), SGD, 4),
     "sparse_loco, hidden, on two levels": Row(
         LocalSGD(4, 0, delay_steps=2, compression={"min_numel": 100, "value_dtype": "int2"}, **TWO_LEVELS), ADAMW, 4
+    ),
+    "powersgd on two levels": Row(PowerSGD(1, start_step=2, **TWO_LEVELS), ADAMW, 4),
+    "powersgd every k on two levels": Row(
+        Method(when=EveryK(k_steps=3), what=LowRank(), where=TWO_LEVELS["topology"]), SGD, 4
     ),
 }

@@ -6,12 +6,12 @@ Written from `where.ledger`, `TopK.nbytes` and the docstrings under "Wire"; no c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
-from lightning_lowbw import EveryK, EveryStep, Narrow, TopK, Whole
+from lightning_lowbw import EveryK, EveryStep, LowRank, Narrow, TopK, Whole
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
 from tests.contract.rows import Row
@@ -54,6 +54,16 @@ class Volumes:
         assert what.exchange != "reduce_scatter"
         return all_gather_bytes(what.nbytes(self.parts(numels), density), self.num_participants)
 
+    def low_rank(self, what: LowRank, names: Iterable[str]) -> int:
+        """Return the bytes of two thin matrices, in two messages; with the first one goes what does not pay."""
+        lefts = rights = 0
+        for shape in map(AWKWARD.__getitem__, names):
+            n, m = shape[0] if shape else 1, math.prod(shape[1:])
+            rank = min(what.rank, n, m)
+            pays = 2 * (n + m) * rank < n * m
+            lefts, rights = lefts + (n * rank if pays else n * m), rights + (m * rank if pays else 0)
+        return self.whole(lefts) + self.whole(rights)
+
     def of_gradients(self, when: EveryStep, step: int) -> int:
         """Return the bytes of the step with this number, from 0."""
         control, what = len(NUMELS) + 2 * self.row.num_ranks, self.what
@@ -62,6 +72,8 @@ class Volumes:
             return self.whole(NUMEL + control)
         if isinstance(what, Narrow):
             return self.whole(control) + self.narrow(what.value_dtype, list(NUMELS.values()))
+        if isinstance(what, LowRank):
+            return self.whole(control) + self.low_rank(what, NUMELS)
         assert density < 1.0
         sparse = [numel for name, numel in NUMELS.items() if what.takes(name, numel, 1)]
         others = [numel for name, numel in NUMELS.items() if not what.takes(name, numel, 1)]
@@ -85,7 +97,7 @@ class Volumes:
             return self.whole(words) + self.sparse(self.what, taken, None)
         if isinstance(self.what, Narrow):
             return self.whole(words) + self.narrow(self.what.value_dtype, taken)
-        return self.whole(words)
+        return self.whole(words) + (self.low_rank(self.what, numels) if isinstance(self.what, LowRank) else 0)
 
     def of_replicas(
         self, when: EveryK, num_steps: int, turns: Sequence[tuple[int, int, int]], fragments: Sequence[Sequence[str]]
