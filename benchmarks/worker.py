@@ -30,7 +30,8 @@ from benchmarks.models import WORKLOADS, Timed, Workload, loader
 from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.lab.network import INTERFACE
 from lightning_lowbw.ops import dispatch
-from lightning_lowbw.strategies.strategy import SETTLE_S, Strategy
+from lightning_lowbw.strategies.base import SETTLE_S
+from lightning_lowbw.strategies.strategy import Strategy
 
 
 class Window(pl.Callback):
