@@ -6,11 +6,9 @@ each operation of torch that computes or copies something, each kernel, and each
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +29,7 @@ from lightning_lowbw.engine.presets import DGC, LocalSGD
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.ops import gpu, table
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
-from lightning_lowbw.what import codec as positions
-from lightning_lowbw.what.corrections import MomentumCorrection
-from lightning_lowbw.what.top_k import TopK, small_numel
+from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.peers import Peers
 from lightning_lowbw.where.side_queue import SideQueue
@@ -43,8 +39,7 @@ from tests.shapes import resnet50_shapes, transformer_shapes
 triton_kernels = pytest.importorskip("lightning_lowbw.ops.triton_kernels")
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
-BEFORE = Path(__file__).with_name("launches_before.json")
-HEADING = "| | launches before | waits before | launches | waits |\n| --- | --- | --- | --- | --- |\n"
+HEADING = "| | launches | waits |\n| --- | --- | --- |\n"
 # Operations that only look at a tensor otherwise, or make room for one.
 FREE = (
     "view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes", "unbind", "detach", "expand",
@@ -335,14 +330,12 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
         60,
     ),
 }
-FLAT, NESTED = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64)}, {"2 nodes of 4": (8, 2)}
-NESTED["8 nodes of 8"] = (64, 8)
+PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
 GRAD_SCALER = "GradScaler"
 CELLS = [
-    *(("SGD", "ResNet-50", where, "") for where in {**FLAT, **NESTED}),
-    *(("AdamW", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
-    *(("SGD", "transformer", where, "") for where in ("8 ranks", "8 nodes of 8")),
-    ("AdamW", "transformer", "8 nodes of 8", ""),
+    *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
+    *(("AdamW", "ResNet-50", where, "") for where in ("64 ranks", "8 nodes of 8")),
+    ("SGD", "transformer", "8 nodes of 8", ""),
     ("SGD", f"ResNet-50{CHANNELS_LAST}", "8 ranks", ""),
     ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", ""),
     ("SGD", "ResNet-50", "8 nodes of 8", GRAD_SCALER),
@@ -375,7 +368,7 @@ def test_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not one more than the table in docs/launches.md says, and never more than is promised."""
-    (make, most), (num_ranks, num_nodes) = OPTIMIZERS[optimizer], {**FLAT, **NESTED}[where]
+    (make, most), (num_ranks, num_nodes) = OPTIMIZERS[optimizer], PLACES[where]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         count = count_step(monkeypatch, model, make, make_peers(num_ranks, num_nodes), also=also)
@@ -392,8 +385,7 @@ def test_launches(
 def check_row(
     name: str, num_launches: int, num_waits: int, rows: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    before = json.loads(BEFORE.read_text())["launches"].get(name, ["", ""])
-    row = f"| {name} | {before[0]} | {before[1]} | {num_launches} | {num_waits} |"
+    row = f"| {name} | {num_launches} | {num_waits} |"
     if request.config.getoption("--rewrite-golden"):
         rows[name] = row
     assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
@@ -442,18 +434,6 @@ def test_a_learning_rate_on_the_device_is_read_when_it_has_changed(monkeypatch: 
         correction.rate_of(group)
         assert len(correction._rates) == 1, "a rate that has been replaced is kept"
     assert count["wait: __float__"] == 3
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-def test_the_document_names_the_tensors(model: str) -> None:
-    numels = [prod(shape) for shape in MODELS[model]()]
-    text = " ".join(DOCUMENT.read_text().split())
-    num_sparse = sum(DGC().what.takes("", numel, small_numel(numels)) for numel in numels)
-    named = {
-        "ResNet-50": f"ResNet-50 has {len(numels)} tensors, of which {num_sparse} are sent sparse",
-        "transformer": f"{sum(numels) / 1e6:.0f}M parameters and {len(numels)} tensors, {num_sparse} of them sparse",
-    }
-    assert named[model] in text
 
 
 def test_the_count_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
