@@ -329,7 +329,7 @@ class TopKExchange:
         return {"thresholds": dict(self._selection.thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._selection.thresholds = state["thresholds"]
+        self._selection.thresholds = state.get("thresholds", {})  # none of another payload
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class GradientWorker(Worker):
         self._rows: list[Row] = []  # of the step in progress
         self.fault: Tensor | None = None
         self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
-        self._is_torn = False  # whether gradients were accumulated in this step that have not been averaged
+        self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
         # Whether a gradient of this step, or its sum with the residual, has an inf or NaN: bool, scalars on the device.
         self._nonfinite: dict[Parameter, Tensor] = {}
         self._late: dict[Parameter, Tensor] = {}  # the same, found after the status of the last step
@@ -239,7 +239,11 @@ class GradientWorker(Worker):
         if skip_nonfinite and self.fault is None:
             self.check_gradients()  # what is skipped must not enter the residuals
         self.is_prepared = False  # also where this one fails
-        self.is_taken = self._exchange(skip_nonfinite, applies)
+        try:
+            self.is_taken = self._exchange(skip_nonfinite, applies)
+        except BaseException:
+            self.give_back()  # also outside of `stepping`
+            raise
         self.is_exchanged = True
         return self.is_taken
 
@@ -311,7 +315,9 @@ class GradientWorker(Worker):
         """
         assert self.compressed is not None
         gradients = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
+        self._is_torn = True
         means = self.compressed.begin(gradients).wait()[0].dense()
+        self._is_torn = False
         for name, gradient in gradients.items():
             if means[name].data_ptr() != gradient.data_ptr():  # laid out otherwise: a copy
                 gradient.copy_(means[name].view(gradient.shape))
@@ -384,8 +390,11 @@ class GradientWorker(Worker):
         outs = {}
         for row in rows:
             is_out = row.gradient.dtype == torch.float32 and row.in_order(row.gradient).is_contiguous()
-            new = row.gradient.new_empty(row.gradient.numel(), dtype=torch.float32)
-            outs[row.name] = flat_in_order(row.gradient, row.parameter) if is_out else new
+            outs[row.name] = (
+                flat_in_order(row.gradient, row.parameter)
+                if is_out
+                else row.gradient.new_empty(row.gradient.numel(), dtype=torch.float32)
+            )
         mean.step_({name: (out, None, 0.0) for name, out in outs.items()})
         for row in rows:
             if outs[row.name].data_ptr() != row.gradient.data_ptr():
@@ -540,18 +549,16 @@ class GradientWorker(Worker):
 
     def give_back(self) -> None:
         self.correction.give_back()
-        if self._end_step():
-            self.torn = f"the exchange of gradients after step {self.step}"
+        self._end_step()
 
-    def _end_step(self) -> bool:
-        """Return whether gradients were accumulated in the step that have not been averaged; what was taken out of the
-        residuals is lost then."""
+    def _end_step(self) -> None:
+        """Forget the step; where it has failed in the exchange, what it took out of the residuals is lost."""
         if isinstance(self.compressed, TopKExchange):
             self.compressed.forget()
-        is_torn, self._is_torn = self._is_torn, False
+        if self._is_torn:
+            self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
         self._rows, self.fault, self._refused = [], None, ""
         self._nonfinite.clear()
-        return is_torn
 
     # State ----------------------------------------------------------------------------------------------------------
 

@@ -180,4 +180,4 @@ class LowRankExchange:
         return {"starts": {name: start.cpu().clone() for name, start in self._starts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._starts = {name: start.clone() for name, start in state["starts"].items()}
+        self._starts = {name: start.clone() for name, start in state.get("starts", {}).items()}

@@ -248,15 +248,19 @@ class ReplicaWorker(Worker):
         """
         if not self.is_prepared:
             self.list_gradients()
-        self.is_prepared, self.is_exchanged = False, True
-        if self.peers.num_ranks == 1:
-            return True
+        self.is_prepared = False
+        if self.peers.num_ranks > 1:
+            self._average_gradients()
+        self.is_exchanged = True
+        return True
+
+    def _average_gradients(self) -> None:
         mine = [p for p in self.params if p.requires_grad and p not in self._reduced]
         if self.is_local:
             self.begin_local()
             if self.reduces_in_node and mine:
                 average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
-            return True
+            return
         own_batch = [0.0] * self.peers.num_ranks
         own_batch[self.peers.rank] = float(self.common_batch % EXACT)
         flags = [*counts_of(self.requests), float(self.phase.has_decayed(self._lr)), *own_batch]
@@ -269,7 +273,6 @@ class ReplicaWorker(Worker):
         self.agree_on(requests_of(num_stop, num_save))
         if num_decayed and self.phase.begin_after_decay(self.when, self.step) and self.peers.rank == 0:
             _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", self.step + 1)
-        return True
 
     @property
     def _lr(self) -> float:
@@ -388,7 +391,11 @@ class ReplicaWorker(Worker):
         measures, step_s = self.delay.measures(self.when), self.delay.step_s(self.steps_since_average)
         begun_s, is_hidden = time.perf_counter(), self.delay_steps > 0
         with self.state_at_hand():
-            fragment.work = self._begin(fragment)
+            try:
+                fragment.work = self._begin(fragment)
+            except BaseException:
+                self._lose(fragment)  # the changes may have been accumulated
+                raise
             if not is_hidden:
                 self._apply(fragment)  # an average that has not arrived has changed nothing
         fragment.steps = self.steps_since_average = 0
@@ -568,7 +575,8 @@ class ReplicaWorker(Worker):
                 "with the same weights on all ranks, also of parameters that are added later."
             )
         if status.is_faulty:
-            own = self.describe_late_fault() or self.describe_weights(average.nonfinite, average.step)
+            nonfinite = average.nonfinite or self.nonfinite_weights(average.parameters)  # not in a state
+            own = self.describe_late_fault() or self.describe_weights(nonfinite, average.step)
             raise_fault(first_fault(own, self.fault_group))
 
     def _apply_(self, average: Average, means: list[Tensor], lr: float) -> None:
@@ -609,9 +617,10 @@ class ReplicaWorker(Worker):
 
         The weights still have the changes that the residuals have accumulated, and the next average measures them anew.
         """
-        assert fragment.work is not None
+        if isinstance(self.compressed, TopKExchange):
+            self.compressed.forget()
         residuals = {} if self.compressed is None else self.compressed.residuals
-        for parameter in fragment.work.parameters:
+        for parameter in fragment.parameters if fragment.work is None else fragment.work.parameters:
             if self.name_of(parameter) in residuals:
                 residuals[self.name_of(parameter)].zero_()
         fragment.drop()

@@ -317,6 +317,7 @@ class Worker:
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         """Load what `equal_state` returned, among other values."""
         self.step, self.params.small_numel = state["step"], state["small_numel"]
+        self.torn = state.get("torn", "")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors on the CPU and primitives."""
