@@ -171,7 +171,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
     lists["everything"].append(digest(tensors_of(worker.state_dict())))
     fragments = worker.fragments if isinstance(worker, ReplicaWorker) else []
     dense_bytes = ledger.dense_bytes
-    worker.finish()  # type: ignore[attr-defined]
+    worker.finish()
     lists["weights"].append(digest(parameters.values()))
     return Trained(
         **lists,
@@ -214,7 +214,7 @@ def look_and_resume(name: str) -> tuple[Trained, dict[int, list[str]]]:
             step(worker, parameters, buffers, number)
             resumed[stop].append(everything(worker, parameters, buffers))
         resumed[stop].append(digest(tensors_of(worker.state_dict())))
-        worker.finish()  # type: ignore[attr-defined]
+        worker.finish()
     return straight, resumed
 
 

@@ -49,8 +49,6 @@ class Volumes:
 
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
         """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""
-        if what.exchange == "dense":
-            return self.whole(sum(numels))
         assert what.exchange != "reduce_scatter"
         return all_gather_bytes(what.nbytes(self.parts(numels), density), self.num_participants)
 
@@ -77,11 +75,7 @@ class Volumes:
         assert density < 1.0
         sparse = [numel for name, numel in NUMELS.items() if what.takes(name, numel, 1)]
         others = [numel for name, numel in NUMELS.items() if not what.takes(name, numel, 1)]
-        if what.dense_dtype == "float32":
-            of_others = self.whole(sum(others) + control)
-        else:
-            of_others = self.whole(control) + self.narrow(what.dense_dtype, others)
-        return of_others + self.sparse(what, sparse, density)
+        return self.whole(sum(others) + control) + self.sparse(what, sparse, density)
 
     def of_average(self, when: EveryK, names: Sequence[str], with_buffers: bool) -> int:
         """Return the bytes of the average of some parameters, except integer buffers."""
@@ -90,9 +84,6 @@ class Volumes:
         if isinstance(self.what, TopK):
             taken = [numel for name, numel in numels.items() if self.what.takes(name, numel, 1)]
         words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 6 + 2 * self.row.num_ranks
-        if when.inner_momentum == "average":
-            has_two = self.row.optimizer.func is torch.optim.AdamW  # type: ignore[attr-defined]
-            words += sum(numels.values()) * (2 if has_two else 1)
         if isinstance(self.what, TopK):
             return self.whole(words) + self.sparse(self.what, taken, None)
         if isinstance(self.what, Narrow):
