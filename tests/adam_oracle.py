@@ -5,8 +5,8 @@ a sparse step each rank does, with its own m and v (those of the dense phase to 
 
     m = b1 m + (1 - b1) G;  v = b2 v + (1 - b2) G^2 / N;  r = r + m_hat / (sqrt(v_hat) + eps)
 
-with a b1 of at most LARGEST_BETA1. The k largest |r| are averaged, and cleared in r (with masking, in m, but with
-`keep_momentum` not where 2 density > 1 - b1); ``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
+with a b1 of at most LARGEST_BETA1. The k largest |r| are averaged, and cleared in r (with masking, in m);
+``w = w (1 - lr c) - lr average`` (AdamW; Adam's decay goes into G).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class OracleAdam:
     amsgrad: bool = False
     min_numel: int = 1
     masking: bool = False
-    keep_momentum: bool = False
     step: dict[int, int] = field(default_factory=dict)
     m: dict[int, Tensor] = field(default_factory=dict)
     v: dict[int, Tensor] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class OracleAdam:
                 sent = r.abs().topk(k).indices
                 total[sent] += r[sent]
                 r[sent] = 0
-                if self.masking and not (self.keep_momentum and 2 * density > 1 - b1 + 1e-6):
+                if self.masking:
                     self.own_m[rank, i].view(-1)[sent] = 0
             if self.is_decoupled:
                 weight *= 1 - self.lr * self.weight_decay

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +31,6 @@ class OracleLocalSGD:
     outer: str = "none"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    momentum: str = "local"
     delay: int = 0
     phase: int = 0  # steps that the first period is shorter by
     mixing: float | None = None
@@ -90,16 +88,6 @@ class OracleLocalSGD:
                     replica.add_((mean - snapshot.double()).to(replica.dtype))
                 else:
                     replica.copy_(self.mixing * replica.double() + (1 - self.mixing) * mean)
-            states = [next(iter(optimizer.state.values())) for optimizer in self.optimizers]
-            names = [name for name in ("momentum_buffer", "exp_avg", "exp_avg_sq") if name in states[0]]
-            for name in names:
-                if self.momentum == "average":
-                    moment = mean_of([state[name] for state in states])
-                    for state in states:
-                        state[name].copy_(moment)
-                elif self.momentum == "reset" and name != "exp_avg_sq":
-                    for state in states:
-                        state[name].zero_()
         self.adapt(lr, losses)
         self.ks.append(self.k)
 
@@ -149,7 +137,6 @@ class OracleSparseLoCo:
     num_parts: int = 1
     decay: float = 0.95
     quantise: Callable[[Tensor], Tensor] = torch.Tensor.clone
-    clips: bool = False
     over_senders: bool = True
     delay: int = 0
     phase: int = 0
@@ -179,7 +166,7 @@ class OracleSparseLoCo:
                 self.apply()
 
     def average(self) -> Tensor:
-        sent = self.clipped([self.send(rank) for rank in range(self.num_ranks)])
+        sent = [self.send(rank) for rank in range(self.num_ranks)]
         total = torch.zeros(self.start.numel())
         divisors = sum((each != 0).float() for each in sent).clamp(min=1)
         for each in sent:
@@ -208,16 +195,6 @@ class OracleSparseLoCo:
             if chosen:
                 sent[chosen] = self.quantise(e[chosen])
         e.sub_(sent)
-        return sent
-
-    def clipped(self, sent: list[Tensor]) -> list[Tensor]:
-        every = [each for number in range(self.num_parts) for each in self.chunks(number)]
-        for each in every if self.clips else ():
-            chunks = [of_rank[each] for of_rank in sent]
-            norms = [math.sqrt(math.fsum(value * value for value in chunk.tolist())) for chunk in chunks]
-            for chunk, norm in zip(chunks, norms, strict=True):
-                if norm > statistics.median(norms):
-                    chunk.mul_(torch.tensor(statistics.median(norms) / norm).float())
         return sent
 
     def apply(self) -> None:

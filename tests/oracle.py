@@ -16,7 +16,11 @@ from torch import Tensor
 class OracleDGC:
     """The paper's equations, with its own Nesterov form: u = m (u + g); v = v + u + g.
 
-    Weight decay is that of the weight which a rank's residual leads to, w - lr v; in small tensors torch's own.
+    Weight decay is that of the weight which a rank's residual leads to, w - lr v; in small tensors torch's own. Of what
+    the paper does not have: the k largest of each chunk, a residual that decays, means over those that have sent.
+
+    Args:
+        masking: None is at densities of up to (1 - momentum) / 2.
     """
 
     num_ranks: int
@@ -27,8 +31,10 @@ class OracleDGC:
     clip_norm: float | None = None
     clip_value: float | None = None
     min_numel: int = 1
-    masking: bool = True
-    keep_momentum: bool = False
+    masking: bool | None = None
+    chunk: int | None = None
+    decay: float = 1.0
+    mean_over: str = "ranks"
     u: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     v: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     buffer: dict[int, Tensor] = field(default_factory=dict)
@@ -49,7 +55,9 @@ class OracleDGC:
 
     def sparse_step(self, weights: list[Tensor], gradients: list[list[Tensor]], density: float) -> None:
         """One step of the paper's algorithm on all ranks."""
+        masks = 2 * density <= 1 - self.momentum + 1e-6 if self.masking is None else self.masking
         updates = [torch.zeros_like(weight) for weight in weights]
+        senders = [torch.zeros_like(weight) for weight in weights]
         for rank in range(self.num_ranks):
             own = [g.clone() for g in gradients[rank]]
             if self.clip_norm is not None:
@@ -63,7 +71,7 @@ class OracleDGC:
                     buffer = self.buffer.get(i, torch.zeros_like(weight))
                     self.u[rank, i] = self.momentum * buffer if self.nesterov else buffer.clone()
                     self.v[rank, i] = torch.zeros_like(weight)
-                u, v = self.u[rank, i], self.v[rank, i]
+                u, v = self.u[rank, i], self.decay * self.v[rank, i]
                 g = own[i] + self.weight_decay * (weight - self.lr * v if is_sparse else weight)
                 if self.nesterov:
                     u = self.momentum * (u + g)
@@ -71,17 +79,22 @@ class OracleDGC:
                 else:
                     u = self.momentum * u + g
                     v = v + u
-                if is_sparse:
-                    k = max(1, round(weight.numel() * density))
-                    mask = torch.zeros(weight.numel(), dtype=torch.bool)
-                    by_magnitude = v.abs().flatten().sort(descending=True, stable=True).indices
-                    mask[by_magnitude[:k]] = True  # of equal ones the first
-                    mask = mask.view(weight.shape)
-                else:
-                    mask = torch.ones_like(weight, dtype=torch.bool)
+                mask = self._largest(v, density) if is_sparse else torch.ones_like(weight, dtype=torch.bool)
                 updates[i] += torch.where(mask, v, 0.0)
+                senders[i] += mask & (v != 0)
                 self.v[rank, i] = torch.where(mask, 0.0, v)
-                waits_briefly = self.keep_momentum and 2 * density > 1 - self.momentum + 1e-6
-                self.u[rank, i] = torch.where(mask, 0.0, u) if self.masking and is_sparse and not waits_briefly else u
-        for weight, update in zip(weights, updates, strict=True):
-            weight -= self.lr * update / self.num_ranks
+                self.u[rank, i] = torch.where(mask, 0.0, u) if masks and is_sparse else u
+        for weight, update, number in zip(weights, updates, senders, strict=True):
+            is_over_all = self.mean_over == "ranks" or weight.numel() < self.min_numel
+            weight -= self.lr * update / (self.num_ranks if is_over_all else number.clamp(min=1.0))
+
+    def _largest(self, v: Tensor, density: float) -> Tensor:
+        """Return where the largest elements of each chunk are; of equal ones the first."""
+        mask, size = torch.zeros(v.numel(), dtype=torch.bool), self.chunk or v.numel()
+        for start in range(0, v.numel(), size or 1):
+            chunk = v.flatten()[start : start + size].abs()
+            k = max(1, round(chunk.numel() * density))
+            if chunk.numel() < size:  # of a rest as many as of a whole chunk, or of one of 4096
+                k = max(k, round(min(size, 4096) * density))
+            mask[start + chunk.sort(descending=True, stable=True).indices[:k]] = True
+        return mask.view(v.shape)

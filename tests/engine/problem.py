@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_lowbw.engine.plain_loop import wrap_step
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from lightning_lowbw import DGC, Method
-from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw import DGC
 from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.where.topology import part_of
 from tests.oracle import OracleDGC
+from tests.ranks import run_ranks
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Parameter]
@@ -50,7 +49,8 @@ AWKWARD: dict[str, Shape] = {
 }
 
 
-EXACT: dict[str, Any] = {"selection": "exact", "value_dtype": "float32"}  # as the equations have it
+# As the equations have it.
+EXACT: dict[str, Any] = {"value_dtype": "float32"}
 DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, **EXACT)
 DENSITIES = {step: DENSE_THEN_SPARSE.when.density(step) for step in range(8)}
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
@@ -63,6 +63,16 @@ def message_of(function: Callable[[], object], kind: type[Exception]) -> str | N
     except kind as error:
         return str(error)
     return None
+
+
+def run_each(num_ranks: int, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
+    """Start the ranks once for several functions; return what each returns on each rank."""
+    by_rank = run_ranks(_call_each, num_ranks, list(calls.values()))
+    return {name: [of_rank[number] for of_rank in by_rank] for number, name in enumerate(calls)}
+
+
+def _call_each(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    return [call() for call in calls]
 
 
 def each(function: Callable[..., Result], cases: Iterable[tuple[Any, ...]]) -> list[Result]:
@@ -147,14 +157,6 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
         (sign * loss).backward()
 
 
-def make_gradient_worker(method: Method, optimizer: Optimizer, parameters: Parameters) -> GradientWorker:
-    """Return a worker as a strategy makes it."""
-    worker = method.make_worker(optimizer, parameters.items(), method.make_peers())
-    assert isinstance(worker, GradientWorker)
-    wrap_step(worker)
-    return worker
-
-
 def take_step(
     worker: Worker, parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0
 ) -> None:
@@ -167,27 +169,66 @@ def take_step(
 
 
 def by_the_paper(
-    name: str,
-    shape: Shape,
-    oracle: OracleDGC,
+    shapes: Mapping[str, Shape],
+    nodes: Nodes,
     densities: Mapping[int, float],
     *,
-    before_step: Callable[[OracleDGC, int], None] | None = None,
-    users: Iterable[int] | None = None,
-) -> Tensor:
-    """Train one tensor by the oracle: at each step of `densities`; on ranks that are no `users` its gradient is 0."""
-    weight = make_weight(name, shape)
+    min_numel: int = 1,
+    clip: Mapping[str, float] = {},
+    users: Collection[int] | None = None,
+    settings: Callable[[int], Mapping[str, float]] = lambda step: {},
+    **options: Any,
+) -> tuple[dict[str, Tensor], dict[tuple[str, int], OracleDGC]]:
+    """Train in one process: each part of a tensor by one rank of the paper per node, with the node's mean gradient.
+
+    Args:
+        densities: of each step.
+        clip: the whole gradient, by "norm" or "value".
+        users: the ranks that use the tensors; the gradient of others is 0. None is all.
+        settings: fields of the oracles that change with the step.
+        **options: of the oracles.
+
+    Returns:
+        The weights; and the oracles, by name and local rank.
+    """
+    weights = {name: in_memory(make_weight(name, shape), name).clone() for name, shape in shapes.items()}
+    oracles = {
+        (name, local_rank): OracleDGC(
+            len(nodes), min_numel=1 if weight.numel() >= min_numel else weight.numel() + 1, **{"lr": 0.05, **options}
+        )
+        for name, weight in weights.items()
+        for local_rank in range(len(nodes[0]))
+    }
+
+    def gradient_of(name: str, node: tuple[int, ...], step: int) -> Tensor:
+        like = torch.empty(shapes[name])
+        own = [in_memory(coefficients(name, like, rank, step), name) + weights[name] for rank in node]
+        used = [g if users is None or rank in users else g * 0 for rank, g in zip(node, own, strict=True)]
+        return sum(used, torch.zeros(())) / len(node)
+
     for step, density in densities.items():
-        if before_step is not None:
-            before_step(oracle, step)
-        gradients = [[coefficients(name, weight, rank, step) + weight] for rank in range(oracle.num_ranks)]
-        if users is not None:
-            gradients = [g if rank in users else [torch.zeros_like(weight)] for rank, g in enumerate(gradients)]
-        if density == 1.0:
-            oracle.dense_step([weight], gradients)
-        else:
-            oracle.sparse_step([weight], gradients, density)
-    return weight
+        of_nodes = [{name: gradient_of(name, node, step) for name in weights} for node in nodes]
+        if density == 1.0:  # clipped after the mean
+            of_nodes = [{name: sum(each[name] for each in of_nodes) / len(nodes) for name in weights}] * len(nodes)  # type: ignore[misc]
+        of_nodes = [_clipped(each, clip, 1.0 if density == 1.0 else len(nodes) ** 0.5) for each in of_nodes]
+        for (name, local_rank), oracle in oracles.items():
+            vars(oracle).update(settings(step))
+            part = part_of(weights[name].numel(), local_rank, len(nodes[0]))
+            own = [[each[name][part]] for each in of_nodes]
+            if part.stop > part.start and density == 1.0:
+                oracle.dense_step([weights[name][part]], own)
+            elif part.stop > part.start:
+                oracle.sparse_step([weights[name][part]], own, density)
+    return {name: from_memory(weight, name, shapes[name]) for name, weight in weights.items()}, oracles
+
+
+def _clipped(gradients: dict[str, Tensor], clip: Mapping[str, float], factor: float) -> dict[str, Tensor]:
+    if "norm" in clip:
+        norm = sum(float((g * g).sum()) for g in gradients.values()) ** 0.5
+        gradients = {name: g * min(1.0, clip["norm"] * factor / (norm + 1e-6)) for name, g in gradients.items()}
+    if "value" in clip:
+        gradients = {name: g.clamp(-clip["value"], clip["value"]) for name, g in gradients.items()}
+    return gradients
 
 
 class Said(logging.Handler):

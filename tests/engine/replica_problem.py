@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from tests.engine.problem import (
     weights_of,
 )
 from tests.local_oracle import OracleLocalSGD, OracleSparseLoCo, mean_of
-from tests.ranks import run_ranks
 
 STEPS = 19
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
@@ -50,16 +49,6 @@ def gradient_of(name: str, weight: Tensor, rank: int, step: int) -> Tensor:
 
 
 # On ranks ----------------------------------------------------------------------------------------------------------
-
-
-def run_each(num_ranks: int, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
-    """Start the ranks once for several functions; return what each returns on each rank."""
-    by_rank = run_ranks(_call_each, num_ranks, list(calls.values()))
-    return {name: [of_rank[number] for of_rank in by_rank] for number, name in enumerate(calls)}
-
-
-def _call_each(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    return [call() for call in calls]
 
 
 def attach(
@@ -138,8 +127,8 @@ def set_weights(parameters: Parameters, weights: Mapping[str, Tensor]) -> None:
 
 def residuals_of(worker: ReplicaWorker) -> dict[str, Tensor]:
     """Return what has not been sent of each parameter, of this rank's part."""
-    exchange = worker.averaging.sparse or worker.averaging.narrow
-    return {} if exchange is None else {name: each.clone() for name, each in exchange.residuals.items()}
+    kept = {} if worker.compressed is None else worker.compressed.residuals
+    return {name: each.clone() for name, each in kept.items()}
 
 
 # In one process ----------------------------------------------------------------------------------------------------

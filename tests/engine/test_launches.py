@@ -29,6 +29,8 @@ from lightning_lowbw.engine.presets import DGC, LocalSGD
 from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.ops import gpu, table
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
+from lightning_lowbw.what import codec as positions
+from lightning_lowbw.what.corrections import MomentumCorrection
 from lightning_lowbw.what.top_k import TopK
 from lightning_lowbw.where.ledger import TrafficLedger
 from lightning_lowbw.where.peers import Peers

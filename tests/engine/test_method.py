@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_lowbw import (
     EveryStep,
     Hierarchical,
     LocalSGD,
+    LowRank,
     Method,
     Narrow,
     TopK,
@@ -34,7 +36,7 @@ from tests.ranks import run_ranks
 
 NODES = ((0, 1), (2, 3))
 BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
-VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, Narrow, TopK, Topology, Where, Whole)}
+VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, LowRank, Narrow, TopK, Topology, Where, Whole)}
 METHODS = {
     "ddp": Method(),
     "bfloat16 gradients": Method(what=Narrow(value_dtype="bfloat16")),
@@ -59,37 +61,6 @@ def test_a_method_is_a_value(name: str) -> None:
     assert Method(**description) == method
     assert Method(**json.loads(json.dumps(description))) == method  # as YAML has it: lists, no tuples
     assert {key.split(".")[0] for key in method.facts()} == {"when", "what", "where"}
-
-
-def test_describe_names_everything() -> None:
-    assert METHODS["nodes"].describe() == {
-        "when": {
-            "every": "step",
-            "rampup_begin_step": 0,
-            "rampup_step": 10,
-            "sparsity": (0.75, 0.999),
-            "budget": 0.05,
-            "pretrained": False,
-        },
-        "what": {
-            "payload": "top_k",
-            "density": 0.001,
-            "chunk": None,
-            "value_dtype": "bfloat16",
-            "min_numel": None,
-            "exclude": ("*.bias",),
-            "selection": "sampled",
-            "decay": 1.0,
-            "mean_over": "ranks",
-            "clip_to_median": False,
-            "exchange": "auto",
-            "dense_dtype": "float32",
-            "correction": "auto",
-            "momentum_masking": None,
-            "keep_momentum": None,
-        },
-        "where": {"topology": NODES, "algorithm": "sharded", "inter_dtype": "float32"},
-    }
 
 
 def test_a_topology_is_one_value_however_it_is_written() -> None:
@@ -118,8 +89,6 @@ def test_replacing_knobs() -> None:
         {"when": EveryK(), "where": Where(topology=NODES, algorithm="leader")},
         {"what": TopK(), "when": EveryStep(rampup_begin_step=1), "where": BFLOAT16},
         {"what": TopK(), "when": EveryStep(sparsity="auto"), "where": BFLOAT16},  # begins dense, and may stay so
-        {"what": TopK(exchange="dense"), "where": 1},
-        {"what": TopK(exchange="dense"), "where": "auto"},  # only the world tells
         {"what": TopK(), "where": Where(algorithm="sharded")},
     ],
 )
@@ -132,24 +101,12 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
     [
         ({"what": Narrow(), "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Narrow\(.*what=TopK\(\)"),
         ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
-        (
-            {"what": {"payload": "top_k", "correction": "error_feedback", "momentum_masking": True}},
-            r"momentum_masking=True with correction='error_feedback': .*there are none",
-        ),
-        (
-            {"what": {"payload": "top_k", "correction": "error_feedback", "keep_momentum": False}},
-            r"keep_momentum=False with correction='error_feedback'",
-        ),
         ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
         ({"what": Narrow(), "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Narrow\(.*cannot be hidden"),
         ({"what": Narrow(), "when": EveryK(delay_steps="auto")}, r"delay_steps='auto' with Narrow\("),
         ({"what": Narrow(), "when": EveryK(k_steps=1)}, r"k_steps=1 with Narrow\(.*nothing would be compressed"),
         ({"what": TopK(), "when": EveryK(k_steps=1)}, r"k_steps=1 with TopK\(.*use when=EveryStep\(\)"),
-        ({"what": TopK(correction="error_feedback"), "when": EveryK()}, r"correction='error_feedback' every k steps"),
-        ({"what": TopK(exchange="dense"), "when": EveryK()}, r"exchange='dense' every k steps: .*when=EveryStep\(\)"),
-        ({"what": TopK(dense_dtype="int8"), "when": EveryK()}, r"dense_dtype='int8' every k steps"),
         ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
-        ({"what": TopK(keep_momentum=True), "when": EveryK()}, r"keep_momentum=True every k steps"),
         ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
         ({"where": Where(topology=1, inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology=1"),
         ({"where": Where(algorithm="leader")}, r"algorithm='leader' with topology='flat'"),
@@ -172,16 +129,8 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
             for when in (EveryStep(), EveryK())
         ),
         (
-            {"what": TopK(exchange="dense"), "where": 2},
-            r"exchange='dense' does not exist on two levels .* give 'auto' or 'all_gather'",
-        ),
-        (
             {"what": TopK(exchange="reduce_scatter"), "where": NODES},
             r"exchange='reduce_scatter' does not exist on two levels",
-        ),
-        (
-            {"what": {"payload": "top_k", "exchange": "dense", "value_dtype": "int4"}},
-            r"value_dtype='int4' with exchange='dense'",
         ),
         ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
         ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, narrow, top_k"),
@@ -211,14 +160,30 @@ def test_an_unknown_axis_raises() -> None:
     ("make", "message"),
     [
         (lambda: DGC(k_steps=8), r"DGC has no k_steps: choose among rampup_begin_step"),
+        *(
+            (lambda given=given: DGC(**given), message)
+            for given, message in (
+                ({"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
+                ({"min_numel": True}, r"min_numel=True: "),
+                ({"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
+                ({"exclude": [1]}, r"exclude=\[1\]: "),
+                ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
+                ({"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
+                ({"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
+                ({"sparsity": [1.0]}, r"outside \[0, 1\)"),
+                ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers"),
+                ({"rampup_step": 0}, r"rampup_step=0: "),
+                ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: "),
+            )
+        ),
         (lambda: DGC(density=0.1, sparsity=[0.9]), r"both say how much is sent; give one"),
         (lambda: LocalSGD(sparsity=[0.9]), r"LocalSGD has no sparsity"),
-        (lambda: LocalSGD(value_dtype="int2"), r"value_dtype='int2': choose one of .*int4, or float32"),
-        (lambda: LocalSGD(value_dtype="int8", compression={}), r"value_dtype='int8' with a compression"),
+        (lambda: LocalSGD(value_dtype="int8"), r"LocalSGD has no value_dtype"),
+        (lambda: LocalSGD(compression="int2"), r"value_dtype='int2': choose one of .*int4"),
         (lambda: LocalSGD(compression={"bits": 2}), r"compression has no bits: choose among density"),
         (lambda: AdaptiveLocalSGD(rule="fixed"), r"rule='fixed': use LocalSGD\(k_steps=...\)"),
         (lambda: AdaptiveLocalSGD(k_steps=2), r"k_steps=2: the first k is init_k_steps here"),
-        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, float16, int8, int4, local_sgd"),
+        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, float16, int8, int4, "),
     ],
 )
 def test_presets_refuse(make: Any, message: str) -> None:
@@ -278,3 +243,40 @@ def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
     assert as_method(given, "auto") == Method(where=Where(topology="auto", inter_dtype="bfloat16"))
     with pytest.raises(ConfigurationError, match="inter_dtype='bfloat16' with topology='flat'"):
         as_method(given)
+
+
+# The card of the names ------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods" / "local_sgd.md"
+HEAD = "| name | `k_steps` | `begin_step` | other values |\n| --- | --- | --- | --- |\n"
+NAMES = [name for name in PRESETS if preset(name).averages_weights]
+
+
+def in_words(method: Method) -> list[str]:
+    """Return the cells of a row: what differs from local SGD's defaults."""
+    when, usual, others = method.when, LocalSGD().when, list[str]()
+    assert isinstance(when, EveryK)
+    words = {
+        "rule": f'rule "{when.rule}"',
+        "outer": f'outer "{when.outer}"',
+        "num_fragments": f"{when.num_fragments_of(1000)} fragments",
+        "delay_steps": f'hidden (`delay_steps="{when.delay_steps}"`)',
+        "mixing": f"mixing {when.mixing}",
+    }
+    changed = {each.name for each in fields(EveryK) if each.compare and each.init}
+    changed = {name for name in changed if getattr(when, name) != getattr(usual, name)} - {"k_steps", "begin_step"}
+    assert changed <= set(words)
+    others = [words[name] for name in words if name in changed]
+    if isinstance(method.what, TopK):
+        others.append(f'density 1/{1 / method.what.density:.0f}, "{method.what.value_dtype}"')
+    period = f"{when.k_steps}" if when.rule == "fixed" else f"{when.k_steps} to {when.max_k_steps}"
+    begin = f'"{when.begin_step}"' if isinstance(when.begin_step, str) else f"{when.begin_step}"
+    return [period, begin, ", ".join(others)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_card_has_the_values_of_the_names(name: str) -> None:
+    rows = PAGE.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
+    assert list(cells) == [f"`{each}`" for each in NAMES]
+    assert cells[f"`{name}`"] == in_words(preset(name))

@@ -171,9 +171,9 @@ def cell(row: str, column: str) -> str:
     if not sum(after) < 0.95 * sum(before):
         return f"fails: loss {sum(before):.3f}, then {sum(after):.3f}"
     first = workers[0]
-    if not isinstance(first, GradientWorker) or (first.sparse is None and first.narrow is None):
+    if not isinstance(first, GradientWorker) or first.compressed is None:
         return "trains"
-    return WORDS[first.correction.kind] if first.has_residuals else "fails: nothing was kept back"
+    return WORDS[first.correction.kind] if first.residuals else "fails: nothing was kept back"
 
 
 def column_of(column: str) -> dict[str, str]:

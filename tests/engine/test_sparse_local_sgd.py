@@ -19,7 +19,7 @@ from lightning_lowbw.what.top_k import Compression
 from lightning_lowbw.where.agreement import digest
 from lightning_lowbw.where.ledger import all_gather_bytes
 from lightning_lowbw.where.topology import part_of
-from tests.engine.problem import NODES, Shape, coefficients, make_parameters, make_weight
+from tests.engine.problem import NODES, Nodes, Shape, make_parameters, make_weight, run_each
 from tests.engine.replica_problem import (
     BASE,
     SHAPES,
@@ -30,7 +30,6 @@ from tests.engine.replica_problem import (
     check_sparse,
     flat_groups,
     gradient_of,
-    run_each,
     train,
     train_on,
     with_base,
@@ -48,18 +47,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"k": 3, "over_senders": False, "value_dtype": "int4"},
     ),
     "all is kept": ({"k_steps": 2, "compression": {"decay": 1.0}}, {"k": 2, "decay": 1.0}),
-    "clipped": (
-        {"k_steps": 4, "compression": {"clip_to_median": True, "value_dtype": "bfloat16"}},
-        {"clips": True, "value_dtype": "bfloat16"},
-    ),
     "delayed": ({"k_steps": 4, "delay_steps": 3}, {"delay": 3}),
     "delayed two bits": (
         {"k_steps": 5, "delay_steps": 2, "compression": {"value_dtype": "int2"}},
         {"k": 5, "delay": 2, "value_dtype": "int2"},
     ),
 }
-# Where nothing is whole the control message is a part of the sparse one: a small all-reduce of its own costs more
-# frames than it has bytes.
 ALONE = ("two bits", "delayed")
 
 
@@ -69,113 +62,111 @@ def sparse_train(
     return train(LocalSGD(**with_base(choices)), optimizer, shapes=shapes, **{"steps": SPARSE_STEPS, **kwargs})
 
 
+PLACES: dict[str, tuple[Nodes, str, tuple[str, ...]]] = {
+    "2 ranks": (flat_groups(2), "adamw", (*CASES,)),
+    "3 ranks": (flat_groups(3), "sgd", ("chunked", "over all ranks", "delayed two bits")),
+    "blocks": (NODES["blocks"], "sgd", ("two bits", "delayed")),
+    "crossed": (NODES["crossed"], "sgd", ("chunked", "per tensor")),
+}
+
+
 @functools.cache
-def results_of(num_ranks: int, optimizer: str) -> dict[str, list[Any]]:
+def results_of(place: str) -> dict[str, list[Any]]:
     """Start the ranks once for all cases."""
-    calls = {case: partial(sparse_train, choices, optimizer) for case, (choices, _) in CASES.items()}
-    calls |= {f"alone, {case}": partial(sparse_train, CASES[case][0], optimizer, SPARSE) for case in ALONE}
-    calls["whole"] = partial(train, LocalSGD(k_steps=4, begin_step=0), optimizer, shapes=SHAPES, steps=SPARSE_STEPS)
-    outer = {"k_steps": 4, "outer": "nesterov", "outer_momentum": 0.9}
-    calls["outer"] = partial(sparse_train, outer, optimizer)
-    return run_each(num_ranks, calls)
+    nodes, optimizer, cases = PLACES[place]
+    training = partial(sparse_train, optimizer=optimizer, nodes=nodes if len(nodes[0]) > 1 else ())
+    calls = {case: partial(training, CASES[case][0]) for case in cases}
+    calls |= {f"alone, {case}": partial(training, CASES[case][0], shapes=SPARSE) for case in ALONE if case in cases}
+    if place == "2 ranks":
+        whole = LocalSGD(k_steps=4, begin_step=0)
+        calls["whole"] = partial(train, whole, optimizer, shapes=SHAPES, steps=SPARSE_STEPS)
+        calls["outer"] = partial(training, {"k_steps": 4, "outer": "nesterov", "outer_momentum": 0.9})
+        calls |= {case: partial(training, choices) for case, (choices, _) in FRAGMENTS.items()}
+    return run_each(sum(map(len, nodes)), calls)
 
 
-@pytest.mark.parametrize(("optimizer", "num_ranks"), [("sgd", 3), ("adamw", 2)])
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_algorithm_in_one_process_to_the_bit(case: str, optimizer: str, num_ranks: int) -> None:
-    check_sparse(results_of(num_ranks, optimizer)[case], optimizer, flat_groups(num_ranks), **CASES[case][1])
+FRAGMENTS: dict[str, tuple[dict[str, Any], int]] = {
+    f"fragments, delay {delay}": (
+        {"k_steps": 4, "num_fragments": 2, "delay_steps": delay, "compression": {"value_dtype": "int2"}},
+        delay,
+    )
+    for delay in (0, 2)
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_equals_the_algorithm_in_one_process_to_the_bit(place: str) -> None:
+    """A node is a participant with the mean of its changes; k, chunks, messages, residuals are of each rank's part."""
+    nodes, optimizer, cases = PLACES[place]
+    for case in cases:
+        check_sparse(results_of(place)[case], optimizer, nodes, **CASES[case][1])
 
 
 def test_small_tensors_are_averaged_whole() -> None:
-    results = results_of(2, "adamw")
+    results = results_of("2 ranks")
     for name in SHAPES:
         same = torch.equal(results["chunked"][0]["own"][name], results["whole"][0]["own"][name])
         assert same == (name not in SPARSE)
 
 
 def test_an_outer_optimizer_steps_with_the_sparse_mean() -> None:
-    results = results_of(3, "sgd")["outer"]
+    results = results_of("2 ranks")["outer"]
     for name in SPARSE:
-        oracle = by_sparse_oracle(name, "sgd", flat_groups(3), momentum=0.9)
+        oracle = by_sparse_oracle(name, "adamw", flat_groups(2), momentum=0.9)
         torch.testing.assert_close(results[0]["own"][name], oracle.replicas[0].detach(), rtol=1e-5, atol=1e-5)
 
 
-# Bytes -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", FRAGMENTS)
+def test_sparse_fragments_are_to_the_bit(case: str) -> None:
+    results, delay = results_of("2 ranks")[case], FRAGMENTS[case][1]
+    for fragment, members in enumerate(results[0]["fragments"]):
+        for name in set(members) & set(SPARSE):
+            phase = 4 - round((fragment + 1) * 4 / 2)
+            oracle = by_sparse_oracle(name, "adamw", flat_groups(2), value_dtype="int2", phase=phase, delay=delay)
+            for rank in (0, 1):
+                assert torch.equal(results[rank]["own"][name], oracle.replicas[rank].detach())
+                assert torch.equal(-results[rank]["residuals"][name], oracle.e[rank])
 
 
-def message_bytes(choices: Mapping[str, Any], num_parts: int = 1) -> int:
-    """Of the longest part of a node."""
-    numels = [torch.Size(shape).numel() for shape in SPARSE.values()]
-    parts = [part_of(numel, 0, num_parts).stop for numel in numels]
-    return Compression(**with_base(choices)["compression"]).nbytes(parts)
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ALONE)
-@pytest.mark.parametrize("nodes", [None, "three nodes"])
-def test_where_nothing_is_whole_a_round_is_one_all_gather(nodes: str | None, case: str) -> None:
-    choices, oracle_choices = CASES[case]
-    groups = NODES[nodes] if nodes else flat_groups(3)
-    num_ranks, num_parts = sum(map(len, groups)), len(groups[0])
-    results = (two_level_results(nodes) if nodes else results_of(3, "sgd"))[f"alone, {case}"]
-    check_sparse(results, "sgd", groups, **oracle_choices)
-    message = message_bytes(choices, num_parts) + 4 * (6 + 2 * num_ranks)
-    for result in results if case == "two bits" or not nodes else ():  # between nodes, what is hidden counts when done
+@pytest.mark.parametrize(
+    ("place", "case"), [("2 ranks", "two bits"), ("2 ranks", "delayed"), ("blocks", "two bits"), ("blocks", "delayed")]
+)
+def test_where_nothing_is_whole_a_round_is_one_all_gather(place: str, case: str) -> None:
+    """The status is part of it: a small all-reduce of its own costs more frames than it has bytes."""
+    (choices, oracle_choices), (nodes, optimizer, _) = CASES[case], PLACES[place]
+    num_ranks, num_parts = sum(map(len, nodes)), len(nodes[0])
+    results = results_of(place)[f"alone, {case}"]
+    check_sparse(results, optimizer, nodes, **oracle_choices)
+    parts = [part_of(torch.Size(shape).numel(), 0, num_parts).stop for shape in SPARSE.values()]
+    message = Compression(**with_base(choices)["compression"]).nbytes(parts) + 4 * (6 + 2 * num_ranks)
+    if num_parts > 1 and case == "delayed":  # between nodes, what is hidden counts when it is done
+        return
+    for result in results:
         averages = [(step + 1) // choices["k_steps"] for step in range(SPARSE_STEPS)]
-        sent = result["inter" if nodes else "sent"]
-        assert sent == [number * all_gather_bytes(message, len(groups)) for number in averages]
+        expected = [number * all_gather_bytes(message, len(nodes)) for number in averages]
+        assert result["inter" if num_parts > 1 else "sent"] == expected
 
 
-def kinds_of_averages(shapes: Mapping[str, Shape]) -> list[set[str]]:
+def kinds_of_averages(shapes: Mapping[str, Shape]) -> list[set[bool]]:
     method = LocalSGD(num_fragments=2, **with_base({"k_steps": 4, "delay_steps": 1}))
     worker, parameters = attach(method, "sgd", shapes)
-    kinds: list[set[str]] = [set(), set()]
+    has_whole: list[set[bool]] = [set(), set()]
     for step in range(8):
         train_on(worker, parameters, [step])
-        for seen, fragment in zip(kinds, worker.fragments, strict=True):
-            seen |= {type(fragment.work.whole).__name__} if fragment.work is not None else set()
+        for seen, fragment in zip(has_whole, worker.fragments, strict=True):
+            seen |= {fragment.work.whole is not None} if fragment.work is not None else set()
     worker.finish()
-    return kinds
+    return has_whole
 
 
 def test_fragments_have_one_kind_of_average_among_them() -> None:
     """Ranks that are out of turn, each at another fragment, would wait in different collectives for ever."""
     some = {**SPARSE, "bias": SHAPES["bias"]}
     results = run_each(2, {"sparse": partial(kinds_of_averages, SPARSE), "some": partial(kinds_of_averages, some)})
-    assert results == {"sparse": [[{"_ControlWork"}] * 2] * 2, "some": [[{"MeanWork"}] * 2] * 2}
-
-
-# Two levels --------------------------------------------------------------------------------------------------------
-
-ON_TWO_LEVELS = {"blocks": ("two bits", "delayed"), "crossed": ("chunked", "per tensor"), "three nodes": ("clipped",)}
-
-
-@functools.cache
-def two_level_results(nodes: str) -> dict[str, list[Any]]:
-    groups = NODES[nodes]
-    calls = {case: partial(sparse_train, CASES[case][0], nodes=groups) for case in ON_TWO_LEVELS.get(nodes, ())}
-    if nodes == "three nodes":
-        alone = {case: partial(sparse_train, CASES[case][0], shapes=SPARSE, nodes=groups) for case in ALONE}
-        calls |= {f"alone, {case}": call for case, call in alone.items()}
-    return run_each(sum(map(len, groups)), calls)
-
-
-@pytest.mark.parametrize(("nodes", "case"), [(nodes, case) for nodes, cases in ON_TWO_LEVELS.items() for case in cases])
-def test_each_part_of_a_node_is_what_a_rank_is(nodes: str, case: str) -> None:
-    """A node with the mean of its changes; k, chunks, messages and residuals are those of each rank's part."""
-    check_sparse(two_level_results(nodes)[case], "sgd", NODES[nodes], **CASES[case][1])
-
-
-def train_in_node(delay: int) -> dict[str, Any]:
-    return sparse_train({"k_steps": 4, "node_k_steps": 3, "delay_steps": delay}, nodes=NODES["blocks"], steps=12)
-
-
-def test_ranks_that_step_alone_inside_their_nodes_send_the_mean_of_the_node() -> None:
-    calls: dict[str, Any] = {f"delay {delay}": partial(train_in_node, delay) for delay in (0, 2)}
-    results = run_each(4, calls)
-    for case, by_rank in results.items():
-        assert len({result["digests"][-1] for result in by_rank}) == (1 if case == "delay 0" else 4)
-        assert by_rank[0]["digests"][2] == by_rank[1]["digests"][2] != by_rank[2]["digests"][2]
-        assert by_rank[0]["digests"][0] != by_rank[1]["digests"][0]
+    assert results == {"sparse": [[{False}] * 2] * 2, "some": [[{True}] * 2] * 2}
 
 
 def test_nodes_of_three_agree_whatever_the_rounding_of_their_mean() -> None:
@@ -262,26 +253,14 @@ def exclude(pattern: str) -> tuple[list[str], int] | str:
     except ConfigurationError as error:
         return str(error)
     train_on(worker, parameters, range(2))
-    assert worker.averaging.sparse is not None
-    return sorted(worker.averaging.sparse.residuals), worker.num_averages
+    assert worker.compressed is not None
+    return sorted(worker.compressed.residuals), worker.num_averages
 
 
-def train_with(name: str) -> tuple[str, float]:
-    """Toward a target: any inner optimizer, with the preset's payload."""
-    weight, target = Parameter(torch.zeros(4096)), torch.linspace(-1, 1, 4096)
-    optimizer: Any = getattr(torch.optim, name)([weight], lr=0.02)
-    LocalSGD(k_steps=5, begin_step=0, compression=Compression(density=1 / 16)).attach(optimizer, [("w", weight)])
-    for step in range(300):
-        weight.grad = weight.detach() - target + 0.1 * coefficients("w", target, dist.get_rank(), step)
-        optimizer.step()
-    return digest([weight]), float((weight.detach() - target).norm() / target.norm())
-
-
-def test_parameters_and_optimizers_of_all_kinds() -> None:
-    inner = ("SGD", "AdamW", "RMSprop", "Adagrad", "NAdam")
+def test_parameters_of_all_kinds() -> None:
     calls: dict[str, Any] = {"narrow": accumulate_small_steps, "frozen": freeze}
     calls |= {pattern: partial(exclude, pattern) for pattern in ("mat*", "nothing")}
-    results = run_each(2, {**calls, **{name: partial(train_with, name) for name in inner}})
+    results = run_each(2, calls)
     (narrow, one), (_, other) = results["narrow"]
     assert narrow == pytest.approx(256.0 + 8, abs=1), "a narrow weight forgets what is below its rounding"
     assert one == other
@@ -292,7 +271,3 @@ def test_parameters_and_optimizers_of_all_kinds() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert results["mat*"] == [(sorted(set(SPARSE) - {"matrix"}), 1)] * 2
     assert all("'nothing' matches no parameter" in message for message in results["nothing"])
-    for name in inner:
-        (weights, distance), (others, _) = results[name]
-        assert weights == others
-        assert distance < (0.6 if name == "Adagrad" else 0.25), name

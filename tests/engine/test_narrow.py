@@ -1,10 +1,14 @@
-"""int8 and int4 gradients against a simulation: the same weights and residuals, to the bit."""
+"""Few bits per value: gradients against a simulation, to the bit; averages of weights; payloads that are replaced.
+
+That nothing is lost, resumes and bytes are in `tests/contract`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,12 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_lowbw import NarrowGradients
+from lightning_lowbw import ConfigurationError, LocalSGD, Method, NarrowGradients
 from lightning_lowbw.engine.gradients import GradientWorker
+from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.where.topology import part_of
 from tests.engine.problem import (
     AWKWARD,
+    FLAT,
     NODES,
     Nodes,
     backward,
@@ -27,7 +35,9 @@ from tests.engine.problem import (
     in_memory,
     make_parameters,
     make_weight,
+    message_of,
     node_of,
+    take_step,
 )
 from tests.narrow_oracle import OracleNarrow
 from tests.ranks import run_ranks
@@ -43,12 +53,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 CLIP = 2.0
 NUM_MICROBATCHES = 2
-TOPOLOGIES: dict[str, Nodes] = {
-    "two ranks": ((0,), (1,)),
-    "four ranks": ((0,), (1,), (2,), (3,)),
-    "two levels": NODES["blocks"],
-    "crossed": NODES["crossed"],
-}
+TOPOLOGIES: dict[str, Nodes] = {"two ranks": FLAT, "three ranks": ((0,), (1,), (2,)), "crossed": NODES["crossed"]}
 
 
 def clip_(gradients: list[Tensor]) -> None:
@@ -78,15 +83,8 @@ def train(dtype: str, kind: str, nodes: Nodes, form: str) -> dict[str, Any]:
                 clip_([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
             if taken[-1]:
                 optimizer.step()
-    assert worker.narrow is not None
-    residuals = {name: residual.clone() for name, residual in worker.narrow.residuals.items()}
+    residuals = {name: residual.clone() for name, residual in worker.residuals.items()}
     return {"weights": [p.detach() for p in parameters.values()], "residuals": residuals, "taken": taken}
-
-
-def part_of(flat: Tensor, local_rank: int, num_local: int) -> Tensor:
-    """Return the part of a tensor that a rank of a node exchanges."""
-    size = -(-flat.numel() // num_local)
-    return flat[local_rank * size : (local_rank + 1) * size]
 
 
 def by_definition(bits: int, kind: str, nodes: Nodes, form: str) -> tuple[list[Tensor], list[OracleNarrow]]:
@@ -105,8 +103,8 @@ def by_definition(bits: int, kind: str, nodes: Nodes, form: str) -> tuple[list[T
             signals.append({name: in_memory(mean, name) for name, mean in means_of_node.items()})
         means: dict[str, list[Tensor]] = {name: [] for name in SHAPES}
         for local_rank, oracle in enumerate(oracles):
-            parts = [[part_of(signal, local_rank, num_local) for signal in of_node.values()] for of_node in signals]
-            longest = sum(part_of(weight.reshape(-1), 0, num_local).numel() for weight in weights.values())
+            parts = [[s[part_of(s.numel(), local_rank, num_local)] for s in of_node.values()] for of_node in signals]
+            longest = sum(part_of(weight.numel(), 0, num_local).stop for weight in weights.values())
             rows = [torch.cat([*of_node, torch.zeros(longest)])[:longest].numpy() for of_node in parts]
             row = torch.from_numpy(oracle.mean([rows[node] for node in order_of(nodes, local_rank)]))
             for name, mean in zip(SHAPES, cut(row, parts[0]), strict=True):
@@ -136,9 +134,8 @@ def gradient_of(name: str, weight: Tensor, rank: int, step: int, form: str) -> T
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_training_is_that_of_the_definition(topology: str, dtype: str) -> None:
-    nodes = TOPOLOGIES[topology]
+def test_training_is_that_of_the_definition(topology: str) -> None:
+    nodes, dtype = TOPOLOGIES[topology], "int8" if topology == "two ranks" else "int4"
     forms = ["plain", "clipped", "accumulated", "overflow"]
     cases = [(kind, "plain") for kind in OPTIMIZERS] + [("adamw", form) for form in forms[1:]]
     by_rank = run_ranks(each, sum(map(len, nodes)), train, [(dtype, kind, nodes, form) for kind, form in cases])
@@ -156,3 +153,66 @@ def test_training_is_that_of_the_definition(topology: str, dtype: str) -> None:
             joined = torch.cat(kept)
             assert joined.equal(torch.from_numpy(np.asarray(expected_kept))[: len(joined)]), (kind, form)
             assert bool(joined.any())
+
+
+# A payload that is replaced -------------------------------------------------------------------------------------------
+
+
+def change_the_dtype(method: Method, dtype: str) -> tuple[list[int], str | None]:
+    """Return the bytes of each step, from the fifth on with another dtype, and what is not replaced."""
+    parameters = make_parameters({"large": (40, 50)})
+    worker = method.attach(SGD(parameters.values(), lr=0.05), parameters.items())
+    nbytes = [0]
+    for step in range(6):
+        if step == 4:
+            worker.method = method.replace(value_dtype=dtype)
+        take_step(worker, parameters, step)
+        nbytes.append(worker.peers.ledger.sent_bytes)
+    worker.method = Method(when=method.when)
+    said = message_of(lambda: take_step(worker, parameters, 6), ConfigurationError)
+    return [after - before for before, after in pairwise(nbytes)], said
+
+
+def test_a_replaced_dtype_is_sent_and_another_payload_is_refused() -> None:
+    methods = [NarrowGradients("int8"), LocalSGD(2, 0, compression="int8")]
+    cases = [(method, dtype) for method in methods for dtype in ("int8", "int4")]
+    of_int8, of_int4, of_local_int8, of_local_int4 = run_ranks(each, 2, change_the_dtype, cases)[0]
+    for (same, said), (changed, _) in ((of_int8, of_int4), (of_local_int8, of_local_int4)):
+        assert changed[:4] == same[:4]
+        assert changed[5] < 0.6 * same[5]
+        assert "another payload needs a worker of its own" in str(said)
+
+
+# Averages of weights --------------------------------------------------------------------------------------------------
+
+
+def add_a_group() -> dict[str, Any]:
+    parameters = {"first": Parameter(torch.ones(50)), "double": Parameter(torch.ones(8, dtype=torch.float64))}
+    parameters |= {"complex": Parameter(torch.ones(9, dtype=torch.complex64)), "resting": Parameter(torch.ones(20))}
+    late = Parameter(torch.ones(30))
+    optimizer = SGD(parameters.values(), lr=1.0)
+    worker: Any = LocalSGD(2, 0, compression="int8").attach(optimizer, [*parameters.items(), ("late", late)])
+    for step in range(8):
+        if step == 3:
+            parameters["late"] = late
+            optimizer.add_param_group({"params": [late]})
+        parameters["resting"].requires_grad_(step not in (4, 5))
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, 1e-12 * (1 + dist.get_rank()))
+        if not parameters["resting"].requires_grad:
+            parameters["resting"].grad = None
+        optimizer.step()
+    return {
+        "equal": digest(parameters.values()),
+        "taken": sorted(worker.compressed.residuals),
+        "is exact": abs(float(parameters["double"][0].detach()) - (1 - 8 * 1.5e-12)) < 1e-15,
+        "averages": worker.num_averages,
+    }
+
+
+def test_float64_is_sent_whole_and_parameters_may_come_later_or_rest() -> None:
+    first, second = run_ranks(add_a_group, 2)
+    assert first == second
+    assert first["taken"] == ["complex", "first", "late", "resting"]
+    assert first["is exact"]
+    assert first["averages"] == 4
