@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-import torch
-
 from lightning_lowbw import EveryK, EveryStep, LowRank, Narrow, TopK, Whole
 from lightning_lowbw.what.narrow_values import make_narrow_format
 from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
