@@ -378,8 +378,9 @@ def test_what_cannot_be_attached_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         DGC().attach(*one_parameter()[::-1])  # type: ignore[arg-type]
 
 
-def warned_by_attach(method: Method, environment: dict[str, str]) -> list[str]:
-    weight, optimizer = one_parameter()
+def warned_by_attach(method: Method, environment: dict[str, str], kind: Any = SGD) -> list[str]:
+    weight = Parameter(torch.zeros(3))
+    optimizer = kind([weight], lr=0.1)
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as monkeypatch:
         warnings.simplefilter("always")
         for name, value in environment.items():
@@ -390,7 +391,7 @@ def warned_by_attach(method: Method, environment: dict[str, str]) -> list[str]:
 
 
 def test_what_attach_warns_of() -> None:
-    """A rank alone; a density that was given as a sparsity; one node. Rank 0 says it."""
+    """A rank alone; a density that was given as a sparsity; one node; no correction. Rank 0 says it."""
     alone, started = "attach {}: there is no other rank to communicate with", "is 2, so other processes were started"
     for method in (DGC(), LocalSGD(), Hierarchical()):
         (message,) = warned_by_attach(method, {})
@@ -402,11 +403,12 @@ def test_what_attach_warns_of() -> None:
     ((message,),) = run_ranks(warned_by_attach, 1, DGC(), {"WORLD_SIZE": "2"})  # each made a group of its own
     assert message.startswith(alone.format("with one rank"))
     assert f"WORLD_SIZE {started}" in message
-    methods = [DGC(sparsity=[0.001]), DGC(topology=((0, 1),))]
-    (of_density, of_node), others = run_ranks(each, 2, warned_by_attach, [(method, {}) for method in methods])
+    cases = [(DGC(sparsity=[0.001]), {}), (DGC(topology=((0, 1),)), {}), (DGC(), {}, RMSprop)]
+    (of_density, of_node, of_feedback), others = run_ranks(each, 2, warned_by_attach, cases)
     assert of_density[0].startswith("sparsity=[0.001]: 99.9 % of the elements are sent.")
     assert "this trains as DDP" in of_node[0]
-    assert others == [[], []]
+    assert "RMSprop: gradients are compressed with error feedback only" in of_feedback[0]
+    assert others == [[], [], []]
 
 
 def test_nccl_with_another_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,6 @@ from tests.engine.replica_problem import (
 from tests.engine.replica_problem import SHAPES as OF_REPLICAS
 from tests.engine.replica_problem import SPARSE as SPARSE_SHAPES
 from tests.engine.replica_problem import attach as attach_replica
-from tests.local_oracle import mean_of
 from tests.ranks import run_ranks
 
 SHAPES = {"large": (40, 30), "conv": (8, 4, 3, 3), "single": (1,), "bias": (7,)}
@@ -171,33 +170,6 @@ def unapplied(states: list[Any], nodes: Nodes, name: str) -> Tensor:
                 change = work["changes"][name] - (snapshot - state["start"][name]).reshape(-1)
                 total = total + change / len(states)
     return total
-
-
-def test_an_average_in_progress_is_dropped_for_another_world() -> None:
-    """Where nothing is forgotten, weights and residuals are together what the steps have done, in the mean of ranks."""
-    pull = torch.linspace(1, 2, 256)
-    for nodes in (TWO, NODES["blocks"]):
-        num_ranks = sum(map(len, nodes))
-        results = run_ranks(each, num_ranks, pull_apart, [(stop, nodes) for stop in (8, 9, 13)])
-        for number, num_steps in enumerate((8, 9, 13)):  # an average is begun after 6 and 12 steps, and applied after 9
-            of_ranks = [result[number] for result in results]
-            done = num_steps * mean_of([pull.roll(40 * rank) for rank in range(num_ranks)])
-            merged = merge_states([state for state, _ in of_ranks])
-            weights = mean_of([weight for _, weight in of_ranks])
-            torch.testing.assert_close(weights + merged["residuals"]["w"], done, rtol=1e-4, atol=1e-4)
-
-
-def pull_apart(num_steps: int, nodes: Nodes) -> tuple[dict[str, Any], Tensor]:
-    weight = Parameter(torch.zeros(256))
-    compression = Compression(decay=1.0, density=0.1, min_numel=1, value_dtype="float32", mean_over="ranks")
-    method = LocalSGD(6, 0, delay_steps=3, compression=compression, topology=topology_of(nodes))
-    worker: Any = method.attach(SGD([weight], lr=1.0), [("w", weight)])
-    for _ in range(num_steps):
-        weight.grad = -torch.linspace(1, 2, 256).roll(40 * dist.get_rank())
-        worker.optimizer.step()
-    found = copy.deepcopy(worker.state_dict()), weight.detach().clone()
-    worker.finish()
-    return found
 
 
 # One participant ------------------------------------------------------------------------------------------------------
