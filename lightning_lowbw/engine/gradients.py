@@ -374,9 +374,10 @@ class GradientWorker(Worker):
             parts[row.name] = flat[self.peers.part(flat.numel())]
             fields[row.name] = {**self.velocities.fields(row), "fault": flag}
         exchange.density = self.density
-        masking = what.masks(
-            self.density, (fields[row.name]["momentum"] for row in rows), by_default=self.correction.masks
-        )
+        # By the momenta of all compressed tensors, also of those that this rank accumulates later: equal on all ranks.
+        groups = by_group(row for row in self._rows if row.is_compressed)
+        momenta = [self.correction.constants(parameters[0], group).momentum for group, parameters in groups]
+        masking = what.masks(self.density, momenta, by_default=self.correction.masks)
         here = set(exchange.accumulate_(parts, fields, masking=masking))
         for row in rows:
             if row.name not in here:  # this rank's part has no elements

@@ -294,6 +294,12 @@ class Worker:
             raise ConfigurationError(
                 f"{self.method.what} in place of {self._made_for}: another payload needs a worker of its own."
             )
+        for name in ("exchange", "mean_over"):  # of `TopK`: how elements are summed
+            given, own = getattr(self.method.what, name, None), getattr(self._made_for, name, None)
+            if given != own:
+                raise ConfigurationError(
+                    f"{name}={given!r} in place of {own!r}: it cannot change during a training. Attach the method anew."
+                )
 
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""
