@@ -138,3 +138,17 @@ def forget_launcher() -> None:
     for variable in [name for name in os.environ if "RANK" in name or name.startswith(("WORLD", "LOCAL_", "MASTER_"))]:
         del os.environ[variable]
     del os.environ["TORCHELASTIC_RUN_ID"]
+
+
+def run_without_lightning(program: str, **environment: str) -> str:
+    """Run a program in a process of its own: Triton reads its environment when it is first imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIGHTNING + program],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -34,6 +34,7 @@ def multiply_add(a, b, c):
 
 @inner
 def largest_bits(bits):
+    """Return the largest magnitude of float32 values, all as their bits: without a sign they compare as integers."""
     largest = np.int32(0)
     for i in range(bits.size):
         magnitude = np.int32(bits[i] & MAGNITUDE)  # which numba has widened
@@ -62,6 +63,7 @@ def collect(bits, first, least, most, positions, count):
 
 @kernel
 def reach(bits, least, positions):
+    """Write the positions of the magnitudes that reach a bound; return how many there are."""
     return collect(bits, 0, least, INFINITE, positions, 0)
 
 
@@ -81,6 +83,7 @@ def clean(gradient, out, fault):
 
 @inner
 def scale_add(factor, x, scale, y, out):
+    """``out = factor x + scale y``, with one rounding of the sum."""
     for i in range(y.size):
         out[i] = multiply_add(factor, x[i], scale * y[i])
 
@@ -102,6 +105,7 @@ def take_square(g, square, largest, adam, s):
 
 @inner
 def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
+    """Accumulate g: ``u = momentum u + gain g; v = v + u``, as `reference.correct_`; in units of s with Adam."""
     if u.size == 0:
         for i in range(v.size):
             v[i] += g[i]
@@ -123,6 +127,7 @@ def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
 def accumulate(
     v, u, gradient, w, square, largest, momentum, gain, nesterov, decay, less, sign, adam, least, positions, fault
 ):
+    """Correct and accumulate a gradient, and collect where the sum reaches a bound; see `cpu.accumulate_`."""
     count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
     room = np.empty((3, BLOCK), dtype=np.float32)
     g, s = room[0], room[1]
@@ -219,6 +224,7 @@ def select_each(bits, chunk, k, k_last, positions):
 
 @kernel
 def pack(positions, fields, width, unary_bits, words):
+    """Write positions in Elias-Fano code; see `cpu.pack_`."""
     mask = (np.int64(1) << width) - 1
     for tensor in range(fields.shape[0]):
         count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
@@ -323,6 +329,7 @@ def scales_of(values, largest, limit, scale):
 
 @kernel
 def encode_blocks(values, scales, packed, largest, limit, tiny, bits):
+    """Write vectors as integers with scales; see `cpu.encode_blocks_`."""
     scale = np.empty(scales.shape[1], dtype=np.float32)
     scale_bits = scale.view(np.int32)
     integers = np.empty(SCALED, dtype=np.int8)
@@ -350,6 +357,7 @@ def encode_blocks(values, scales, packed, largest, limit, tiny, bits):
 
 @kernel
 def decode_blocks(scales, packed, values, bits):
+    """Read what `encode_blocks` has written."""
     scale = np.empty(1, dtype=np.float32)
     integers = np.empty(SCALED, dtype=np.int8)
     for row in range(values.shape[0]):

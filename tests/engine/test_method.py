@@ -133,7 +133,7 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
             r"exchange='reduce_scatter' does not exist on two levels",
         ),
         ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
-        ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, narrow, top_k"),
+        ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, top_k, narrow, low_rank"),
         ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),
         ({"what": {"payload": "narrow", "bits": 8}}, r"what has no bits: choose among value_dtype"),
         ({"what": {"payload": "narrow", "value_dtype": "int2"}}, r"value_dtype='int2': choose one of bfloat16"),

@@ -32,7 +32,7 @@ METHODS: dict[str, Any] = {
     "dgc": DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.99)),
     "dgc bfloat16": DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.99), value_dtype="bfloat16"),
     "local": LocalSGD(k_steps=3),
-    "local bfloat16": LocalSGD(k_steps=3, value_dtype="bfloat16"),
+    "local bfloat16": LocalSGD(k_steps=3, compression="bfloat16"),
     "local delayed": LocalSGD(k_steps=4, delay_steps=2, outer="nesterov"),
 }
 
@@ -74,14 +74,14 @@ def train_offloaded(device: str, name: str, is_on: bool) -> tuple[str, set[tuple
     torch.manual_seed(0)
     model = nn.Linear(256, 256).to(device)
     worker = OFFLOADED[name].attach(sgd(model.parameters()), model.named_parameters())
-    worker.averaging.offload.is_on = is_on
+    worker.is_offloaded = is_on
     for step in range(10):
         worker.optimizer.zero_grad()
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         model(torch.randn(16, 256, generator=generator).to(device)).square().mean().backward()
         worker.optimizer.step()
-    kept = [*worker.averaging.start.values(), *worker.averaging.velocity.values()]
-    kept += [] if worker.averaging.sparse is None else worker.averaging.sparse.residuals.values()
+    kept = [*worker.start.values(), *worker.velocity.values()]
+    kept += [] if worker.compressed is None else worker.compressed.residuals.values()
     places = {(tensor.device.type, tensor.is_pinned()) for tensor in kept}
     worker.state_dict()  # of the third, while an average is in flight, which is then dropped
     worker.finish()

@@ -10,10 +10,10 @@ import torch
 
 from lightning_lowbw.ops import gpu
 from lightning_lowbw.ops.table import Workspace
-from tests.ops import kernel_cases, test_backends
+from tests.ops import backend_cases, kernel_cases
 from tests.ops.bits import equal_bits
 from tests.ops.kernel_cases import missed
-from tests.ops.test_backends import LARGE, check, make, redraw, state
+from tests.ops.segments import LARGE, check, make, redraw, state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 pytest.importorskip("triton")
 
-for module in (kernel_cases, test_backends):
+for module in (kernel_cases, backend_cases):
     globals().update({name: case for name, case in vars(module).items() if name.startswith(("test_", "_fast"))})
 
 

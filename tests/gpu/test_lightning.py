@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, NarrowGradients, Strategy
 from lightning_lowbw.where.agreement import digest
 from tests.gpu.nearness import check_near
 from tests.ranks import run_ranks
@@ -25,7 +25,7 @@ HALVES = ((0, 1), (2, 3))
 
 STRATEGIES: dict[str, Any] = {
     "dgc": partial(DGCStrategy, **SPARSE),
-    "dgc, reduce_scatter": partial(DGCStrategy, **SPARSE, exchange="reduce_scatter"),
+    "dgc, reduce_scatter": partial(Strategy, DGC(**SPARSE, exchange="reduce_scatter")),
     "dgc, int4 values": partial(DGCStrategy, **SPARSE, value_dtype="int4"),
     "dgc, two levels": partial(DGCStrategy, **SPARSE, topology=HALVES),
     "int8": partial(Strategy, NarrowGradients("int8")),

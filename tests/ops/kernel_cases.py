@@ -1,6 +1,6 @@
 """What only the Triton kernels do; `test_gpu` runs this in Triton's interpreter, `tests/gpu` on a GPU.
 
-What all backends do is in `test_backends`, which runs there as well.
+What all backends do is in `backend_cases`, which runs there as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_lowbw.ops.reference import Arrival
 from lightning_lowbw.ops.table import BLOCK, Kind, Workspace
 from lightning_lowbw.what.codec import SparseCodec, layout_of
 from lightning_lowbw.what.selection import SampledSelector, Selection
-from tests.ops.test_backends import (
+from tests.ops.segments import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,

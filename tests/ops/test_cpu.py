@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbw.ops import dispatch, reference
 from lightning_lowbw.ops.reference import Segment
 from tests.ops.bits import equal_bits
-from tests.ops.test_gpu import run
+from tests.programs import run_without_lightning
 
 CPU = dispatch.compiled_for()
 MODULES = [reference, pytest.param(CPU, marks=pytest.mark.skipif(CPU is None, reason="needs numba"))]
@@ -134,7 +134,7 @@ def test_several_threads(numel: int) -> None:
 @pytest.mark.skipif(CPU is None, reason="needs numba")
 def test_what_is_compiled_is_kept_where_the_user_says_and_works_where_it_cannot_be(tmp_path: Path) -> None:
     program = "import torch\nfrom lightning_lowbw.ops import cpu\nassert cpu.largest(torch.ones(9), 1).tolist() == [0]"
-    run(program, NUMBA_CACHE_DIR=str(tmp_path / "mine"))
+    run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "mine"))
     assert list((tmp_path / "mine").glob("**/*.nbc"))
     (tmp_path / "file").write_text("")
-    run(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))
+    run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_lowbw.ops import gpu
-from tests.programs import WITHOUT_LIGHTNING
+from tests.programs import run_without_lightning
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300
-
-
-def run(program: str, **environment: str) -> str:
-    """Run a program in a process of its own: Triton reads its environment when it is first imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIGHTNING + program],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["test_backends", "kernel_cases", "kernel_steps"])
+@pytest.mark.parametrize("name", ["backend_cases", "kernel_cases", "kernel_steps"])
 def test_interpreted(name: str) -> None:
-    output = run(f"from tests.ops.interpreter import main; sys.exit(main({name!r}))", TRITON_INTERPRET="1")
+    output = run_without_lightning(
+        f"from tests.ops.interpreter import main; sys.exit(main({name!r}))", TRITON_INTERPRET="1"
+    )
     assert " passed" in output
     assert "skipped" not in output
 
@@ -48,7 +32,7 @@ def test_interpreted(name: str) -> None:
 def test_compiled(tmp_path: Path) -> None:
     """For the oldest GPU and two recent ones; with loads of 16 bytes where tensors are aligned for them."""
     program = "from tests.ops.compile_kernels import main; main()"
-    output = run(program, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    output = run_without_lightning(program, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     of_correct = [line for line in output.splitlines() if " correct" in line]
     assert sum(" aligned, " in line for line in of_correct) == len(of_correct) / 2 == 6
     for line in of_correct:
@@ -57,7 +41,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 def test_imported_without_triton() -> None:
     imported = "import lightning_lowbw.ops.gpu, lightning_lowbw.ops.dispatch, lightning_lowbw.what.selection"
-    run(f"sys.modules['triton'] = None\n{imported}")
+    run_without_lightning(f"sys.modules['triton'] = None\n{imported}")
 
 
 def test_only_on_a_gpu() -> None:

@@ -109,7 +109,7 @@ def fit_gan(adaptive: bool) -> dict[str, Any]:
 
     trainer = make_trainer(strategy, num_ranks, callbacks=[Watch()])
     trainer.fit(model, make_data(num_ranks, 14))
-    buffers = [sorted(worker.averaging.buffers.floating) for worker in strategy.workers]
+    buffers = [sorted(worker.buffers.floating) for worker in strategy.workers]
     return {
         "trace": trace,
         "averages": [w.num_averages for w in strategy.workers],

@@ -99,7 +99,7 @@ def check(results: list[tuple[list[tuple[bool, int]], str]], dense: int) -> None
         assert all((num > 0) == is_dense for is_dense, num in by_batch)
 
 
-DENSE_STEPS = {"float16": 0, "int8": 0, "int4": 0, "hierarchical": STEPS}
+DENSE_STEPS = {"float16": 0, "int8": 0, "int4": 0, "powersgd": 0, "hierarchical": STEPS}
 
 
 @pytest.mark.parametrize("make_model", [Tiny, ManualTiny])

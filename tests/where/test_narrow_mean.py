@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.engine import quantized
 from lightning_lowbw.engine.quantized import narrow_mean_
 from lightning_lowbw.what.narrow_values import NARROW_NAMES, make_narrow_format
-from lightning_lowbw.where import narrow
 from lightning_lowbw.where.ledger import all_gather_bytes, narrow_mean_bytes
 from lightning_lowbw.where.peers import make_peers
 from tests.narrow import decode, encode
@@ -122,7 +122,7 @@ def test_one_rank_rounds_nothing() -> None:
 
 def average_in_ranges(numels: list[int], length: int) -> tuple[bytes, bytes]:
     """Return the bits of the means and the residuals of several tensors, worked through in ranges of one length."""
-    with mock.patch.object(narrow, "RANGE", length):
+    with mock.patch.object(quantized, "RANGE", length):
         signals = [vector_of(dist.get_rank(), numel, numel, torch.float32) for numel in numels]
         residuals, means = ([torch.full_like(signal, 1e-3) for signal in signals] for _ in range(2))
         narrow_mean_(signals, residuals, means, make_narrow_format("int4"), make_peers())
