@@ -36,7 +36,7 @@ def zeros() -> list[Tensor]:
 
 
 def send_(payload: TopK, residuals: list[Tensor], changes: list[Tensor]) -> Tensor:
-    """Return one participant's message, as `engine.sparse_exchange` makes it; the rest stays in the residuals."""
+    """Return one participant's message, as `engine.exchange` makes it; the rest stays in the residuals."""
     segments = {}
     for number, (residual, change) in enumerate(zip(residuals, changes, strict=True)):
         layout = payload.layout(residual.numel())
