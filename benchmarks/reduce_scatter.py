@@ -76,7 +76,7 @@ def run(collective: str, num_ranks: int, density: float, seed: int, steps: int) 
 def _reduce(
     plan: SparseSum, selected: list[tuple[Tensor, Tensor]], residuals: Tensor, numel: int
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Do what `engine.exchange.SparseReduceScatter` does between ranks; what is not sent goes back into the residuals."""
+    """Do what `SparseReduceScatter` does between ranks; what is not sent goes back into the residuals."""
     outgoing = [plan.prepare(rank, part) for rank, part in enumerate(selected)]
     owned = []
     for rank, own in enumerate(outgoing):
