@@ -24,6 +24,10 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of flo
 INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
 LANES = 4  # counts kept apart: neighbours are often counted in one place, and each would wait for the one before
 AVERAGED = 1 << 13  # elements: their means stay in the first cache
+BYTE = 8  # elements
+PLACES = np.array([sorted(range(BYTE), key=lambda bit: ~byte >> bit & 1) for byte in range(1 << BYTE)], dtype=np.uint8)
+NUM_PLACES = np.array([byte.bit_count() for byte in range(1 << BYTE)], dtype=np.int64)
+GATHER = np.uint64(0x0102040810204080)  # times eight bytes, each 0 or 1: the highest byte has a bit for each
 
 
 @numba.njit(fastmath={"contract"}, **OPTIONS)
@@ -46,18 +50,34 @@ def largest_bits(bits):
 def collect(bits, first, least, most, positions, count):
     """Write where magnitudes of a block lie between two bounds; from more than there is room for on only count.
 
-    There must be room for CHUNK more than are to be found.
+    There must be room for CHUNK more than are to be found. Eight elements make a byte, and a table has the places of the
+    ones in each byte: all eight are written, of which those that count are kept. A branch at each element would be
+    foreseen wrongly as often as there is a one.
+
+    Source: Lemire, Boytsov and Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399,
+    section 4.
     """
-    for start in range(0, bits.size, CHUNK):
+    flags = np.empty(CHUNK, dtype=np.uint8)
+    bytes_of_flags = flags.view(np.uint64)
+    whole, span = bits.size // CHUNK * CHUNK, np.uint32(most - least)
+    for start in range(0, whole, CHUNK):
         chunk = bits[start : start + CHUNK]
         if largest_bits(chunk) < least:
             continue
         if count + CHUNK > positions.size:
             return positions.size
-        for i in range(chunk.size):  # without a branch at each, which would be foreseen wrongly
-            magnitude = chunk[i] & MAGNITUDE
-            positions[count] = first + start + i
-            count += (magnitude >= least) & (magnitude <= most)
+        for i in range(CHUNK):
+            flags[i] = np.uint32(np.int32(chunk[i] & MAGNITUDE) - least) <= span
+        for i in range(CHUNK // BYTE):
+            byte = np.int64((bytes_of_flags[i] * GATHER) >> np.uint64(56))
+            for place in range(BYTE):
+                positions[count + place] = first + start + BYTE * i + PLACES[byte, place]
+            count += NUM_PLACES[byte]
+    if whole < bits.size and count + CHUNK > positions.size:
+        return positions.size
+    for i in range(whole, bits.size):
+        positions[count] = first + i
+        count += np.uint32(np.int32(bits[i] & MAGNITUDE) - least) <= span
     return count
 
 
