@@ -47,19 +47,18 @@ def largest_bits(bits):
 
 
 @inner
-def collect(bits, first, least, most, positions, count):
+def collect(bits, first, least, most, positions, count, flags):
     """Write where magnitudes of a block lie between two bounds; from more than there is room for on only count.
 
-    There must be room for CHUNK more than are to be found. Eight elements make a byte, and a table has the places of
-    the ones in each byte: all eight are written, of which those that count are kept. A branch at each element would be
-    foreseen wrongly as often as there is a one.
+    There must be room for CHUNK more than are to be found; `flags` has CHUNK bytes of any content. Eight elements make a
+    byte, and a table has the places of the ones in each byte: all eight are written, of which those that count are kept.
+    A branch at each element would be foreseen wrongly as often as there is a one.
 
     Source: Lemire, Boytsov and Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399,
     section 4.
     """
     if least > most:
         return count
-    flags = np.empty(CHUNK, dtype=np.uint8)
     bytes_of_flags = flags.view(np.uint64)
     whole, span = bits.size // CHUNK * CHUNK, np.uint32(most - least)
     for start in range(0, whole, CHUNK):
@@ -86,10 +85,10 @@ def collect(bits, first, least, most, positions, count):
 @kernel
 def reach(bits, least, positions):
     """Write the positions of the magnitudes that reach a bound; return how many there are."""
-    return collect(bits, 0, least, INFINITE, positions, 0)
+    return collect(bits, 0, least, INFINITE, positions, 0, np.empty(CHUNK, dtype=np.uint8))
 
 
-# The equations of `reference.accumulate_`. A loop is made of vector instructions only where it does one thing: so a
+# The equations of `reference.accumulate_`. A loop is made of vector instructions only where it has no branch: so a
 # block goes through several.
 
 
@@ -132,16 +131,17 @@ def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
         for i in range(v.size):
             v[i] += g[i]
         return
-    for i in range(v.size):
-        u[i] = multiply_add(gain, g[i], momentum * u[i])
     if is_adam:
         for i in range(v.size):
+            u[i] = multiply_add(gain, g[i], momentum * u[i])
             v[i] += u[i] / s[i]
     elif nesterov:
         for i in range(v.size):
+            u[i] = multiply_add(gain, g[i], momentum * u[i])
             v[i] = multiply_add(momentum, u[i], v[i] + g[i])
     else:
         for i in range(v.size):
+            u[i] = multiply_add(gain, g[i], momentum * u[i])
             v[i] += u[i]
 
 
@@ -153,7 +153,7 @@ def accumulate(
     count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
     room = np.empty((3, BLOCK), dtype=np.float32)
     g, s = room[0], room[1]
-    one = np.float32(1)
+    one, flags = np.float32(1), np.empty(CHUNK, dtype=np.uint8)
     for start in range(0, v.size, BLOCK):
         stop = min(start + BLOCK, v.size)
         own, own_v, own_g = gradient[start:stop], v[start:stop], g[: stop - start]
@@ -162,6 +162,8 @@ def accumulate(
             own = room[2, : stop - start]
         if w.size:
             scale_add(decay, w[start:stop], sign, own, own_g)
+        elif sign == one and less == 0:
+            own_g = own
         else:
             for i in range(own.size):
                 own_g[i] = sign * own[i]
@@ -173,7 +175,7 @@ def accumulate(
         if fault.size and largest_bits(bits[start:stop]) >= INFINITE:
             fault[0] = True
         if count < positions.size:
-            count = collect(bits[start:stop], start, least, INFINITE, positions, count)
+            count = collect(bits[start:stop], start, least, INFINITE, positions, count, flags)
     return count
 
 
@@ -205,7 +207,7 @@ def rank(counts, digit, left):
 
 
 @inner
-def select(bits, first, k, counts, positions):
+def select(bits, first, k, counts, positions, flags):
     """Write the positions of the k largest, of equal ones the first, where there is room for CHUNK more."""
     counts[:] = 0
     count_digits(bits, 0, 20, 11, counts)
@@ -224,20 +226,20 @@ def select(bits, first, k, counts, positions):
         while left:
             left -= (bits[end] & MAGNITUDE) == least
             end += 1
-    count = collect(bits[:end], first, least, MAGNITUDE, positions, 0)
+    count = collect(bits[:end], first, least, MAGNITUDE, positions, 0, flags)
     if end < bits.size and least < MAGNITUDE:
-        collect(bits[end:], first + end, np.int32(least + 1), MAGNITUDE, positions, count)
+        collect(bits[end:], first + end, np.int32(least + 1), MAGNITUDE, positions, count, flags)
 
 
 @kernel
 def select_each(bits, chunk, k, k_last, positions):
     """Write the k largest of each chunk, and `k_last` of the rest."""
-    counts, end = np.empty((LANES, 1 << 11), dtype=np.int32), 0
+    counts, flags, end = np.empty((LANES, 1 << 11), dtype=np.int32), np.empty(CHUNK, dtype=np.uint8), 0
     for start in range(0, bits.size, chunk):
         mine = bits[start : start + chunk]
         wanted = k if mine.size == chunk else k_last
         if wanted:
-            select(mine, start, wanted, counts, positions[end:])
+            select(mine, start, wanted, counts, positions[end:], flags)
         end += wanted
 
 

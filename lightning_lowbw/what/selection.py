@@ -153,16 +153,16 @@ class SampledSelector:
             kernels.accumulate_(segment, 0.0)
             return of_residual.largest(residual, k)
         stride = max(1, numel // self.SAMPLE) | 1  # odd, not to fall into step with rows of a power of two elements
-        # Each candidate has 8 bytes: in the pass that accumulates there is room for twice what is aimed at. Where there
-        # are more, mostly in the second step, another pass looks.
-        room = int(2 * self.SURPLUS * k)
+        # Each candidate has 8 bytes. A tail as heavy as Cauchy's has now and then four times what is aimed at; where
+        # there are more, mostly in the second step, another pass looks.
+        room = int(4 * self.SURPLUS * k)
         if not self.threshold > 0.0:
             self.threshold = self._estimate(kernels.sample_accumulated(segment, stride), numel, k)
         positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold, room), k)
         if positions is None:  # the distribution has moved; to estimate again costs less than to look through all
             self.threshold = self._estimate(residual[::stride].abs(), numel, k)
             if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
-                positions = self._narrow(residual, of_residual.reach(residual, self.threshold, 4 * room), k)
+                positions = self._narrow(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
         if positions is None:
             self.threshold, positions = 0.0, of_residual.largest(residual, k)
         return positions
