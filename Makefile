@@ -42,7 +42,7 @@ test-slow: $(STAMP)  ## before a release: what takes long, the oldest releases, 
 test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
-	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default --ignore tests/engine/test_launches.py
+	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default --ignore tests/sync/test_launches.py
 
 # Other people's projects bring half of PyPI: an environment of their own.
 test-clients:  ## train with other people's projects, and write docs/compatibility.md (under 40 minutes)
@@ -63,7 +63,7 @@ bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (ne
 # With the torch that is there: a plain install would bring another one. A test that fails does not cost the benchmark.
 gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
 	$(PYTHON) -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu \
-	  tests/gpu tests/what tests/ops/test_lists.py tests/ops/test_reference.py tests/where/test_collectives.py; status=$$?; \
+	  tests/gpu tests/compress tests/kernels/test_lists.py tests/kernels/test_reference.py tests/comm/test_collectives.py; status=$$?; \
 	$(PYTHON) benchmarks/ops_gpu.py && exit $$status
 
 lint: $(STAMP)  ## check style, format and types

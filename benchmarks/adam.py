@@ -54,8 +54,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from benchmarks.harness import RESULTS, describe_environment, replace_block
-from lightning_lowbw.what.selection import num_selected
-from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_RANKS = 4

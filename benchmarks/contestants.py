@@ -97,7 +97,7 @@ POST_LOCAL_SGD = Contestant(f"torch local SGD / {LOCAL_STEPS}", post_local_sgd, 
 DGC = Contestant("dgc", lambda: DGCStrategy(sparsity=[0.999], **COMMON), 1, 0.01)
 DGC_TORCH = replace(DGC, name="dgc, plain torch", is_compiled=False)
 NARROW = [
-    Contestant(dtype, lambda dtype=dtype: lowbw.Strategy(lowbw.NarrowGradients(dtype), **COMMON), 1, share)
+    Contestant(dtype, lambda dtype=dtype: lowbw.Strategy(lowbw.QuantizedGradients(dtype), **COMMON), 1, share)
     for dtype, share in (("int8", 1 / 4), ("int4", 1 / 8))
 ]
 INT8_TORCH = replace(NARROW[0], name="int8, plain torch", is_compiled=False)

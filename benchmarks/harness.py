@@ -20,7 +20,7 @@ import torch
 
 import lightning_lowbw
 from lightning_lowbw.lab import Network, launch
-from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.schedules.every_step import EveryStep
 
 RESULTS = Path(__file__).with_name("results")
 LAB = "network namespaces, token bucket filter in both directions, no added delay"

@@ -38,12 +38,12 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 import lightning_lowbw
-from lightning_lowbw.engine import whole_gradients
-from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.presets import DGC
-from lightning_lowbw.ops import dispatch, gpu
-from lightning_lowbw.where.collectives import TensorWork
-from lightning_lowbw.where.peers import Peers
+from lightning_lowbw.comm.collectives import TensorWork
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.presets import DGC
+from lightning_lowbw.sync import whole_gradients
+from lightning_lowbw.sync.gradient import GradientSync
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
@@ -144,9 +144,7 @@ class Contest:
         gradients_of = [self.draw(*shape) for shape in self.shapes]
         optimizer = make_optimizer(kind, parameters)
         method = DGC(exchange="all_gather")
-        worker = GradientWorker(
-            method, optimizer, [(str(i), each) for i, each in enumerate(parameters)], Echo(num_ranks)
-        )
+        worker = GradientSync(method, optimizer, [(str(i), each) for i, each in enumerate(parameters)], Echo(num_ranks))
 
         worker.step = 1  # at the first step the weights are compared, which `Echo` cannot answer
 

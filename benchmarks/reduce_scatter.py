@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/reduce_scatter.py --quick    # under a minute; writes nothing
 
 Each virtual rank has a batch, a velocity and a residual of its own; all take the same step. Both collectives are the
-package's own arithmetic (`what.sparse_sum`, a mean of sparse vectors), without a network. The loss is the mean of the
-last tenth of the steps, over all ranks' batches. Writes benchmarks/results/reduce_scatter.json and .md.
+package's own arithmetic (`compress.sparse_sum`, a mean of sparse vectors), without a network. The loss is the mean of
+the last tenth of the steps, over all ranks' batches. Writes benchmarks/results/reduce_scatter.json and .md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
-from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.sparse_sum import SparseSum, even_boundaries, sum_in_order
+from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries, sum_in_order
 from lightning_lowbw.zoo.digits import load_digit_tensors
 
 DENSITIES, WORLDS, SEEDS = (0.01,), (16, 64), (0, 1)

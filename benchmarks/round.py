@@ -26,14 +26,14 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from lightning_lowbw.ops import dispatch
-from lightning_lowbw.ops.reference import Segment
-from lightning_lowbw.ops.tensors import NUM_SAMPLED
-from lightning_lowbw.what.codec import pack, unpack
-from lightning_lowbw.what.selection import Selection
-from lightning_lowbw.what.top_k import Compression
-from lightning_lowbw.what.values import make_value_format
-from lightning_lowbw.where.agreement import checksum
+from lightning_lowbw.comm.agreement import checksum
+from lightning_lowbw.compress.codec import pack, unpack
+from lightning_lowbw.compress.selection import Selection
+from lightning_lowbw.compress.top_k import Compression
+from lightning_lowbw.compress.values import make_value_format
+from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.kernels.tensors import NUM_SAMPLED
 
 WORKLOAD = WORKLOADS["transformer-10M"]
 BATCHES = (4, 16)  # sequences of 64 bytes per local step; the first is the lab's

@@ -43,7 +43,7 @@ PRETRAINING, STEPS, UNTIMED = 200, 40, 5
 PRETRAINING_LR, LR = 1e-3, 3e-4
 METHODS: dict[str, lowbw.Method] = {
     "hierarchical_fsdp (HSDP)": lowbw.Hierarchical(),
-    "int8_fsdp": lowbw.NarrowGradients("int8"),
+    "int8_fsdp": lowbw.QuantizedGradients("int8"),
     "dgc_fsdp": lowbw.DGC(sparsity=[0.99]),
     "sparse_loco_fsdp": lowbw.LocalSGD(k_steps=10, begin_step=0, compression=lowbw.Compression()),
 }

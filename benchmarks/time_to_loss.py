@@ -7,7 +7,7 @@ Trains the byte-level language model on the standard library's source with each 
 steps as with DDP, and once for about as many seconds. Writes benchmarks/results/time_to_loss.json, a table and a plot.
 
 With --accuracy: trains with DDP, float16, int8 and int4 for the same steps, on a link that is not throttled. Writes
-benchmarks/results/narrow_accuracy.json and a table, and the table into the method card.
+benchmarks/results/quantized_accuracy.json and a table, and the table into the method card.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.harness import RESULTS, as_plain, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
-from lightning_lowbw import EveryStep, NarrowGradients, Strategy
+from lightning_lowbw import EveryStep, QuantizedGradients, Strategy
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.counters import read_sent_bytes
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
@@ -64,7 +64,7 @@ ACCURACY_TASKS: dict[str, tuple[Any, Any, int]] = {
 }
 ACCURACY_METHODS: dict[str, Any] = {  # what makes the strategy
     "ddp": lambda: "ddp",
-    "float16": lambda: Strategy(NarrowGradients("float16")),
+    "float16": lambda: Strategy(QuantizedGradients("float16")),
     "int8": lambda: "int8",
     "int4": lambda: "int4",
 }
@@ -210,7 +210,7 @@ def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
     """Start the ranks, keep what there is of other tasks and seeds, write the results, and put them into the card."""
-    result = RESULTS / "narrow_accuracy.json"
+    result = RESULTS / "quantized_accuracy.json"
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
     command = [__file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
     rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
@@ -223,9 +223,9 @@ def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
 
 
 def put_into_card() -> None:
-    """Replace the marked block of docs/methods/narrow.md by what the benchmarks have written."""
+    """Replace the marked block of docs/methods/quantized.md by what the benchmarks have written."""
     accuracy, lab = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("narrow_accuracy", "slow_link_narrow")
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("quantized_accuracy", "slow_link_quantized")
     )
     of_cells = {
         name: [str(each[key]) for each in lab["cells"]]
@@ -238,11 +238,11 @@ def put_into_card() -> None:
         "optimizer is named, text with AdamW; in brackets the least and the largest difference of a seed:\n",
         accuracy_to_markdown(accuracy["rows"]),
         "In the lab, 25M MLP, one core per rank (`benchmarks/slow_link.py "
-        f"{shlex.join([*options, '--name', 'slow_link_narrow'])}`, {lab['environment']['cpu']}):\n",
-        (RESULTS / "slow_link_narrow.md").read_text(),
-        "![step time against bandwidth](../../benchmarks/results/slow_link_narrow.png)",
+        f"{shlex.join([*options, '--name', 'slow_link_quantized'])}`, {lab['environment']['cpu']}):\n",
+        (RESULTS / "slow_link_quantized.md").read_text(),
+        "![step time against bandwidth](../../benchmarks/results/slow_link_quantized.png)",
     ]
-    replace_block("docs/methods/narrow.md", "measured", "\n".join(parts) + "\n")
+    replace_block("docs/methods/quantized.md", "measured", "\n".join(parts) + "\n")
 
 
 def smooth(losses: list[float], num_steps: int = SMOOTHING) -> list[float]:
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accuracy", nargs="+", choices=ACCURACY_TASKS, help="tasks; instead of the curves")
     parser.add_argument("--only-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of --accuracy; others stay")
-    parser.add_argument("--card", action="store_true", help="only put results into docs/methods/narrow.md")
+    parser.add_argument("--card", action="store_true", help="only put results into docs/methods/quantized.md")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
     if options.card:

@@ -29,11 +29,11 @@ from torch.utils.data import Dataset
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import mlp_25m
-from lightning_lowbw.ops.reference import correct_, largest, scatter_mean_, take_
-from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.selection import num_selected
-from lightning_lowbw.what.values import VALUE_NAMES
-from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.compress.values import VALUE_NAMES
+from lightning_lowbw.kernels.reference import correct_, largest, scatter_mean_, take_
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 MIN_NUMEL = 16384  # smaller tensors go dense

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import lightning_lowbw as lowbw
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies import Strategy
-from lightning_lowbw.where.agreement import digest
 
 NUM_RANKS = 2
 WAY, RECORD = "LOWBW_CLIENT_WAY", "LOWBW_CLIENT_RECORD"  # environment variables, which the ranks inherit

@@ -79,7 +79,7 @@ def main() -> None:
     begin = options.steps // 10
     methods = {
         "hierarchical_fsdp (HSDP)": lowbw.Hierarchical(),
-        "int8_fsdp": lowbw.NarrowGradients("int8"),
+        "int8_fsdp": lowbw.QuantizedGradients("int8"),
         "dgc, 1 %": lowbw.DGC(sparsity=[0.99], rampup_begin_step=begin),
         "sparse_loco, k = 10": lowbw.LocalSGD(k_steps=10, begin_step=0, compression=lowbw.Compression()),
     }

@@ -7,17 +7,17 @@ Importing this package makes the strategies known to Lightning by name, `Trainer
 from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
-from lightning_lowbw.engine.exchange import Whole
-from lightning_lowbw.engine.low_rank import LowRank
-from lightning_lowbw.engine.method import Method, Where
-from lightning_lowbw.engine.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, NarrowGradients, PowerSGD
-from lightning_lowbw.engine.quantized import Narrow
-from lightning_lowbw.engine.state import merge_states
+from lightning_lowbw.comm.topology import Topology
+from lightning_lowbw.compress.top_k import Compression, TopK
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
     NonFiniteGradientError,
 )
+from lightning_lowbw.method import Method, Where
+from lightning_lowbw.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, PowerSGD, QuantizedGradients
+from lightning_lowbw.schedules.every_k import EveryK
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import (
     AdaptiveLocalSGDStrategy,
     AutoStrategy,
@@ -28,10 +28,10 @@ from lightning_lowbw.strategies import (
     Strategy,
     register,
 )
-from lightning_lowbw.what.top_k import Compression, TopK
-from lightning_lowbw.when.every_k import EveryK
-from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.topology import Topology
+from lightning_lowbw.sync.exchange import Whole
+from lightning_lowbw.sync.low_rank import LowRank
+from lightning_lowbw.sync.quantized import Quantized
+from lightning_lowbw.sync.state import merge_states
 
 __version__ = "0.2.0"
 
@@ -53,10 +53,10 @@ __all__ = [
     "LocalSGDStrategy",
     "LowRank",
     "Method",
-    "Narrow",
-    "NarrowGradients",
     "NonFiniteGradientError",
     "PowerSGD",
+    "Quantized",
+    "QuantizedGradients",
     "ShardedStrategy",
     "SparsityWarmup",
     "Strategy",

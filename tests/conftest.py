@@ -21,8 +21,8 @@ from tests.reliability import Recorder
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
 LONG = (
-    *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_cli.py", "ops/test_gpu.py"),
-    *("engine/test_launches.py", "engine/test_optimizers.py", "strategies/test_launchers.py", "test_lab.py"),
+    *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_cli.py", "kernels/test_gpu.py"),
+    *("sync/test_launches.py", "sync/test_optimizers.py", "strategies/test_launchers.py", "test_lab.py"),
     *("strategies/test_levels.py", "strategies/test_auto.py", "strategies/test_sharded.py"),
     *("test_sharded_checkpoint.py", "strategies/test_signals.py", "test_lost_peers.py", "strategies/test_uneven.py"),
 )

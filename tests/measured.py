@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_lowbw.engine.auto import DENSITIES, Measured
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.plan import DENSITIES, Measured
 from lightning_lowbw.strategies import auto_choice
-from lightning_lowbw.where.link import Link
 
 
 def make_measured(step_s: float, dense_s: float, by_density: dict[float, float] | float, **others: float) -> Measured:

@@ -38,7 +38,7 @@ with contextlib.suppress(ImportError):  # optional
 
     import torch
 
-    from lightning_lowbw.ops import dispatch
+    from lightning_lowbw.kernels import dispatch
 
     torch.set_num_threads(1)
     # Compiled in some ten seconds, loaded in a tenth of one; of processes that begin together one compiles.
@@ -46,8 +46,8 @@ with contextlib.suppress(ImportError):  # optional
         fcntl.flock(file, fcntl.LOCK_EX)
         dispatch.prepare(torch.device("cpu"))  # a rank that cannot says so itself
 
-if os.environ.get("TRITON_INTERPRET") == "1":  # tests/ops/kernel_steps.py
-    from tests.ops import interpreter
+if os.environ.get("TRITON_INTERPRET") == "1":  # tests/kernels/kernel_steps.py
+    from tests.kernels import interpreter
 
     interpreter.speed_up()
 

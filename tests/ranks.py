@@ -244,7 +244,7 @@ class _Left:
             if len(current) == len(names) and all(map(operator.is_, current.values(), names.values())):
                 continue
             current.update({name: value for name, value in names.items() if current.get(name) is not value})
-        if (groups := sys.modules.get("lightning_lowbw.where.collectives")) is not None:
+        if (groups := sys.modules.get("lightning_lowbw.comm.collectives")) is not None:
             getattr(groups, "_groups", {}).clear()  # groups of worlds that are gone
         os.environ.clear()
         os.environ.update(self.environment)

@@ -30,8 +30,8 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
+from lightning_lowbw.comm.agreement import digest
 from tests.programs import forget_launcher
 from tests.ranks import run_ranks
 
@@ -44,7 +44,7 @@ SPARSE = {"density": 1 / 8, "chunk": 64, "min_numel": 100}
 COLUMNS: dict[str, Callable[..., DDPStrategy]] = {
     "ddp": DDPStrategy,
     "dgc": lambda **more: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=100, **more),
-    "int8": lambda **more: Strategy(NarrowGradients("int8"), **more),
+    "int8": lambda **more: Strategy(QuantizedGradients("int8"), **more),
     "hierarchical": lambda **more: HierarchicalStrategy(topology=1, **more),
     "local_sgd": lambda **more: LocalSGDStrategy(k_steps=3, **more),
     "diloco": lambda **more: LocalSGDStrategy(k_steps=3, outer="nesterov", **more),

@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lowbw as lowbw
 from lightning_lowbw import ConfigurationError, Method, ShardedStrategy, Strategy, Topology
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
-from lightning_lowbw.when.every_step import EveryStep
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     **{name: getattr(lowbw, name) for name in lowbw.__all__ if name[0].isupper() and not name.endswith("Error")},
@@ -98,7 +98,9 @@ def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None
     assert SAYS.search(message), f"{given_values}: {message}"
 
 
-@pytest.mark.parametrize("name", ["EveryK", "TopK", "SparsityWarmup", "TrafficMonitor", "Topology", "NarrowGradients"])
+@pytest.mark.parametrize(
+    "name", ["EveryK", "TopK", "SparsityWarmup", "TrafficMonitor", "Topology", "QuantizedGradients"]
+)
 def test_wrong_names_are_told_the_right_ones(name: str) -> None:
     constructor = CONSTRUCTORS[name]
     names = list(inspect.signature(constructor).parameters)

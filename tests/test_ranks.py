@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_lowbw.where import ledger
+from lightning_lowbw.comm import ledger
 from tests.ranks import idle_processes, run_ranks
 
 

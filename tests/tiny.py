@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import DGCStrategy
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 
 BATCH = 4
 MIN_NUMEL = 100  # so that the tiny layers are sparse

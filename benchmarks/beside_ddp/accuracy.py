@@ -40,13 +40,13 @@ from benchmarks.beside_ddp.tasks import (
 )
 from benchmarks.harness import as_plain
 from lightning_lowbw import DGCStrategy, EveryStep, Method
-from lightning_lowbw.engine import auto as rule
-from lightning_lowbw.engine.auto import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
+from lightning_lowbw.comm.ledger import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.top_k import MOST_NUMEL, TopK, small_numel
+from lightning_lowbw.plan import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
 from lightning_lowbw.strategies import auto_choice
-from lightning_lowbw.what.top_k import MOST_NUMEL, TopK, small_numel
-from lightning_lowbw.where.ledger import all_reduce_bytes, all_reduce_rounds
-from lightning_lowbw.where.link import Link
-from lightning_lowbw.where.peers import Peers
+from lightning_lowbw.sync import auto as rule
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
@@ -76,14 +76,14 @@ def measure_accuracy(options: argparse.Namespace, results: dict[str, Any], path:
 
 
 def constants_of(options: argparse.Namespace) -> dict[str, float]:
-    """Return the constants of `engine.auto` that are asked for.
+    """Return the constants of `plan` that are asked for.
 
     Raises:
         SystemExit: there is none of this name.
     """
     constants = {name: float(value) for name, _, value in (each.partition("=") for each in options.constant)}
     if unknown := [name for name in constants if not hasattr(rule, name)]:
-        raise SystemExit(f"engine/auto.py has no {', '.join(unknown)}.")
+        raise SystemExit(f"plan.py has no {', '.join(unknown)}.")
     return constants
 
 

@@ -34,11 +34,11 @@ from benchmarks.beside_ddp.tasks import (
 )
 from benchmarks.harness import run_in_lab
 from lightning_lowbw import DGC, DGCStrategy, EveryStep
-from lightning_lowbw.engine.auto import DENSITIES, Candidate, Measured, Run, choose, why_dense
+from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.plan import DENSITIES, Candidate, Measured, Run, choose, why_dense
 from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.strategies.auto_choice import NUM_UNTIMED, OF_AUTO
-from lightning_lowbw.where.ledger import all_reduce_bytes
-from lightning_lowbw.where.link import Link
 
 WINDOW_S, LEAST_STEPS, MOST_STEPS, UNTIMED_STEPS = 4.0, 3, 20, 3  # of one measurement in the lab
 NUM_ROUNDS = 8  # of measurements in turn, where a step is short enough for `MOST_STEPS`

@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.arguments import is_count, is_number, names_arguments
-from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.presets import DGC_SPARSITY, LocalSGD
+from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method
+from lightning_lowbw.presets import DGC_SPARSITY, LocalSGD
+from lightning_lowbw.schedules.every_k import EveryK
+from lightning_lowbw.schedules.every_step import AUTO, EveryStep, as_stairs
 from lightning_lowbw.strategies import ShardedStrategy, Strategy, accumulates_by_schedule, steps_per_epoch_of
-from lightning_lowbw.when.every_k import EveryK
-from lightning_lowbw.when.every_step import AUTO, EveryStep, as_stairs
-from lightning_lowbw.where.agreement import failing_together, gather
 
 OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
 

@@ -11,14 +11,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_lowbw.engine.checks import warn_if_incomplete
-from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.namespaces import twins
-from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.every_k import MOST_FRAGMENTS, EveryK
-from lightning_lowbw.when.every_step import EveryStep
+from lightning_lowbw.schedules.every_k import MOST_FRAGMENTS, EveryK
+from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.checks import warn_if_incomplete
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 C = TypeVar("C", bound=pl.Callback)
 
@@ -58,7 +58,7 @@ def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
     return math.ceil(num_batches / trainer.accumulate_grad_batches) if math.isfinite(num_batches) else None
 
 
-def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Worker]) -> float:
+def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> float:
     """Return the number of a fit's last step, as each worker counts: from 0 in each fit that does not resume.
 
     In manual optimization as many as there are batches; an optimizer that leaves some out takes fewer.
@@ -78,7 +78,7 @@ def warn_if_alone(strategy: str, num_ranks: int) -> None:
         )
 
 
-def warn_if_too_short(when: EveryStep | EveryK, trainer: pl.Trainer, workers: Sequence[Worker]) -> None:
+def warn_if_too_short(when: EveryStep | EveryK, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
     """Warn where the run ends before its method has done anything but DDP."""
     instead, begin = "", when.rampup_begin_step if isinstance(when, EveryStep) else when.begin_step
     if not isinstance(begin, int):
@@ -99,17 +99,17 @@ def warn_if_too_short(when: EveryStep | EveryK, trainer: pl.Trainer, workers: Se
         )
 
 
-def numels_of(workers: Iterable[Worker]) -> tuple[list[int], list[int]]:
+def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:
     """Return the elements of each trained tensor that is sent sparse in sparse steps, and of each other one."""
     found = [worker.params.numels_by_kind(what) for worker in workers if isinstance(what := worker.method.what, TopK)]
     return [numel for sparse, _ in found for numel in sparse], [numel for _, others in found for numel in others]
 
 
-def tell_of_sparse_steps(workers: Sequence[Worker]) -> None:
+def tell_of_sparse_steps(workers: Sequence[Synchronizer]) -> None:
     """Log a change of an optimizer's arithmetic; warn if that is not complete, or if most elements are sent whole."""
     sparse, others = numels_of(workers)
     for worker in workers:
-        if isinstance(worker, GradientWorker):
+        if isinstance(worker, GradientSync):
             if isinstance(worker.method.what, TopK) and not worker.correction.is_complete and worker.peers.rank == 0:
                 warn_if_incomplete(worker.optimizer, worker.when)
             if numels_of([worker])[0] and (note := worker.correction.note()):
@@ -123,7 +123,7 @@ def tell_of_sparse_steps(workers: Sequence[Worker]) -> None:
         )
 
 
-def warn_if_replaced(module: nn.Module, workers: Iterable[ReplicaWorker]) -> bool:
+def warn_if_replaced(module: nn.Module, workers: Iterable[LocalSync]) -> bool:
     """Warn of buffers that other tensors have taken the place of: those are not averaged; return whether there are."""
     buffers = {name: buffer for worker in workers for name, buffer in worker.buffers.floating.items()}
     now = dict(module.named_buffers())

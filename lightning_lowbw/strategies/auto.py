@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.arguments import check_flag
-from lightning_lowbw.engine.auto import CANDIDATES
-from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.plan import CANDIDATES
+from lightning_lowbw.presets import DGC
 from lightning_lowbw.strategies.auto_choice import AutoChoice
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, asked_of_buffers, shows
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.where.topology import TopologyChoice
 
 
 class AutoStrategy(Strategy):
     """Take a few dense steps, measure them and the link, and continue with the fastest method, or one nearly as fast.
 
     The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for optimizers with which its
-    accuracy has been measured; see `lightning_lowbw.engine.auto`. One line logs the choice, the reason, and the
+    accuracy has been measured; see `lightning_lowbw.plan`. One line logs the choice, the reason, and the
     code that selects it. All ranks make the same choice, once; a resume keeps it.
 
     Args:

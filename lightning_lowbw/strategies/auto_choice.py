@@ -14,17 +14,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.engine.auto import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
-from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method
+from lightning_lowbw.plan import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.advice import num_steps_of_fit, numels_of
-from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.agreement import gather
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.link import Link
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
 NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
@@ -36,7 +36,7 @@ class AutoChoice:
     """The choice of a fit; of several optimizers the first that steps is timed, and the others step in between.
 
     Args:
-        names: of `engine.auto.CANDIDATES`.
+        names: of `plan.CANDIDATES`.
 
     Attributes:
         given: the method with "auto" in it; None where there is nothing to choose.
@@ -97,7 +97,7 @@ class AutoChoice:
         )
         return method
 
-    def begin_training(self, workers: Sequence[Worker], trainer: pl.Trainer, *, is_search: bool) -> None:
+    def begin_training(self, workers: Sequence[Synchronizer], trainer: pl.Trainer, *, is_search: bool) -> None:
         """Begin to time, where there is something to choose.
 
         Args:
@@ -114,7 +114,7 @@ class AutoChoice:
         """Do not count the time since the last step, such as validation or a checkpoint."""
         self._last = (time.perf_counter(), ledger.exposed_s)
 
-    def end_step(self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer) -> Method | None:
+    def end_step(self, worker: Synchronizer, workers: Sequence[Synchronizer], trainer: pl.Trainer) -> Method | None:
         """Time an optimizer step; return the method to continue with after the last one that decides, else None.
 
         Collective: all ranks, blocking, after that step; nothing else.
@@ -144,7 +144,7 @@ class AutoChoice:
             self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
         return None
 
-    def _choose(self, worker: Worker, workers: Sequence[Worker], trainer: pl.Trainer) -> Candidate:
+    def _choose(self, worker: Synchronizer, workers: Sequence[Synchronizer], trainer: pl.Trainer) -> Candidate:
         """Measure, where that matters; return what to continue with, and log why.
 
         Collective: all ranks, blocking; they may have other times and lengths.
@@ -190,7 +190,7 @@ def medians(times: Sequence[tuple[float, float]]) -> Measured:
 
 
 def refusals(
-    workers: Sequence[Worker], trainer: pl.Trainer, *, is_even: bool, is_dgc_asked_for: bool
+    workers: Sequence[Synchronizer], trainer: pl.Trainer, *, is_even: bool, is_dgc_asked_for: bool
 ) -> dict[str, str]:
     """Return which candidates cannot be used in this training, or have not been measured for it, with the reasons.
 
@@ -201,7 +201,7 @@ def refusals(
         is_dgc_asked_for: whether the user has named it, and is warned of optimizers that it has no correction for.
     """
     found: dict[str, str] = {}
-    ours = [worker for worker in workers if isinstance(worker, GradientWorker)]
+    ours = [worker for worker in workers if isinstance(worker, GradientSync)]
     unknown = {type(each.optimizer).__name__ for each in ours if not each.correction.is_complete}
     if unknown and not is_dgc_asked_for:
         found["dgc"] = f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.engine.checks import warn_if_mostly_sent
-from lightning_lowbw.engine.kernels import prepare_kernels, uses_of
-from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.comm.agreement import agree, gather
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
+from lightning_lowbw.schedules.every_k import EveryK
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.advice import num_steps_of_fit, tell_of_sparse_steps, warn_if_too_short
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
@@ -35,9 +34,10 @@ from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard
-from lightning_lowbw.when.every_k import EveryK
-from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.agreement import agree, gather
+from lightning_lowbw.sync.checks import warn_if_mostly_sent
+from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class BaseStrategy(ParallelStrategy):
     """
 
     method: Method
-    _workers: dict[int, Worker]  # by id of the optimizer
+    _workers: dict[int, Synchronizer]  # by id of the optimizer
     _options: dict[str, Any]  # of the constructor; "resume" is one
     _resolved_begin: tuple[float, int] | None = None  # a `begin_step` that is a fraction, and the steps it was last
     _is_torn_down = False  # the Trainer has handled what ended it
@@ -106,19 +106,19 @@ class BaseStrategy(ParallelStrategy):
         """Forget the last fit, or the steps with a method of another kind."""
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_new_gradients = False  # since the last exchange
-        self._exchanged: set[Worker] = set()  # to clip the mean by hand, since the last backward pass
+        self._exchanged: set[Synchronizer] = set()  # to clip the mean by hand, since the last backward pass
         self._is_exchanged_by_clipping = False
         self.view.keep()
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[Synchronizer]:
         """The method's workers, in the order of the optimizers, of the present fit or the last one."""
         return list(self._workers.values())
 
     @property
-    def replicas(self) -> list[ReplicaWorker]:
+    def replicas(self) -> list[LocalSync]:
         """Those of methods that average weights."""
-        return [worker for worker in self.workers if isinstance(worker, ReplicaWorker)]
+        return [worker for worker in self.workers if isinstance(worker, LocalSync)]
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -126,7 +126,7 @@ class BaseStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def worker_of(self, optimizer: Any) -> Worker:
+    def worker_of(self, optimizer: Any) -> Synchronizer:
         """Return the worker of an optimizer.
 
         Raises:
@@ -256,7 +256,7 @@ class BaseStrategy(ParallelStrategy):
         return result
 
     @torch.no_grad()
-    def _end_closure(self, worker: Worker) -> None:
+    def _end_closure(self, worker: Synchronizer) -> None:
         """Replace the gradients of the optimizer that steps by those it steps with."""
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
@@ -273,18 +273,18 @@ class BaseStrategy(ParallelStrategy):
         self._exchange_unscaled(worker)
 
     @torch.no_grad()
-    def _exchange_unscaled(self, worker: Worker) -> None:
+    def _exchange_unscaled(self, worker: Synchronizer) -> None:
         exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
 
-    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
+    def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         raise NotImplementedError
 
-    def _has_mean(self, worker: Worker) -> bool:
+    def _has_mean(self, worker: Synchronizer) -> bool:
         """Return whether the gradients of the coming step are means already."""
         return False
 
-    def _make_mean(self, worker: Worker) -> bool:
+    def _make_mean(self, worker: Synchronizer) -> bool:
         """Exchange gradients that are clipped by hand, where their mean is clipped, and the step would make it later.
 
         Returns:
@@ -303,7 +303,7 @@ class BaseStrategy(ParallelStrategy):
             self.signals.read_requests(worker, self.trainer)  # another exchange before the step would overwrite them
         return worker.is_taken
 
-    def _end_step(self, worker: Worker) -> None:
+    def _end_step(self, worker: Synchronizer) -> None:
         """Read what other ranks request, and prepare the next step."""
         raise NotImplementedError
 

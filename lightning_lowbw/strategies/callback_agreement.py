@@ -19,12 +19,12 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor
 
-from lightning_lowbw.ops.reference import as_real
+from lightning_lowbw.comm.agreement import differ
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.mean import mean_over
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.kernels.reference import as_real
 from lightning_lowbw.strategies.advice import callbacks_of
-from lightning_lowbw.where.agreement import differ
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.mean import mean_over
-from lightning_lowbw.where.peers import Peers
 
 # Callbacks that keep an average of the weights over steps, in `_average_model`.
 AVERAGING: tuple[type[pl.Callback], ...] = (

@@ -18,11 +18,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowbw.arguments import check_one_of
-from lightning_lowbw.engine.state import merge_states
+from lightning_lowbw.comm.agreement import agree, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies import shards
 from lightning_lowbw.strategies.base import BaseStrategy
-from lightning_lowbw.where.agreement import agree, failing_together, gather
+from lightning_lowbw.sync.state import merge_states
 
 FORMAT = 3  # of the shards; 1 was that of version 0.1.0
 ALONE: shards.Needs = "weights and optimizer"

@@ -23,11 +23,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_lowbw.engine.checks import agree_on_model, agree_on_optimizers
+from lightning_lowbw.comm.agreement import agree, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.advice import accumulation_schedulers, callbacks_of
 from lightning_lowbw.strategies.callback_agreement import AVERAGING
-from lightning_lowbw.where.agreement import agree, failing_together, gather
+from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers
 
 # Callbacks that communicate, or decide what does.
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)

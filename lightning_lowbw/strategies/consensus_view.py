@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_lowbw.engine.buffers import copies, unchanged
-from lightning_lowbw.engine.replicas import ReplicaWorker
 from lightning_lowbw.strategies.advice import warn_if_replaced
+from lightning_lowbw.sync.buffers import copies, unchanged
+from lightning_lowbw.sync.local import LocalSync
 
 
 class ConsensusView:
@@ -25,7 +25,7 @@ class ConsensusView:
     def __init__(self) -> None:
         self._own_buffers: dict[str, Tensor] = {}  # by name, while the model has those of the consensus
         self._shown_buffers: dict[str, Tensor] = {}  # copies of what the model has instead
-        self._shown: list[ReplicaWorker] = []
+        self._shown: list[LocalSync] = []
         self._has_warned = False  # of buffers that have been replaced
 
     @property
@@ -37,10 +37,10 @@ class ConsensusView:
         """Return this rank's own, while the model has those of the consensus, without those changed meanwhile."""
         return unchanged(buffers, self._own_buffers, self._shown_buffers)
 
-    def show(self, workers: list[ReplicaWorker], module: pl.LightningModule, *, is_interrupted: bool) -> None:
+    def show(self, workers: list[LocalSync], module: pl.LightningModule, *, is_interrupted: bool) -> None:
         """Put the consensus into the model, until `hide`.
 
-        Collective: all ranks; if the replicas are equal, as `Worker.check_late_faults`. Not during the
+        Collective: all ranks; if the replicas are equal, as `Synchronizer.check_late_faults`. Not during the
         handling of an exception, when some ranks may be elsewhere: then each keeps its own weights.
         """
         if self.is_shown:
@@ -72,7 +72,7 @@ class ConsensusView:
         self.keep()
 
     @contextmanager
-    def loading(self, workers: list[ReplicaWorker], module: pl.LightningModule) -> Iterator[None]:
+    def loading(self, workers: list[LocalSync], module: pl.LightningModule) -> Iterator[None]:
         """Keep the consensus of a checkpoint in the model until `hide`, while other weights are loaded."""
         if not workers:
             yield

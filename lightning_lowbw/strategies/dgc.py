@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from typing_extensions import Unpack
 
-from lightning_lowbw.engine.presets import DGC, DGC_SPARSITY
+from lightning_lowbw.comm.topology import TopologyChoice
+from lightning_lowbw.presets import DGC, DGC_SPARSITY
+from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.when.every_step import AUTO
-from lightning_lowbw.where.topology import TopologyChoice
 
 
 class DGCStrategy(Strategy):
@@ -21,7 +21,7 @@ class DGCStrategy(Strategy):
     optimizers use error feedback, with a warning. Other knobs are fields of the method, as in
     `Strategy(DGC(momentum_masking=True))`.
     `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
-    exchange. See `lightning_lowbw.engine.gradients` for the equations.
+    exchange. See `lightning_lowbw.sync.gradient` for the equations.
 
     Args:
         rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, bit for bit.

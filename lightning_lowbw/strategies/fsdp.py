@@ -29,16 +29,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.arguments import check_flag, code_of, names_arguments
-from lightning_lowbw.engine.checks import raise_at_other_batches
-from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.local_view import DTensor, LocalTensors, LocalView, Shard, local_parameters
-from lightning_lowbw.engine.method import Method, Where, as_method
-from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.resharding import Chunk, reshard
-from lightning_lowbw.engine.state import merge_states
-from lightning_lowbw.engine.status import any_of, first_fault, flags, read_flags
-from lightning_lowbw.engine.worker import Worker, raise_fault
+from lightning_lowbw.comm.agreement import agree, failing_together
+from lightning_lowbw.comm.collectives import broadcast_flat_
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method, Where, as_method
+from lightning_lowbw.schedules.every_k import AUTO
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import checks, shards
 from lightning_lowbw.strategies.base import buffers_by_optimizer
 from lightning_lowbw.strategies.callback_agreement import (
@@ -60,13 +59,14 @@ from lightning_lowbw.strategies.sharding import (
 )
 from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
-from lightning_lowbw.when.every_k import AUTO
-from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.agreement import agree, failing_together
-from lightning_lowbw.where.collectives import broadcast_flat_
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.topology import Topology, TopologyChoice, check_choice, resolve
+from lightning_lowbw.sync.checks import raise_at_other_batches
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView, Shard, local_parameters
+from lightning_lowbw.sync.resharding import Chunk, reshard
+from lightning_lowbw.sync.state import merge_states
+from lightning_lowbw.sync.status import any_of, first_fault, flags, read_flags
+from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 
 @names_arguments
@@ -153,7 +153,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def _begin_state(self) -> None:
         super()._begin_state()
         self._workers.clear()
-        self._views: dict[Worker, LocalView] = {}
+        self._views: dict[Synchronizer, LocalView] = {}
         self._tensors = LocalTensors()
 
     def __repr__(self) -> str:
@@ -242,10 +242,10 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
             for optimizer in self.optimizers:
                 view = LocalView(optimizer, self._tensors)
-                worker = self.method.make_worker(view.local, named, peers, buffers.get(id(optimizer)))
+                worker = self.method.make_synchronizer(view.local, named, peers, buffers.get(id(optimizer)))
                 worker.params.whole_numels = numels
                 vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
-                if isinstance(worker, ReplicaWorker):
+                if isinstance(worker, LocalSync):
                     worker.is_offloaded = self._options["offload_state"]
                     worker.meet = agree_in_world
                 self._workers[id(optimizer)], self._views[worker] = worker, view
@@ -286,11 +286,11 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     @torch.no_grad()
-    def _exchange_unscaled(self, worker: Worker) -> None:
+    def _exchange_unscaled(self, worker: Synchronizer) -> None:
         self._exchange(worker)
 
     @override
-    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
+    def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
         if worker.is_local:
             return worker.exchange()
         view = self._views[worker]
@@ -306,7 +306,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         return is_taken
 
     @override
-    def _end_step(self, worker: Worker) -> None:
+    def _end_step(self, worker: Synchronizer) -> None:
         self._views[worker].release()
         reshard_(self.trainer.lightning_module)  # what a forward pass without a backward pass has gathered is outdated
         self.signals.read_requests(worker, self.trainer)
@@ -377,7 +377,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     def _check_last_faults(self) -> None:
         for worker in () if self._is_fit_over or self.is_interrupted else self.workers:
-            if isinstance(worker, GradientWorker) and worker.peers.num_ranks > 1:
+            if isinstance(worker, GradientSync) and worker.peers.num_ranks > 1:
                 check_last_faults(worker)
 
     @override
@@ -493,7 +493,7 @@ def _between_nodes(method: Method) -> Method:
         f"algorithm={where.algorithm!r}": where.algorithm not in (None, "sharded")
         and "each rank exchanges its shard with those of the other nodes. Leave it out",
         f"inter_dtype={where.inter_dtype!r}": where.inter_dtype != "float32"
-        and f"there is no dense sum on two levels. Take NarrowGradients({where.inter_dtype!r})",
+        and f"there is no dense sum on two levels. Take QuantizedGradients({where.inter_dtype!r})",
     }
     for given, reason in refused.items():
         if reason:
@@ -520,20 +520,20 @@ def _shapes(module: torch.nn.Module, path: _PATH) -> dict[str, tuple[int, ...]]:
 # Messages between shards --------------------------------------------------------------------------------------------
 
 
-def agree_in_node(worker: Worker, node: dist.ProcessGroup | None) -> None:
+def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
     """Exchange requests, and faults of the gradients, with the other shards of the node.
 
     Collective: the ranks of the node, blocking; five numbers.
     """
-    fault = worker.fault if isinstance(worker, GradientWorker) else None
+    fault = worker.fault if isinstance(worker, GradientSync) else None
     is_faulty, worker.requests = _any_in(node, worker, fault, worker.requests)
-    if isinstance(worker, GradientWorker) and fault is not None:
+    if isinstance(worker, GradientSync) and fault is not None:
         worker.fault = is_faulty
     if worker.peers.num_ranks == 1:
         worker.agree_on(worker.requests)
 
 
-def agree_in_world(worker: ReplicaWorker) -> None:
+def agree_in_world(worker: LocalSync) -> None:
     """Exchange requests, and faults of the weights, between all ranks before an average.
 
     Collective: all ranks, blocking; five numbers.
@@ -549,7 +549,7 @@ def agree_in_world(worker: ReplicaWorker) -> None:
         raise_fault(first_fault(own, worker.fault_group))
 
 
-def check_last_faults(worker: Worker) -> None:
+def check_last_faults(worker: Synchronizer) -> None:
     """Report what the last step has found after its status, to all ranks: also those with other shards than the peers.
 
     Collective: all ranks, blocking; five numbers.
@@ -563,7 +563,7 @@ def check_last_faults(worker: Worker) -> None:
 
 
 def _any_in(
-    group: dist.ProcessGroup | None, worker: Worker, fault: Tensor | None, requests: int = 0
+    group: dist.ProcessGroup | None, worker: Synchronizer, fault: Tensor | None, requests: int = 0
 ) -> tuple[Tensor, int]:
     """Return whether any rank of a group has a fault, on the device, and what any of them requests.
 

@@ -17,14 +17,14 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.side_queue import new_future, side_stream
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.side_queue import new_future, side_stream
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 Reduction = Callable[[Tensor], Future[Tensor]]
 
 
-def ddp_reduces(worker: Worker, model: DistributedDataParallel) -> bool:
+def ddp_reduces(worker: Synchronizer, model: DistributedDataParallel) -> bool:
     """Return whether DDP reduces a worker's gradients in the coming step: over all ranks, or inside the node.
 
     Not inside the node if it would search for unused parameters, which communicates with all ranks; then the worker
@@ -43,7 +43,7 @@ class GradientHook:
         is_timing: whether steps are timed; then the host waits for a CUDA device after backward.
     """
 
-    def __init__(self, workers: Mapping[int, Worker]) -> None:
+    def __init__(self, workers: Mapping[int, Synchronizer]) -> None:
         self._workers = workers
         self._model: DistributedDataParallel | None = None
         self._peers: Peers | None = None
@@ -111,7 +111,7 @@ class GradientHook:
             return True
         return device.type == "cpu"
 
-    def _reduction(self, worker: Worker) -> Reduction | None:
+    def _reduction(self, worker: Synchronizer) -> Reduction | None:
         """Return how the gradients of a worker are reduced in the coming step; None: not at all."""
         assert self._model is not None
         if worker.reduces_in_backward:

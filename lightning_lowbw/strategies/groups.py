@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.engine.method import Method
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.topology import Topology
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.topology import Topology
+from lightning_lowbw.method import Method
 
 
 class Groups:

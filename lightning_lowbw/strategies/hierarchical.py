@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing_extensions import Unpack
 
-from lightning_lowbw.engine.presets import Hierarchical
+from lightning_lowbw.comm.peers import Algorithm
+from lightning_lowbw.comm.topology import TopologyChoice
+from lightning_lowbw.presets import Hierarchical
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.where.peers import Algorithm
-from lightning_lowbw.where.topology import TopologyChoice
 
 
 class HierarchicalStrategy(Strategy):

@@ -8,13 +8,13 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from lightning_lowbw.engine.presets import AdaptiveLocalSGD, LocalSGD
+from lightning_lowbw.comm.topology import TopologyChoice
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.presets import AdaptiveLocalSGD, LocalSGD
+from lightning_lowbw.schedules.every_k import OuterName, Rule
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.strategies.uneven import Policy
-from lightning_lowbw.what.top_k import TopK
-from lightning_lowbw.when.every_k import OuterName, Rule
-from lightning_lowbw.where.topology import TopologyChoice
 
 # Of the method, beside what `AdaptiveLocalSGDStrategy` names itself.
 OTHER_KNOBS = {"outer", "delay_steps", "compression", "topology"}
@@ -54,7 +54,7 @@ class LocalSGDStrategy(Strategy):
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.
 
-    Source: as `lightning_lowbw.engine.replicas`.
+    Source: as `lightning_lowbw.sync.local`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -97,7 +97,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         init_k_steps: the first k.
         max_k_steps: the largest k.
         begin_step: as in `LocalSGDStrategy`.
-        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.when.every_k.PeriodSchedule`.
+        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.schedules.every_k.PeriodSchedule`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.

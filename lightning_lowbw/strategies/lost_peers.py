@@ -16,9 +16,9 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_lowbw.comm.heartbeat import ANSWER_S, Answers, Heartbeat
+from lightning_lowbw.comm.topology import NODE_VARIABLES
 from lightning_lowbw.errors import DisagreementError
-from lightning_lowbw.where.heartbeat import ANSWER_S, Answers, Heartbeat
-from lightning_lowbw.where.topology import NODE_VARIABLES
 
 # Messages of torch about a lost or late peer; general words count only if torch raises the error.
 OF_BACKEND = re.compile(r"\bgloo\b|NCCL")

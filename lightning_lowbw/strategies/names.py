@@ -16,8 +16,8 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_lowbw.engine.presets import DGC, FAMILIES, PRESETS, preset
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.presets import DGC, FAMILIES, PRESETS, preset
 from lightning_lowbw.strategies.auto import AutoStrategy
 from lightning_lowbw.strategies.dgc import DGCStrategy
 from lightning_lowbw.strategies.fsdp import ShardedStrategy

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowbw.engine.local_view import DTensor
+from lightning_lowbw.sync.local_view import DTensor
 
 
 def scaler_of(precision_plugin: Any) -> Any:

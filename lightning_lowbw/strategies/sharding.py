@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from lightning_lowbw.engine.local_view import DTensor, LocalTensors
+from lightning_lowbw.comm.agreement import differ
+from lightning_lowbw.comm.collectives import Collectives, Held, group_of
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.where.agreement import differ
-from lightning_lowbw.where.collectives import Collectives, Held, group_of
-from lightning_lowbw.where.ledger import TrafficLedger
-from lightning_lowbw.where.topology import Topology
+from lightning_lowbw.sync.local_view import DTensor, LocalTensors
 
 try:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method

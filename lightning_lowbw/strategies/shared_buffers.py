@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.engine.gradients import CHECK_EVERY_STEPS
-from lightning_lowbw.where.agreement import differ
-from lightning_lowbw.where.collectives import broadcast_flat_
-from lightning_lowbw.where.ledger import Level, TrafficLedger
+from lightning_lowbw.comm.agreement import differ
+from lightning_lowbw.comm.collectives import broadcast_flat_
+from lightning_lowbw.comm.ledger import Level, TrafficLedger
+from lightning_lowbw.sync.gradient import CHECK_EVERY_STEPS
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:

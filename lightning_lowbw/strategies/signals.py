@@ -23,10 +23,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_lowbw.engine.checks import raise_at_other_batches
-from lightning_lowbw.engine.status import SAVE, STOP, flags, read_flags
-from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.where.side_queue import side_stream
+from lightning_lowbw.comm.side_queue import side_stream
+from lightning_lowbw.sync.checks import raise_at_other_batches
+from lightning_lowbw.sync.status import SAVE, STOP, flags, read_flags
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
 class Signals:
@@ -39,10 +39,12 @@ class Signals:
         save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
     """
 
-    def __init__(self, workers: Mapping[int, Worker]) -> None:
+    def __init__(self, workers: Mapping[int, Synchronizer]) -> None:
         self._workers = workers
         self._loop: Any = None  # Lightning's, in which a broadcast is replaced
-        self._asked: tuple[dist.Work, Tensor, Worker] | None = None  # a message that has been begun, and for which
+        self._asked: tuple[dist.Work, Tensor, Synchronizer] | None = (
+            None  # a message that has been begun, and for which
+        )
         self._have_agreed = False  # to stop
         self.save_is_due = False
 
@@ -92,7 +94,7 @@ class Signals:
 
     # Requests of all ranks --------------------------------------------------------------------------------------
 
-    def end_step(self, worker: Worker, trainer: pl.Trainer) -> None:
+    def end_step(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
         """Read the requests of all ranks; send this rank's own if the coming step has no control message.
 
         Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of five
@@ -129,7 +131,7 @@ class Signals:
             raise_at_other_batches(worker.batch, worker.step, None)
         return requests
 
-    def read_requests(self, worker: Worker, trainer: pl.Trainer) -> None:
+    def read_requests(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
         """Read the requests to stop or to save from the last control message of a worker."""
         connector = trainer._signal_connector
         if worker.stop_agreed and not connector.received_sigterm:

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowbw.engine.checks import has_step_hooks
-from lightning_lowbw.engine.worker import Worker
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.sync.checks import has_step_hooks
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 # In which gradients may be read after the exchange: those of this step, and of the last one before they are forgotten.
 READING_HOOKS = ("on_before_optimizer_step", "on_before_zero_grad")
@@ -38,7 +38,7 @@ class Clipping:
         self._original: Callable[..., None] | None = None  # the plugin's own
 
     def install(
-        self, plugin: Precision, worker_of: Callable[[Any], Worker], make_mean: Callable[[Worker], bool]
+        self, plugin: Precision, worker_of: Callable[[Any], Synchronizer], make_mean: Callable[[Synchronizer], bool]
     ) -> None:
         """Replace the methods until `restore`.
 
@@ -89,7 +89,7 @@ class Clipping:
             self._plugin = self._original = None
 
 
-def clips_before_exchange(worker: Worker, trainer: pl.Trainer) -> bool:
+def clips_before_exchange(worker: Synchronizer, trainer: pl.Trainer) -> bool:
     """Return whether the coming step clips, by an argument or an overridden hook, before the exchange."""
     module = trainer.lightning_module
     is_asked_for = bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)

@@ -28,12 +28,12 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.engine.checks import plain_values
-from lightning_lowbw.engine.gradients import GradientWorker
-from lightning_lowbw.engine.method import Method, as_method
-from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw.comm.agreement import failing_together
+from lightning_lowbw.comm.ledger import Level, TrafficLedger
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks, shards
 from lightning_lowbw.strategies.advice import warn_if_alone
 from lightning_lowbw.strategies.auto_choice import AutoChoice
@@ -53,10 +53,10 @@ from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
 from lightning_lowbw.strategies.uneven import Policy, Uneven
-from lightning_lowbw.where.agreement import failing_together
-from lightning_lowbw.where.ledger import Level, TrafficLedger
-from lightning_lowbw.where.peers import Peers
-from lightning_lowbw.where.topology import TopologyChoice
+from lightning_lowbw.sync.checks import plain_values
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
 class Strategy(CheckpointedStrategy, DDPStrategy):
@@ -213,7 +213,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
             for optimizer in self.optimizers:
                 own = buffers.get(id(optimizer))
-                worker = self.method.make_worker(optimizer, named_parameters, self.groups.workers, own)
+                worker = self.method.make_synchronizer(optimizer, named_parameters, self.groups.workers, own)
                 self._workers[id(optimizer)] = worker
 
     def adopt(self, method: Method) -> None:
@@ -370,20 +370,20 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._losses.append(closure_loss.detach())
 
     @override
-    def _end_closure(self, worker: Worker) -> None:
+    def _end_closure(self, worker: Synchronizer) -> None:
         self._has_stepped = self._are_losses_observed = True
-        if isinstance(worker, ReplicaWorker):
+        if isinstance(worker, LocalSync):
             for loss in self._losses:
                 worker.observe_loss(loss)
         super()._end_closure(worker)
 
     @override
-    def _exchange_unscaled(self, worker: Worker) -> None:
+    def _exchange_unscaled(self, worker: Synchronizer) -> None:
         self.ledger.exposed_s += self._hook.wait_s()
         super()._exchange_unscaled(worker)
 
     @override
-    def _exchange(self, worker: Worker, skip_nonfinite: bool = False) -> bool:
+    def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
         self._hook.forget(worker.parameters())
@@ -398,7 +398,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         applies = not (skip_nonfinite or self._guard.is_gradient_seen(self.trainer, worker.optimizer))
         return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
-    def _has_reduced(self, worker: Worker) -> bool:
+    def _has_reduced(self, worker: Synchronizer) -> bool:
         """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`.
 
         Raises:
@@ -419,13 +419,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         return is_automatic or reduced == parameters
 
     @override
-    def _has_mean(self, worker: Worker) -> bool:
+    def _has_mean(self, worker: Synchronizer) -> bool:
         return worker.reduces_in_backward and self._has_reduced(worker)
 
     @override
-    def _end_step(self, worker: Worker) -> None:
+    def _end_step(self, worker: Synchronizer) -> None:
         """Read what other ranks request, and prepare the next step."""
-        if isinstance(worker, ReplicaWorker):
+        if isinstance(worker, LocalSync):
             if self.world_size > 1 and worker.has_met:
                 self._timers.may_run = True
                 self.signals.read_requests(worker, self.trainer)
@@ -509,7 +509,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._check_late_faults()
             checks.agree_on_hyperparameters(self.trainer)
             for worker in self.workers:
-                if isinstance(worker, GradientWorker):  # of a node's velocities each rank has had a part
+                if isinstance(worker, GradientSync):  # of a node's velocities each rank has had a part
                     for parameter, velocity in worker.whole_momentum().items():
                         worker.optimizer.state[parameter][worker.velocities.key] = velocity
             self.show_consensus()
@@ -519,7 +519,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _check_late_faults(self) -> None:
         """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
         for worker in self.workers:
-            if isinstance(worker, GradientWorker) and not (self._is_fit_over or self.is_interrupted):
+            if isinstance(worker, GradientSync) and not (self._is_fit_over or self.is_interrupted):
                 worker.check_late_faults()
 
     @override
@@ -548,7 +548,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """
         state: dict[str, Any] = super().optimizer_state(optimizer)
         worker = self.worker_of(optimizer)
-        if self.is_interrupted or self._is_fit_over or not isinstance(worker, GradientWorker):
+        if self.is_interrupted or self._is_fit_over or not isinstance(worker, GradientSync):
             return state
         whole = worker.whole_momentum()
         entries = dict(state["state"])  # new dictionaries: those of the state are the optimizer's own

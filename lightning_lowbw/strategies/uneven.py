@@ -31,12 +31,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_lowbw.arguments import check_one_of
-from lightning_lowbw.engine.replicas import ReplicaWorker
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.progress import batches_of, counters_of, ends_epoch, is_over, set_counters
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.where.agreement import gather
-from lightning_lowbw.where.peers import Peers
+from lightning_lowbw.sync.local import LocalSync
 
 Policy = Literal["finish", "stop"]
 
@@ -103,7 +103,7 @@ class Uneven:
         self.meets = self.has_ended = False
         self.all_are_here = True
         self._trainer: pl.Trainer | None = None
-        self._workers: Sequence[ReplicaWorker] = ()
+        self._workers: Sequence[LocalSync] = ()
         self._peers: Peers | None = None
         self._can_weigh = self._can_finish = False  # whether replicas may have weights of their own, or go on alone
 
@@ -118,7 +118,7 @@ class Uneven:
             assert self._peers is not None
             self.begin_training(trainer, self._workers, self._peers)
 
-    def begin_training(self, trainer: pl.Trainer, workers: Sequence[ReplicaWorker], peers: Peers) -> None:
+    def begin_training(self, trainer: pl.Trainer, workers: Sequence[LocalSync], peers: Peers) -> None:
         """Let the workers meet before they average, where the numbers of batches differ or are unknown.
 
         Collective: all ranks, blocking.
@@ -281,7 +281,7 @@ class Uneven:
         intervals = [each._every_n_train_steps for each in savers if each._every_n_train_steps > 0]
         return any(trainer.global_step % steps + most >= steps for steps in intervals)
 
-    def _meet_for_average(self, worker: ReplicaWorker) -> None:
+    def _meet_for_average(self, worker: LocalSync) -> None:
         assert self._trainer is not None
         what = AVERAGE + self._workers.index(worker)
         statuses = self._meet(what)
@@ -293,7 +293,7 @@ class Uneven:
         if any(status.is_over for status in statuses):
             self._trainer.should_stop = True
 
-    def _weigh(self, worker: ReplicaWorker, statuses: list[RankStatus]) -> None:
+    def _weigh(self, worker: LocalSync, statuses: list[RankStatus]) -> None:
         worker.weighs_samples = self._can_weigh and any(status.what == ENDED for status in statuses)
 
     def check_view(self, trainer: pl.Trainer) -> None:

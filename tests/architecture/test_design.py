@@ -15,8 +15,8 @@ from torch import nn
 
 import lightning_lowbw
 from lightning_lowbw import DGC, Method
-from lightning_lowbw.engine.presets import preset
-from lightning_lowbw.ops import dispatch
+from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks
 
 ROOT = Path(lightning_lowbw.__file__).parent

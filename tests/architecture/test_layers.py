@@ -30,7 +30,7 @@ from lightning_lowbw import (
     Strategy,
     namespaces,
 )
-from lightning_lowbw.engine.presets import preset
+from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies import register
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
@@ -39,20 +39,25 @@ PACKAGE = "lightning_lowbw"
 ROOT = Path(lightning_lowbw.__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
-# What each folder may import beside itself: errors <- ops <- what, when <- where <- engine <- strategies, callbacks.
+# What each folder may import beside itself:
+# errors <- kernels <- compress, schedules <- comm <- sync <- method <- plan, strategies, callbacks.
+METHOD_PARTS = {"errors", "arguments", "namespaces", "schedules", "compress", "comm", "sync"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
     "namespaces": set(),
-    "ops": {"errors"},
-    "when": {"errors", "arguments"},
-    "what": {"errors", "arguments", "ops"},
-    "where": {"errors", "arguments", "ops", "what"},
-    "engine": {"errors", "arguments", "namespaces", "ops", "when", "what", "where"},
-    "strategies": {"errors", "arguments", "namespaces", "ops", "when", "what", "where", "engine"},
-    "callbacks": {"errors", "arguments", "namespaces", "when", "what", "where", "engine", "strategies"},
+    "kernels": {"errors"},
+    "schedules": {"errors", "arguments"},
+    "compress": {"errors", "arguments", "kernels"},
+    "comm": {"errors", "arguments", "kernels", "compress"},
+    "sync": {"errors", "arguments", "namespaces", "kernels", "schedules", "compress", "comm"},
+    "method": METHOD_PARTS,
+    "presets": {"method", *METHOD_PARTS},
+    "plan": {"method", "presets", *METHOD_PARTS},
+    "strategies": {"kernels", "method", "presets", "plan", *METHOD_PARTS},
+    "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
     "zoo": set(),
-    "lab": {"errors", "where"},
+    "lab": {"errors", "comm"},
     "demo": {"callbacks", "lab", "strategies", "zoo"},
 }
 # What each folder may not import, of others' packages.
@@ -60,11 +65,13 @@ FOREIGN: dict[str, set[str]] = {
     "errors": {"torch", "lightning"},
     "arguments": {"lightning", "torch.distributed"},
     "namespaces": {"torch", "lightning"},
-    "ops": {"lightning", "torch.distributed"},
-    "when": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
-    "what": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
-    "where": {"lightning"},
-    "engine": {"lightning"},
+    "kernels": {"lightning", "torch.distributed"},
+    "schedules": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
+    "compress": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
+    "comm": {"lightning"},
+    "sync": {"lightning"},
+    "method": {"lightning"},
+    "plan": {"lightning"},
 }
 
 
@@ -161,7 +168,7 @@ def test_names_and_docstrings() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What they share is in modules that are no tests: `tiny.py`, `oracle.py`, `engine/problem.py`."""
+    """What they share is in modules that are no tests: `tiny.py`, `oracle.py`, `sync/problem.py`."""
     for path in Path(__file__).parents[1].rglob("*.py"):
         names = [name for name in imported_names(ast.parse(path.read_text())) if is_under(name, "tests")]
         assert not [name for name in names if ".test_" in name], path
@@ -189,10 +196,10 @@ def test_what_is_exported() -> None:
         "LocalSGDStrategy",
         "LowRank",
         "Method",
-        "Narrow",
-        "NarrowGradients",
         "NonFiniteGradientError",
         "PowerSGD",
+        "Quantized",
+        "QuantizedGradients",
         "ShardedStrategy",
         "SparsityWarmup",
         "Strategy",

@@ -25,10 +25,10 @@ from lightning_lowbw import (
     Strategy,
     TrafficMonitor,
 )
-from lightning_lowbw.what.codec import SparseCodec
-from lightning_lowbw.what.selection import num_selected
-from lightning_lowbw.when.every_step import EveryStep
-from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.ledger import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.schedules.every_step import EveryStep
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw import Narrow, TopK
-from lightning_lowbw.ops.reference import Segment
-from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.what.selection import Selection
+from lightning_lowbw import Quantized, TopK
+from lightning_lowbw.compress.quantization import make_format
+from lightning_lowbw.compress.selection import Selection
+from lightning_lowbw.kernels.reference import Segment
 from tests.contract.rows import ROWS
 from tests.contract.volumes import NUMELS
 
 SPARSE = {what: name for name, row in ROWS.items() if isinstance(what := row.method.what, TopK)}
-NARROW = {what: name for name, row in ROWS.items() if isinstance(what := row.method.what, Narrow)}
+NARROW = {what: name for name, row in ROWS.items() if isinstance(what := row.method.what, Quantized)}
 SELECTING = {what.chunk: what for what in SPARSE}
 NUMEL = 360 * 360  # above `SampledSelector.SMALL`
 LARGE = [numel for numel in NUMELS.values() if numel]
@@ -91,9 +91,9 @@ def test_a_sparse_message_is_what_was_selected_in_the_bytes_of_the_formula(what:
 
 @pytest.mark.parametrize("what", NARROW, ids=NARROW.values())
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, sum(LARGE)])
-def test_a_narrow_message_is_what_it_says_in_the_bytes_of_the_formula(what: Narrow, numel: int) -> None:
+def test_a_narrow_message_is_what_it_says_in_the_bytes_of_the_formula(what: Quantized, numel: int) -> None:
     """What is sent and what is kept of it are together what was there, to a rounding."""
-    value_format, signal = make_narrow_format(what.value_dtype), torch.randn(1, numel)
+    value_format, signal = make_format(what.value_dtype), torch.randn(1, numel)
     message, kept = torch.empty((1, value_format.nbytes(numel)), dtype=torch.uint8), signal.clone()
     value_format.write_(message, numel, 0, kept)
     sent = value_format.read(message, numel, 0, numel)

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw import ConfigurationError, EveryK, EveryStep, Method, TopK, Whole
-from lightning_lowbw.engine.state import merge_states
-from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.ledger import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.ledger import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.sync.state import merge_states
 from tests.contract.rows import ROWS, Row
 from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, train, trained
 from tests.contract.volumes import FLOAT_BYTES, NUMEL, wire_bytes
-from tests.engine.problem import AWKWARD, CLOSE, Parameters, backward, in_memory, loss_of, make_parameters, weights_of
 from tests.ranks import run_ranks
+from tests.sync.problem import AWKWARD, CLOSE, Parameters, backward, in_memory, loss_of, make_parameters, weights_of
 
 EVERY_ROW = pytest.mark.parametrize("name", list(ROWS))
 

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.engine.worker import Worker
-from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.ledger import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.contract.rows import ROWS, Row
-from tests.engine.problem import AWKWARD, Parameters, backward, make_parameters
 from tests.ranks import run_ranks
+from tests.sync.problem import AWKWARD, Parameters, backward, make_parameters
 
 STEPS = 11
 STOPS = (2, 6, 9)  # at the hand-over; twice in mid-interval, with averages begun just before, or to be applied soon
 
 
-def attach(row: Row) -> tuple[Worker, Parameters, dict[str, Tensor]]:
+def attach(row: Row) -> tuple[Synchronizer, Parameters, dict[str, Tensor]]:
     parameters = make_parameters(AWKWARD)
     buffers = {"norm.running_mean": torch.zeros(5), "norm.running_var": torch.ones(5), "norm.count": torch.tensor(0)}
     optimizer = row.optimizer(parameters.values())
@@ -32,16 +32,16 @@ def attach(row: Row) -> tuple[Worker, Parameters, dict[str, Tensor]]:
     return method.attach(optimizer, parameters.items(), named_buffers=buffers), parameters, buffers
 
 
-def backward_of(worker: Worker, parameters: Parameters, number: int) -> None:
+def backward_of(worker: Synchronizer, parameters: Parameters, number: int) -> None:
     """Compute this rank's gradients of a step, and its loss, which falls."""
     worker.optimizer.zero_grad()
     backward(parameters, number)
-    if isinstance(worker, ReplicaWorker):
+    if isinstance(worker, LocalSync):
         rank = dist.get_rank() if dist.is_initialized() else 0
         worker.observe_loss(torch.tensor(0.75**number * (1 + rank)))  # without that of some steps k would be another
 
 
-def step(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor], number: int) -> None:
+def step(worker: Synchronizer, parameters: Parameters, buffers: dict[str, Tensor], number: int) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     backward_of(worker, parameters, number)
     buffers["norm.running_mean"].add_(0.1 * (number + rank))
@@ -49,7 +49,7 @@ def step(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor], num
     worker.optimizer.step()
 
 
-def everything(worker: Worker, parameters: Parameters, buffers: dict[str, Tensor]) -> str:
+def everything(worker: Synchronizer, parameters: Parameters, buffers: dict[str, Tensor]) -> str:
     """Return a digest of weights, buffers and the optimizer's state of this rank."""
     state = [
         value
@@ -152,24 +152,24 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
             state = {"worker": worker.state_dict(), "weights": dict(parameters), "buffers": buffers}
             torch.save({**state, "optimizer": optimizer}, file)
             saved[number] = file.getvalue()
-        if isinstance(worker, ReplicaWorker):
+        if isinstance(worker, LocalSync):
             lists["k_steps"].append(worker.k_steps)
         step(worker, parameters, buffers, number)
         if look:
             worker.metrics(True)
             for kept in tensors_of(worker.state_dict()):
                 kept.fill_(77)  # what is saved is a copy
-            if isinstance(worker, ReplicaWorker):
+            if isinstance(worker, LocalSync):
                 with worker.consensus():
                     averaged = buffers.values() if worker.is_local else ()
                     lists["shown"].append(digest([*parameters.values(), *averaged]))
-        if isinstance(worker, ReplicaWorker):
+        if isinstance(worker, LocalSync):
             lists["num_averages"].append(worker.num_averages)
         lists["weights"].append(digest(parameters.values()))
         lists["everything"].append(everything(worker, parameters, buffers))
         wire_bytes.append(ledger.inter_bytes if worker.peers.is_two_level else ledger.sent_bytes)
     lists["everything"].append(digest(tensors_of(worker.state_dict())))
-    fragments = worker.fragments if isinstance(worker, ReplicaWorker) else []
+    fragments = worker.fragments if isinstance(worker, LocalSync) else []
     dense_bytes = ledger.dense_bytes
     worker.finish()
     lists["weights"].append(digest(parameters.values()))

@@ -1,6 +1,6 @@
 """What a rank sends in each step of a row, by the formulas of the payload: on two levels between nodes.
 
-Written from `where.ledger`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
+Written from `comm.ledger`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from lightning_lowbw import EveryK, EveryStep, LowRank, Narrow, TopK, Whole
-from lightning_lowbw.what.narrow_values import make_narrow_format
-from lightning_lowbw.where.ledger import all_gather_bytes, all_reduce_bytes, narrow_mean_bytes
+from lightning_lowbw import EveryK, EveryStep, LowRank, Quantized, TopK, Whole
+from lightning_lowbw.comm.ledger import all_gather_bytes, all_reduce_bytes, quantized_mean_bytes
+from lightning_lowbw.compress.quantization import make_format
 from tests.contract.rows import Row
-from tests.engine.problem import AWKWARD
+from tests.sync.problem import AWKWARD
 
 NUMELS = {name: math.prod(shape) for name, shape in AWKWARD.items()}
 NUMEL = sum(NUMELS.values())
@@ -41,9 +41,9 @@ class Volumes:
         """Return the elements of the longest parts of tensors."""
         return [-(-numel // self.num_local) for numel in numels]
 
-    def narrow(self, value_dtype: str, numels: Sequence[int]) -> int:
+    def quantized(self, value_dtype: str, numels: Sequence[int]) -> int:
         """Return the bytes of a mean in few bits."""
-        return narrow_mean_bytes(sum(self.parts(numels)), self.num_participants, make_narrow_format(value_dtype))
+        return quantized_mean_bytes(sum(self.parts(numels)), self.num_participants, make_format(value_dtype))
 
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
         """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""
@@ -66,8 +66,8 @@ class Volumes:
         density = when.density(step, what.density) if isinstance(what, TopK) else 1.0
         if isinstance(what, Whole) or step < when.rampup_begin_step:
             return self.whole(NUMEL + control)
-        if isinstance(what, Narrow):
-            return self.whole(control) + self.narrow(what.value_dtype, list(NUMELS.values()))
+        if isinstance(what, Quantized):
+            return self.whole(control) + self.quantized(what.value_dtype, list(NUMELS.values()))
         if isinstance(what, LowRank):
             return self.whole(control) + self.low_rank(what, NUMELS)
         assert density < 1.0
@@ -84,8 +84,8 @@ class Volumes:
         words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 6 + 2 * self.row.num_ranks
         if isinstance(self.what, TopK):
             return self.whole(words) + self.sparse(self.what, taken, None)
-        if isinstance(self.what, Narrow):
-            return self.whole(words) + self.narrow(self.what.value_dtype, taken)
+        if isinstance(self.what, Quantized):
+            return self.whole(words) + self.quantized(self.what.value_dtype, taken)
         return self.whole(words) + (self.low_rank(self.what, numels) if isinstance(self.what, LowRank) else 0)
 
     def of_replicas(

@@ -208,17 +208,17 @@ for _name, _options, _fields in (
 # Few bits per value, every step -----------------------------------------------------------------------------------
 
 for _name, _method, _fields in (
-    ("int8", lowbw.NarrowGradients(), {}),
-    ("int8-adamw-four-ranks-conv", lowbw.NarrowGradients(), {"optimizer": "adamw", "ranks": 4, "model": Conv}),
-    ("int8-rmsprop-clip", lowbw.NarrowGradients(), {"optimizer": "rmsprop", "trainer": CLIP_NORM}),
-    ("int8-scaler-skips", lowbw.NarrowGradients(), {"precision": "scaler", "init_scale": 2.0**20, "steps": 10}),
-    ("int4-adagrad-accumulate", lowbw.NarrowGradients("int4"), {"optimizer": "adagrad", "trainer": ACCUMULATE}),
-    ("int4-begins-dense-bf16", lowbw.NarrowGradients("int4", rampup_begin_step=3), {"precision": "bf16-mixed"}),
-    ("int4-two-levels", lowbw.NarrowGradients("int4", topology=INTERLEAVED), {"ranks": 4, "optimizer": "nesterov"}),
-    ("int8-resume-adam", lowbw.NarrowGradients(), {"optimizer": "adam", "resume_at": 4, "model": Dropout}),
+    ("int8", lowbw.QuantizedGradients(), {}),
+    ("int8-adamw-four-ranks-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "ranks": 4, "model": Conv}),
+    ("int8-rmsprop-clip", lowbw.QuantizedGradients(), {"optimizer": "rmsprop", "trainer": CLIP_NORM}),
+    ("int8-scaler-skips", lowbw.QuantizedGradients(), {"precision": "scaler", "init_scale": 2.0**20, "steps": 10}),
+    ("int4-adagrad-accumulate", lowbw.QuantizedGradients("int4"), {"optimizer": "adagrad", "trainer": ACCUMULATE}),
+    ("int4-begins-dense-bf16", lowbw.QuantizedGradients("int4", rampup_begin_step=3), {"precision": "bf16-mixed"}),
+    ("int4-two-levels", lowbw.QuantizedGradients("int4", topology=INTERLEAVED), {"ranks": 4, "optimizer": "nesterov"}),
+    ("int8-resume-adam", lowbw.QuantizedGradients(), {"optimizer": "adam", "resume_at": 4, "model": Dropout}),
 ):
-    add(f"narrow/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
-add("narrow/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=6)
+    add(f"quantized/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
+add("quantized/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=6)
 
 # Low rank ---------------------------------------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ for _name, _method, _fields in (
     ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
      {"optimizer": "adamw", "model": Tied, "precision": "bf16-mixed"}),
     ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": Dropout}),
-    ("int8-adamw-conv", lowbw.NarrowGradients(), {"optimizer": "adamw", "model": Conv, "trainer": VALIDATE}),
+    ("int8-adamw-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "model": Conv, "trainer": VALIDATE}),
     ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": Sharded, "trainer": ACCUMULATE}),
     ("qsr-int8", lowbw.AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1, compression="int8"), {"lr_milestones": (5,)}),
     ("diloco-delayed-resume", lowbw.LocalSGD(3, 0, outer="nesterov", delay_steps=1),

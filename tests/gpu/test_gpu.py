@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_lowbw import DGC, Compression, DGCStrategy, LocalSGD
-from lightning_lowbw.engine.replicas import ReplicaWorker
-from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.peers import make_peers
-from tests.engine.problem import Nodes
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.peers import make_peers
+from lightning_lowbw.sync.local import LocalSync
 from tests.gpu.nearness import check_near
 from tests.ranks import run_ranks
+from tests.sync.problem import Nodes
 from tests.tiny import sgd
 
 pytestmark = [
@@ -52,7 +52,7 @@ def train(device: str, name: str, nodes: Nodes = ()) -> tuple[list[torch.Tensor]
         with worker.stepping():
             worker.exchange()
             optimizer.step()
-    if isinstance(worker, ReplicaWorker):
+    if isinstance(worker, LocalSync):
         worker.finish()
     return [p.detach().cpu() for p in model.parameters()], digest(model.parameters())
 

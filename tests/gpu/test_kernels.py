@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 
-from lightning_lowbw.ops import gpu
-from lightning_lowbw.ops.table import Workspace
-from tests.ops import backend_cases, kernel_cases
-from tests.ops.bits import equal_bits
-from tests.ops.kernel_cases import missed
-from tests.ops.segments import LARGE, check, make, redraw, state
+from lightning_lowbw.kernels import gpu
+from lightning_lowbw.kernels.table import Workspace
+from tests.kernels import backend_cases, kernel_cases
+from tests.kernels.bits import equal_bits
+from tests.kernels.kernel_cases import missed
+from tests.kernels.segments import LARGE, check, make, redraw, state
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, NarrowGradients, Strategy
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
+from lightning_lowbw.comm.agreement import digest
 from tests.gpu.nearness import check_near
 from tests.ranks import run_ranks
 
@@ -28,8 +28,8 @@ STRATEGIES: dict[str, Any] = {
     "dgc, reduce_scatter": partial(Strategy, DGC(**SPARSE, exchange="reduce_scatter")),
     "dgc, int4 values": partial(DGCStrategy, **SPARSE, value_dtype="int4"),
     "dgc, two levels": partial(DGCStrategy, **SPARSE, topology=HALVES),
-    "int8": partial(Strategy, NarrowGradients("int8")),
-    "int4, two levels": partial(Strategy, NarrowGradients("int4"), topology=HALVES),
+    "int8": partial(Strategy, QuantizedGradients("int8")),
+    "int4, two levels": partial(Strategy, QuantizedGradients("int4"), topology=HALVES),
     "local_sgd": partial(LocalSGDStrategy, k_steps=3, begin_step=1),
     "local_sgd, hidden": partial(LocalSGDStrategy, k_steps=4, begin_step=0, delay_steps=2),
 }

@@ -47,7 +47,7 @@ else:
 TRAINER = f"""{WITHOUT_LIGHTNING}
 import torch
 import torch.distributed as dist
-from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.presets import DGC
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_lowbw import DGC, Hierarchical, LocalSGD, Method, NarrowGradients, Strategy
-from lightning_lowbw.engine.presets import preset
+from lightning_lowbw import DGC, Hierarchical, LocalSGD, Method, QuantizedGradients, Strategy
+from lightning_lowbw.presets import preset
 from tests.tiny import make_data, make_trainer
 
 STEPS, SAVED_AT = 7, 5  # in the middle of an interval
 RANK = 4
 METHODS: dict[str, Method] = {
     "dgc": DGC(rampup_begin_step=2, sparsity=[0.9], min_numel=50),
-    "int8": NarrowGradients("int8"),
+    "int8": QuantizedGradients("int8"),
     "hierarchical": Hierarchical(1),
     "local_sgd": LocalSGD(k_steps=3, begin_step=0),
     "diloco": preset("diloco").replace(k_steps=3, begin_step=0),

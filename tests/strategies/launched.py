@@ -11,7 +11,7 @@ import torch
 
 import lightning_lowbw  # noqa: F401 - registers the names
 from lightning_lowbw import AveragingSchedule, SparsityWarmup
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 
 
 class Model(pl.LightningModule):

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import DGCStrategy, LocalSGD, LocalSGDStrategy, NarrowGradients, ShardedStrategy, Strategy
+from lightning_lowbw import DGCStrategy, LocalSGD, LocalSGDStrategy, QuantizedGradients, ShardedStrategy, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
 
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
     "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2),
-    "int8": lambda: Strategy(NarrowGradients("int8")),
+    "int8": lambda: Strategy(QuantizedGradients("int8")),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
     "local_sgd, int8": lambda: LocalSGDStrategy(k_steps=2, begin_step=0, compression="int8"),
 }

@@ -23,14 +23,14 @@ from lightning_lowbw import (
     DGCStrategy,
     LocalSGD,
     Method,
-    NarrowGradients,
+    QuantizedGradients,
     SparsityWarmup,
     Strategy,
 )
-from lightning_lowbw.engine import auto
-from lightning_lowbw.engine.auto import Measured, Run
+from lightning_lowbw.plan import Measured, Run
 from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS, medians
+from lightning_lowbw.sync import auto
 from tests.measured import give_measured, make_measured
 from tests.ranks import run_ranks
 from tests.tiny import Stop, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
@@ -42,7 +42,7 @@ NO_DGC = make_measured(0.1, 1.0, 1.2, float16=0.6, int8=0.4, average=0.35)
 DGC: dict[str, Any] = {"rampup_begin_step": NUM_STEPS, "sparsity": [0.744]}
 CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy that this is the same as
     "ddp": (dataclasses.replace(SLOW, dense_s=0.101), DDPStrategy),
-    "int8": (NO_DGC, lambda: Strategy(NarrowGradients("int8", rampup_begin_step=NUM_STEPS))),
+    "int8": (NO_DGC, lambda: Strategy(QuantizedGradients("int8", rampup_begin_step=NUM_STEPS))),
     "dgc": (SLOW, lambda: DGCStrategy(**DGC)),
     "local_sgd": (NO_DGC, lambda: Strategy(LocalSGD(8, NUM_STEPS, delay_steps=4))),
 }
@@ -197,7 +197,7 @@ class Small(Tiny):
 )
 def test_it_does_not_take_what_cannot_be_used_or_is_not_measured(model: Any, words: str) -> None:
     (result, _) = run_ranks(partial(fit, "dgc", model=model), 2)
-    assert result["method"].what == NarrowGradients("int8").what
+    assert result["method"].what == QuantizedGradients("int8").what
     assert words in result["said"][0]
 
 

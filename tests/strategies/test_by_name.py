@@ -68,7 +68,7 @@ def test_data_that_is_not_distributed_is_warned_about() -> None:
     [
         ("dgc", "DGC"),
         ("diloco_hierarchical_spawn_find_unused_parameters_true", "LocalSGD"),
-        ("int8", "NarrowGradients"),
+        ("int8", "QuantizedGradients"),
         ("lowbw", "DGC"),
     ],
 )

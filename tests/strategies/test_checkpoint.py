@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies import checkpoint
-from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_lowbw import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrategy
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
 from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_trainer

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_lowbw import DisagreementError, NarrowGradients, Strategy
+from lightning_lowbw import DisagreementError, QuantizedGradients, Strategy
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
 from tests.tiny import Tiny, amp_with_scaler, sgd, weights_of
@@ -55,15 +55,15 @@ def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
         assert all(norm == pytest.approx(0.1 * math.sqrt(2), rel=1e-3) for norm in clipped)
 
 
-def clip_narrow_gradients() -> tuple[list[tuple[str, bool, float]], str]:
+def clip_quantized_gradients() -> tuple[list[tuple[str, bool, float]], str]:
     model = ClipsInItsOwnWay()
-    fit(model, strategy=Strategy(NarrowGradients()))
+    fit(model, strategy=Strategy(QuantizedGradients()))
     return model.seen, weights_of(model)
 
 
 def test_gradients_in_few_bits_are_clipped_after_the_exchange() -> None:
     """The mean, which is the same on all ranks, as in DDP."""
-    (first, weights), (second, other_weights) = run_ranks(clip_narrow_gradients, 2)
+    (first, weights), (second, other_weights) = run_ranks(clip_quantized_gradients, 2)
     assert first == second
     assert weights == other_weights
     assert [name for name, _, _ in first] == ["step", "clip"] * STEPS
@@ -91,19 +91,19 @@ class ClipsByHand(Tiny):
         optimizer.step()
 
 
-def clip_by_hand(num_passes: int, clips_each: bool, *, is_narrow: bool) -> tuple[list[float], str, list[float]]:
+def clip_by_hand(num_passes: int, clips_each: bool, *, is_quantized: bool) -> tuple[list[float], str, list[float]]:
     model = ClipsByHand(num_passes, clips_each)
-    strategy = Strategy(NarrowGradients("float16")) if is_narrow else "ddp"
+    strategy = Strategy(QuantizedGradients("float16")) if is_quantized else "ddp"
     fit(model, strategy=strategy)
-    if is_narrow:
+    if is_quantized:
         assert strategy.workers[0].step == STEPS
     return model.norms, weights_of(model), [float(p.detach().norm()) for p in model.parameters()]
 
 
 @pytest.mark.parametrize(("num_passes", "clips_each"), [(1, False), (2, False), (2, True)])
 def test_manual_optimization_clips_the_mean_of_gradients_in_few_bits(num_passes: int, clips_each: bool) -> None:
-    found = run_ranks(functools.partial(clip_by_hand, num_passes, clips_each, is_narrow=True), 2)
-    stock = run_ranks(functools.partial(clip_by_hand, num_passes, clips_each, is_narrow=False), 2)
+    found = run_ranks(functools.partial(clip_by_hand, num_passes, clips_each, is_quantized=True), 2)
+    stock = run_ranks(functools.partial(clip_by_hand, num_passes, clips_each, is_quantized=False), 2)
     for norms, weights, sizes in found:
         assert weights == found[0][1]
         assert norms == pytest.approx(stock[0][0], rel=1e-2)
@@ -130,7 +130,7 @@ class ClipsScaled(Tiny):
 
 def clip_scaled(algorithm: str) -> tuple[str, list[float]]:
     model = ClipsScaled(algorithm)
-    fit(model, strategy=Strategy(NarrowGradients()), plugins=[amp_with_scaler()])
+    fit(model, strategy=Strategy(QuantizedGradients()), plugins=[amp_with_scaler()])
     return weights_of(model), model.scales
 
 
@@ -157,7 +157,7 @@ class AsksToSave(ClipsByHand):
 
 
 def ask_to_save() -> list[bool]:
-    model, strategy = AsksToSave(), Strategy(NarrowGradients())
+    model, strategy = AsksToSave(), Strategy(QuantizedGradients())
     with mock.patch.object(strategy.signals, "save_if_due"):  # which would reset it
         fit(model, strategy=strategy)
     return model.due
@@ -185,7 +185,7 @@ class ClipsOnOneRank(Tiny):
 def clip_on_one_rank() -> tuple[str, int]:
     model = ClipsOnOneRank()
     with pytest.raises(DisagreementError) as caught:
-        fit(model, strategy=Strategy(NarrowGradients()))
+        fit(model, strategy=Strategy(QuantizedGradients()))
     return str(caught.value), model.global_step
 
 
@@ -203,7 +203,7 @@ class FailsAfterClipping(ClipsByHand):
 
 
 def fail_after_clipping() -> str:
-    strategy = Strategy(NarrowGradients())
+    strategy = Strategy(QuantizedGradients())
     with pytest.raises(KeyError):
         fit(FailsAfterClipping(), strategy=strategy)
     strategy.workers[0].recall()  # as before a state is saved

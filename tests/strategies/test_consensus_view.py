@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from lightning_lowbw import LocalSGDStrategy, NonFiniteGradientError
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
-from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.peers import Peers
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
 from tests.tiny import Tiny, make_data, make_trainer, sgd

@@ -30,7 +30,7 @@ from lightning_lowbw import (
     SparsityWarmup,
     Strategy,
 )
-from lightning_lowbw.engine.presets import preset
+from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from tests.ranks import run_ranks
 from tests.strategies.watching import meet_an_error

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from lightning_lowbw.comm import side_queue
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.strategies import gradient_hook
 from lightning_lowbw.strategies.gradient_hook import GradientHook, completed, copied_back
-from lightning_lowbw.where import side_queue
-from lightning_lowbw.where.peers import Peers
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 

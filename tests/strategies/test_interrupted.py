@@ -22,9 +22,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
+from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.strategies import shards
 from lightning_lowbw.strategies.shards import PART
-from lightning_lowbw.where.collectives import TensorWork
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE
 from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, since_lightning_2_5, weights_of

@@ -14,7 +14,7 @@ from lightning_lowbw import (
     DGCStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
-    NarrowGradients,
+    QuantizedGradients,
     Strategy,
 )
 from lightning_lowbw.strategies.keywords import (
@@ -32,7 +32,7 @@ STRATEGIES: dict[type[Strategy], dict[str, Any]] = {
     AdaptiveLocalSGDStrategy: {},
     HierarchicalStrategy: {},
     AutoStrategy: {},
-    Strategy: {"method": NarrowGradients()},
+    Strategy: {"method": QuantizedGradients()},
 }
 
 

@@ -28,7 +28,7 @@ from lightning_lowbw import (
     Topology,
     TrafficMonitor,
 )
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.strategies.watching import Silence

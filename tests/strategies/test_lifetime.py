@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_lowbw import LocalSGD
-from lightning_lowbw.engine.presets import DGC
+from lightning_lowbw.presets import DGC
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 

@@ -37,7 +37,10 @@ CLASSES: dict[str, tuple[dict[str, Any], str]] = {
     "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "rule='adacomm'"),
     "HierarchicalStrategy": ({"algorithm": "leader"}, "algorithm='leader'"),
     "AutoStrategy": ({"allow_local": True}, "allow_local=True"),
-    "Strategy": ({"method": {"what": {"payload": "narrow", "value_dtype": "int4"}}}, "Narrow(value_dtype='int4')"),
+    "Strategy": (
+        {"method": {"what": {"payload": "quantized", "value_dtype": "int4"}}},
+        "Quantized(value_dtype='int4')",
+    ),
 }
 OF_ALL = {"topology": 2, "find_unused_parameters": True, "bucket_cap_mb": 7, "timeout": "0:10:00"}
 

@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lowbw import DGCStrategy, DisagreementError, HierarchicalStrategy, LocalSGDStrategy
+from lightning_lowbw.comm.heartbeat import Answers
 from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
-from lightning_lowbw.where.heartbeat import Answers
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer

@@ -16,11 +16,11 @@ from lightning_lowbw import (
     HierarchicalStrategy,
     LocalSGD,
     LocalSGDStrategy,
-    NarrowGradients,
+    QuantizedGradients,
     ShardedStrategy,
     Strategy,
 )
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 
@@ -31,7 +31,7 @@ STRATEGIES: dict[str, Any] = {
     "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
     "dgc on two levels": lambda: DGCStrategy(topology=2, **SPARSE),
     "hierarchical": lambda: HierarchicalStrategy(topology=2),
-    "int8": lambda: Strategy(NarrowGradients("int8")),
+    "int8": lambda: Strategy(QuantizedGradients("int8")),
     "local_sgd, synchronous at first": lambda: LocalSGDStrategy(k_steps=2, begin_step=4),
     "local_sgd on two levels": lambda: LocalSGDStrategy(k_steps=2, begin_step=0, topology=2),
     "ddp": DDPStrategy,

@@ -19,20 +19,20 @@ from lightning_lowbw import (
     DisagreementError,
     HierarchicalStrategy,
     LocalSGDStrategy,
-    NarrowGradients,
+    QuantizedGradients,
     ShardedStrategy,
     Strategy,
 )
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, sgd
 
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
-    "int8": lambda: Strategy(NarrowGradients("int8")),
+    "int8": lambda: Strategy(QuantizedGradients("int8")),
     "hierarchical": lambda: HierarchicalStrategy(topology=1),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=4),
-    "sharded": lambda: ShardedStrategy(NarrowGradients("int8"), topology=1),
+    "sharded": lambda: ShardedStrategy(QuantizedGradients("int8"), topology=1),
     "ddp": DDPStrategy,
 }
 OURS = [name for name in STRATEGIES if name != "ddp"]

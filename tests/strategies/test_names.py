@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from lightning_lowbw import Compression, Narrow, SparsityWarmup, Strategy
+from lightning_lowbw import Compression, Quantized, SparsityWarmup, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer, weights_of
 
@@ -40,8 +40,8 @@ def test_by_name(sparsity: list[float] | None) -> None:
         ("streaming_diloco", {"k_steps": 100, "num_fragments": "auto", "delay_steps": "auto", "mixing": 0.5}),
         ("sparse_loco_spawn", {"k_steps": 15, "begin_step": 0, "outer": "none", "what": Compression()}),
         ("adaptive_local_sgd", {"k_steps": 1, "rule": "fleet", "max_k_steps": 16}),
-        ("int8", {"what": Narrow(value_dtype="int8"), "rampup_begin_step": 0}),
-        ("int4_spawn", {"what": Narrow(value_dtype="int4"), "rampup_begin_step": 0}),
+        ("int8", {"what": Quantized(value_dtype="int8"), "rampup_begin_step": 0}),
+        ("int4_spawn", {"what": Quantized(value_dtype="int4"), "rampup_begin_step": 0}),
     ],
 )
 def test_strategies_by_name(name: str, method: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lowbw as lowbw
 from lightning_lowbw import namespaces
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.programs import ROOT, run_script
 from tests.ranks import run_ranks
 
@@ -33,7 +33,7 @@ def make_strategies() -> list[Any]:
         lowbw.AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm"),
         lowbw.HierarchicalStrategy(),
         lowbw.AutoStrategy(allow_local=True),
-        lowbw.Strategy(lowbw.NarrowGradients(), find_unused_parameters=True),
+        lowbw.Strategy(lowbw.QuantizedGradients(), find_unused_parameters=True),
         lowbw.ShardedStrategy(lowbw.LocalSGD(), topology=2),
     ]
 

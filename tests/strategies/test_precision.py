@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
-from lightning_lowbw.engine.worker import Worker
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
+from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.ranks import run_ranks
 from tests.strategies.watching import SPARSE
 from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
@@ -26,14 +26,14 @@ PRECISIONS = {
 }
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=MIN_NUMEL),
-    "int8": lambda: Strategy(NarrowGradients("int8")),
+    "int8": lambda: Strategy(QuantizedGradients("int8")),
     "hierarchical": lambda: HierarchicalStrategy(topology=1),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=3),
     "sparse_loco": lambda: LocalSGDStrategy(k_steps=3, compression=SPARSE),
 }
 
 
-def kept(worker: Worker) -> list[Tensor]:
+def kept(worker: Synchronizer) -> list[Tensor]:
     """Return what a rank keeps back."""
     state = worker.state_dict()
     return list(state["residuals"].values())

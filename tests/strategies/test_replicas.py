@@ -23,8 +23,8 @@ from lightning_lowbw import (
     NonFiniteGradientError,
     TrafficMonitor,
 )
-from lightning_lowbw.where.agreement import digest
-from lightning_lowbw.where.ledger import all_reduce_bytes
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.ledger import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.strategies.watching import Trace, gathered, weights
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer, sgd, weights_of

@@ -17,7 +17,7 @@ from lightning_lowbw import (
     DisagreementError,
     HierarchicalStrategy,
     LocalSGDStrategy,
-    NarrowGradients,
+    QuantizedGradients,
     Strategy,
 )
 from tests.ranks import run_ranks
@@ -33,7 +33,7 @@ def make(name: str, **kwargs: Any) -> Strategy:
     if name == "dgc":
         return DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, **kwargs)
     if name == "int8":
-        return Strategy(NarrowGradients("int8"), **kwargs)
+        return Strategy(QuantizedGradients("int8"), **kwargs)
     if name == "hierarchical":
         return HierarchicalStrategy(topology=1, **kwargs)
     if name == "lowbw":

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import NonFiniteGradientError
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.scaling import exchange_unscaled_
-from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from lightning_lowbw import NonFiniteGradientError, ShardedStrategy, SparsityWarmup, Strategy
-from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.presets import DGC, LocalSGD, NarrowGradients, preset
-from lightning_lowbw.what.top_k import SPARSE_LOCO, TopK
-from lightning_lowbw.when.every_step import EveryStep
-from tests.engine.problem import each
+from lightning_lowbw.compress.top_k import SPARSE_LOCO, TopK
+from lightning_lowbw.method import Method
+from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients, preset
+from lightning_lowbw.schedules.every_step import EveryStep
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import Configured, Listed, Plain, data, distance, shard_digest, train, whole
+from tests.sync.problem import each
 from tests.tiny import Watcher, sgd
 
 STEPS = 6
@@ -55,12 +55,12 @@ Case = tuple[Method, type[Plain], str, dict[str, Any], "str | None", float]
 CASES: dict[str, Case] = {
     "dense, clipped": (preset("hierarchical"), Plain, "sgd", CLIP, "ddp", 1e-6),
     "dense, accumulated": (preset("hierarchical"), Configured, "sgd", {"accumulate_grad_batches": 2}, "ddp", 1e-6),
-    "clipped by hand": (NarrowGradients("bfloat16"), ClipsByHand, "sgd", {}, "ddp", 1e-4),
+    "clipped by hand": (QuantizedGradients("bfloat16"), ClipsByHand, "sgd", {}, "ddp", 1e-4),
     "local_sgd": (LocalSGD(k_steps=2), Configured, "sgd", {}, None, 2e-5),
     "diloco": (LocalSGD(k_steps=2, begin_step=0, outer="nesterov"), Configured, "adamw", {}, None, 2e-5),
     "delayed": (LocalSGD(k_steps=3, begin_step=0, delay_steps=1), Configured, "sgd", CLIP, None, 2e-5),
     "all changes": (LocalSGD(2, 0, compression=ALL_CHANGES), Configured, "adamw", {}, None, 2e-5),
-    "few bits": (NarrowGradients("bfloat16"), Configured, "adamw", {}, None, 2e-3),
+    "few bits": (QuantizedGradients("bfloat16"), Configured, "adamw", {}, None, 2e-3),
     "dgc, clipped": (NEARLY_ALL, Configured, "adamw", CLIP, None, 2e-5),
 }
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbw import ConfigurationError, ShardedStrategy, Strategy
-from lightning_lowbw.engine.method import Method
-from lightning_lowbw.engine.presets import LocalSGD, preset
-from tests.engine.problem import each, message_of
+from lightning_lowbw.method import Method
+from lightning_lowbw.presets import LocalSGD, preset
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import Listed, Plain, distance, shard_digest, train, whole
+from tests.sync.problem import each, message_of
 from tests.tiny import Watcher, sgd
 
 STEPS = 5

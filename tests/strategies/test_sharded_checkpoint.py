@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import ShardedStrategy, Strategy
-from lightning_lowbw.engine.presets import DGC, LocalSGD
+from lightning_lowbw.compress.top_k import SPARSE_LOCO
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.presets import DGC, LocalSGD
 from lightning_lowbw.strategies.shards import BEFORE, PART
-from lightning_lowbw.what.top_k import SPARSE_LOCO
-from tests.engine.problem import each
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import ByStep, Plain, distance, shard_digest, train, whole
+from tests.sync.problem import each
 from tests.tiny import Watcher, sgd
 
 STEPS, SAVED_AT = 8, 5

@@ -26,15 +26,15 @@ from lightning_lowbw import (
     ConfigurationError,
     LocalSGD,
     Method,
-    NarrowGradients,
     NonFiniteGradientError,
+    QuantizedGradients,
     ShardedStrategy,
 )
-from lightning_lowbw.engine.presets import preset
-from tests.engine.problem import each
+from lightning_lowbw.presets import preset
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import ByStep, Configured, Plain, shard_digest, train
+from tests.sync.problem import each
 from tests.tiny import sgd
 
 DENSE = preset("hierarchical")
@@ -129,7 +129,7 @@ OVERFLOWS: dict[str, tuple[Method, tuple[int, ...], int, int, str]] = {
     "before the next average": (HALF, (1,), 9, 4, f"Step 4: {CHANGES} {ON_NODE} has become too large"),
     "at the end, of weights": (HALF, (1,), 9, 2, f"Step 2: {CHANGES} {ON_NODE} has become too large"),
     "when saved, of weights": (HALF, (1,), 2, 4, f"Step 2: {CHANGES} {ON_NODE} has become too large"),
-    "in few bits": (NarrowGradients("float16"), (1,), 9, 4, f"Step 2: what was kept of earlier gradients {ON_NODE}"),
+    "in few bits": (QuantizedGradients("float16"), (1,), 9, 4, f"Step 2: what was kept of earlier gradients {ON_NODE}"),
 }
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw import NarrowGradients, ShardedStrategy, Strategy
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw import QuantizedGradients, ShardedStrategy, Strategy
+from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
@@ -34,8 +34,8 @@ KINDS: dict[str, tuple[Any, type[Tiny]]] = {
     "dgc": (lambda: make_strategy("dgc"), Tiny),
     "dgc, broadcast_buffers": (lambda: make_strategy("dgc", broadcast_buffers=True), Tiny),
     "dgc in manual optimization": (lambda: make_strategy("dgc"), Manual),
-    "int8": (lambda: Strategy(NarrowGradients("int8")), Tiny),
-    "sharded": (lambda: ShardedStrategy(NarrowGradients("int8"), topology=1), Tiny),
+    "int8": (lambda: Strategy(QuantizedGradients("int8")), Tiny),
+    "sharded": (lambda: ShardedStrategy(QuantizedGradients("int8"), topology=1), Tiny),
 }
 
 

@@ -21,7 +21,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_lowbw import AutoStrategy, DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, NarrowGradients, Strategy
+from lightning_lowbw import (
+    AutoStrategy,
+    DGCStrategy,
+    HierarchicalStrategy,
+    LocalSGDStrategy,
+    QuantizedGradients,
+    Strategy,
+)
 from lightning_lowbw.strategies.shards import METADATA_KEY
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
@@ -38,7 +45,7 @@ def make(name: str) -> DDPStrategy:
         "dense": lambda: DGCStrategy(rampup_begin_step=100, **sparse),
         "hand-over": lambda: DGCStrategy(rampup_begin_step=4, **sparse),
         "sparse": lambda: DGCStrategy(**sparse),
-        "int8": lambda: Strategy(NarrowGradients("int8")),
+        "int8": lambda: Strategy(QuantizedGradients("int8")),
         "hierarchical": lambda: HierarchicalStrategy(topology=1),
         "two levels": lambda: HierarchicalStrategy(topology=2),
         "sparse on two levels": lambda: DGCStrategy(topology=2, **sparse),

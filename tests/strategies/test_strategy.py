@@ -15,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_lowbw import DGC, DGCStrategy
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit, meet_an_error
 from tests.tiny import BATCH, MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd, weights_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import distributed as torch_ddp
 
 from lightning_lowbw import AveragingSchedule, DGCStrategy, LocalSGDStrategy, SparsityWarmup
-from lightning_lowbw.engine.presets import PRESETS
+from lightning_lowbw.presets import PRESETS
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
 

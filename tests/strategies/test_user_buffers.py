@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import NarrowGradients, Strategy
+from lightning_lowbw import QuantizedGradients, Strategy
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies import shared_buffers
-from lightning_lowbw.where.agreement import digest
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer
 
@@ -156,7 +156,9 @@ def count_broadcasts(strategy: str, options: dict[str, Any]) -> tuple[list[int],
     DistributedDataParallel._distributed_broadcast_coalesced = watched  # put back by `run_ranks`
     num_ranks, model, said, counted = dist.get_world_size(), Buffers(), list[str](), list[int]()
     shared_buffers.rank_zero_info = said.append  # put back as well
-    made = {"ddp": DDPStrategy, "int8": lambda **each: Strategy(NarrowGradients("int8"), **each)}[strategy](**options)
+    made = {"ddp": DDPStrategy, "int8": lambda **each: Strategy(QuantizedGradients("int8"), **each)}[strategy](
+        **options
+    )
 
     class Count(Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import ConfigurationError
-from lightning_lowbw.where.agreement import digest
+from lightning_lowbw.comm.agreement import digest
 from tests.tiny import BATCH, Tiny, make_data, make_strategy, make_trainer
 
 STEPS = 9

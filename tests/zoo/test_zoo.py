@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_lowbw.what.top_k import small_numel
+from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 from lightning_lowbw.zoo.text import read_splits
 

@@ -1,0 +1,383 @@
+"""Process groups, made once, and the collectives of one of them, with a ledger of bytes sent and seconds waited.
+
+This package does not keep a group alive; torch does, until `destroy_process_group`. At interpreter shutdown a gloo
+thread may still release a tensor. It then needs the GIL, Python ends the thread, and C++ aborts the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_lowbw.comm.ledger import Level, TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from lightning_lowbw.comm.side_queue import new_future
+
+
+class Held:
+    """Returns a group, as long as torch has it, and does not keep it alive.
+
+    Raises:
+        RuntimeError: when it is called; the group has been destroyed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._is_weak = isinstance(group, dist.ProcessGroup)  # else the world, or a group without this rank
+        self._group: Any = ref(group) if self._is_weak else group
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        """Return the group."""
+        group: dist.ProcessGroup | None = self._group() if self._is_weak else self._group
+        if group is None and self._is_weak:
+            raise RuntimeError("The process group has been destroyed: attach a new worker, or build a new Trainer.")
+        return group
+
+
+_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], Held] = {}  # by the world, and what it is for
+
+
+def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Return the process group of some ranks, made at the first call.
+
+    Collective: all ranks of the world, those outside of the group as well, in the same order of calls.
+
+    Args:
+        ranks: of the world; a group has them in ascending order.
+        purpose: concurrent work needs its own groups, because the ranks may begin it in different orders.
+        timeout: after which a collective of the group fails; None is that of the world.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    for stale in [key for key in _groups if key[0]() is not world]:
+        del _groups[stale]  # a world that was made anew has groups of its own
+    key = ref(world), (ranks, purpose, timeout)
+    if key not in _groups:
+        with _not_split_from(world):
+            group = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
+        _groups[key] = Held(group)
+    return _groups[key]()
+
+
+@contextmanager
+def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let `new_group` make a new gloo group, also where the world is bound to a GPU, as Lightning's is.
+
+    From a bound world torch splits the group off. Gloo says that it supports that, and a rank outside of the group ends
+    in an AttributeError (torch 2.13).
+    """
+    device = world.bound_device_id
+    if device is None or dist.get_backend(world) != "gloo":
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _timeout_of_world() -> timedelta | None:
+    """Return the timeout given to `init_process_group`; None, the backend's default, if it is not known."""
+    for device in ("cpu", "cuda"):
+        try:
+            backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]
+        except RuntimeError:  # the world has none for this device
+            continue
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether a group's collectives on tensors of a device are gloo's, where it has several backends, too."""
+    return device.type == "cpu" or dist.get_backend(group) == "gloo"
+
+
+@dataclass(frozen=True)
+class TensorWork:
+    """Work on a tensor that has been begun."""
+
+    tensor: Tensor
+    work: Any = None  # torch.distributed's, or a future; None if there was nothing to do
+    staged: Tensor | None = None  # where messages arrive, if not in the tensor
+
+    def wait(self) -> Tensor:
+        """Wait for it (on CUDA the current stream does), and return the tensor."""
+        if self.work is not None:
+            self.work.wait()
+        if self.staged is not None:
+            self.tensor.view(-1).copy_(self.staged)
+        return self.tensor
+
+    def get_future(self) -> Future[Tensor]:
+        """Return the future of the tensor, as a communication hook of DDP must.
+
+        It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA. That DDP does wait
+        for this one on a GPU is not tested here.
+        """
+        future = new_future(self.tensor.device)
+        if self.work is None:
+            future.set_result(self.tensor)
+        elif isinstance(self.work, Future):
+            return self.work
+        else:
+            self.work.get_future().add_done_callback(lambda reduced: _hand_over(reduced, self.tensor, future))
+        return future
+
+
+class Collectives:
+    """A process group with a ledger. One rank alone sends nothing, and never waits.
+
+    Without torch.distributed there is one rank.
+
+    Args:
+        group: the process group; None is the world.
+        ledger: where the traffic is written down.
+        level: of the network between these ranks, where they are a part of a topology.
+        is_alone: this rank alone, whatever the group; nothing is done then.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ledger: TrafficLedger | None = None,
+        level: Level | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        self._group = Held(group)
+        self.ledger = TrafficLedger() if ledger is None else ledger
+        self.level, self.is_alone = level, is_alone
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for the world, as long as there is one."""
+        return self._group()
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks in the group; 1 where torch.distributed is not initialised."""
+        return 1 if self.is_alone or not dist.is_initialized() else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return 0 if self.is_alone or not dist.is_initialized() else dist.get_rank(self.group)
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        """Begin to sum a flat tensor over the ranks, in place; return the work.
+
+        Collective: all ranks, in the same order of calls.
+
+        Args:
+            exact: unused; a group is one network.
+        """
+        if self.num_ranks == 1:
+            return TensorWork(tensor)
+        self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
+        return TensorWork(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce a flat tensor over the ranks, in place; by default the sum.
+
+        Collective: all ranks, blocking (on CUDA, for the stream).
+        """
+        if self.num_ranks == 1:
+            return
+        with self.ledger.waiting(tensor.device):
+            dist.all_reduce(tensor, op=op, group=self.group)
+        self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the group's first rank.
+
+        Collective: all ranks, blocking (on CUDA, for the stream).
+        """
+        if self.num_ranks == 1:
+            return
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        with self.ledger.waiting(tensor.device):
+            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=self.group)
+        self._record(tensor.nbytes)
+
+    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the messages of all ranks, in rank order: shape (ranks, elements of a message).
+
+        Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
+
+        Args:
+            message: see `begin_all_gather`.
+            out: see `begin_all_gather`.
+        """
+        if self.num_ranks == 1 or not is_gloo(self.group, message.device):
+            with self.ledger.waiting(message.device):
+                return self.begin_all_gather(message, out).wait()
+        out = message.new_empty((self.num_ranks, message.numel())) if out is None else out
+        staged = self._staged(message)
+        received = staged.new_empty((self.num_ranks, staged.numel())) if staged.device != out.device else out
+        with self.ledger.waiting(message.device):
+            self._swap([staged] * self.num_ranks, list(received.view(self.num_ranks, -1)))
+        self._record(all_gather_bytes(message.nbytes, self.num_ranks))
+        return out if received is out else out.copy_(received.view(out.shape))
+
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
+        """Begin `all_gather`.
+
+        Collective: all ranks, in the same order of calls.
+
+        Wire:
+            (W - 1) messages.
+
+        Args:
+            message: 1-d, not to be written before it has been waited for; of any dtype, it goes as bytes.
+            out: where to: contiguous, of any shape with W times as many elements; made here if left out.
+        """
+        num_ranks = self.num_ranks
+        out = message.new_empty((num_ranks, message.numel())) if out is None else out
+        if num_ranks == 1:
+            return TensorWork(out, staged=message)
+        self._record(all_gather_bytes(message.nbytes, num_ranks))
+        sent = self._staged(message)
+        received = None if sent.device == out.device else sent.new_empty(out.numel())
+        target = out.view(-1) if received is None else received
+        work = _all_gather()(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
+        return TensorWork(out, work, received)
+
+    def all_to_all(self, message: Tensor) -> Tensor:
+        """Send the r-th of equal parts of a message to rank r; return the parts received, in rank order.
+
+        One rank alone gets the message itself, no copy.
+
+        Collective: all ranks with messages of one size, a multiple of the number of ranks; 1-d; blocking (on CUDA, for
+        the stream).
+
+        Wire:
+            (W - 1) parts.
+        """
+        if self.num_ranks == 1:
+            return message
+        with self.ledger.waiting(message.device):
+            received = self._exchange_parts(message)
+        self._record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
+        return received
+
+    def reduce_scatter(self, vector: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks: ceil(numel / W) elements, the last filled with zeros.
+
+        One rank alone gets the vector itself, no copy.
+
+        Collective: all ranks, blocking (on CUDA, for the stream); not in the ledger's waiting time.
+
+        Wire:
+            (W - 1) parts.
+        """
+        num_ranks = self.num_ranks
+        if num_ranks == 1:
+            return vector
+        padded = torch.nn.functional.pad(vector, (0, -vector.numel() % num_ranks))
+        self._record(reduce_scatter_bytes(padded.nbytes, num_ranks))
+        if is_gloo(self.group, vector.device):  # whose reduce-scatter is an all-reduce, or missing
+            return self._exchange_parts(padded).view(num_ranks, -1).sum(0)
+        part = padded.new_empty(padded.numel() // num_ranks)
+        _reduce_scatter()(part, padded, group=self.group)
+        return part
+
+    def gather_parts(self, part: Tensor, numel: int) -> Tensor:
+        """Return the parts of all ranks, concatenated, of which `numel` elements are no filling.
+
+        One rank alone gets its part itself, no copy.
+
+        Collective: all ranks with parts of one size, blocking (on CUDA, for the stream); not in the ledger's waiting
+        time.
+
+        Wire:
+            (W - 1) parts.
+        """
+        return part[:numel] if self.num_ranks == 1 else self.begin_all_gather(part).wait().view(-1)[:numel]
+
+    def _exchange_parts(self, message: Tensor) -> Tensor:
+        staged = self._staged(message)
+        received = torch.empty_like(staged)
+        if is_gloo(self.group, message.device):
+            num_ranks = self.num_ranks
+            self._swap(list(staged.view(num_ranks, -1)), list(received.view(num_ranks, -1)))
+        else:
+            dist.all_to_all_single(received, staged, group=self.group)
+        return received.to(message.device)
+
+    def _swap(self, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send each rank a tensor, and receive one from each, both ways at once.
+
+        gloo's own all-to-all and all-gather often send one way after the other: between two ranks they share a
+        connection, on which the announcement that a rank is ready to receive waits behind the message it is sending.
+        So everything is received first, and sent then.
+        """
+        own, num_ranks = self.rank, self.num_ranks
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        received[own].copy_(outgoing[own])
+        others = [(own + distance) % num_ranks for distance in range(1, num_ranks)]  # not all to the same rank first
+        works = [
+            begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group)
+            for begin, tensors in ((dist.irecv, received), (dist.isend, outgoing))
+            for rank in others
+        ]
+        for work in works:
+            assert work is not None  # as for a rank that is not of the group
+            work.wait()
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        if tensor.stride(0) != 1:  # `contiguous` leaves a single element as it is, and then it has no view as bytes
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        # gloo reduces CUDA tensors, but gathers only those of the CPU
+        return tensor.cpu() if is_gloo(self.group, tensor.device) else tensor
+
+    def _record(self, nbytes: int) -> None:
+        self.ledger.record(nbytes, self.level)
+
+
+def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], object]) -> None:
+    """Overwrite many small tensors, in one message for each dtype.
+
+    Collective: as `broadcast_`.
+
+    Args:
+        tensors: contiguous or not; all on one device.
+        broadcast_: overwrites a flat tensor with that of the source.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        broadcast_(flat)
+        for tensor, received in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(received.view(tensor.shape))
+
+
+# The names up to torch 2.12 warn from 2.13 on.
+def _all_gather() -> Callable[..., Any]:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _hand_over(reduced: Future[list[Tensor]], tensor: Tensor, future: Future[Tensor]) -> None:
+    try:
+        reduced.value()  # raises what the collective has raised
+    except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
+        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+    else:
+        future.set_result(tensor)

@@ -1,0 +1,110 @@
+"""The link between the ranks, measured once and briefly, by which the time of each exchange is predicted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.comm.collectives import Collectives
+from lightning_lowbw.comm.ledger import (
+    all_gather_bytes,
+    all_gather_rounds,
+    all_reduce_rounds,
+)
+
+NUM_LATENCIES, MAX_TRANSFERS = 5, 32
+BUDGET_S = 0.4  # after which no new transfer is begun
+MIN_BYTES, MAX_BYTES = 1 << 16, 1 << 26
+TARGET_S = 0.012  # of a transfer; half of it will do. The shorter, the more, and the likelier one is not interrupted.
+ENOUGH_BYTES = 1 << 20  # What is less is over before a shaped link slows down, unless it takes
+LONG_S = 0.12
+GROWTH = 8.0  # of the size, at most, from one transfer to the next
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's connection to the others, as measured by collectives.
+
+    Args:
+        latency_s: seconds of the smallest message, one way.
+        bandwidth_bytes_per_s: in each direction.
+
+    Example:
+        >>> Link(latency_s=0.025, bandwidth_bytes_per_s=12.5e6).time_s(rounds=2, nbytes=125_000)
+        0.060000000000000005
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def time_s(self, rounds: int, nbytes: float) -> float:
+        """Return the seconds of messages: rounds * latency + bytes / bandwidth."""
+        return rounds * self.latency_s + nbytes / self.bandwidth_bytes_per_s
+
+
+def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Link:
+    """Time collectives; return the latency and bandwidth that explain the times, the same on all ranks.
+
+    The latency is that of the fastest tiny all-reduce, divided by the rounds of a ring; the bandwidth that of the
+    fastest of many short all-gathers, which do no arithmetic: other work on the machine only ever adds time. Of these
+    the first half is left out, because a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s:
+    rank 0 times each transfer, and broadcasts the size of the next one.
+
+    The time of the processor is included: on a fast link and a busy machine the bandwidth is below that of the wire.
+
+    Collective: all ranks of the group, blocking. Enters no ledger.
+
+    Args:
+        group: the process group; None is the world. One rank alone has a link without latency or limit.
+        device: where the gradients are.
+    """
+    collectives = Collectives(group)
+    num_ranks = collectives.num_ranks
+    if num_ranks == 1:
+        return Link(0.0, float("inf"))
+
+    def tell(*values: float) -> tuple[list[float], float]:
+        """Return rank 0's values, on all ranks, and the seconds it took."""
+        # Elements for every rank: of a shorter message a ring hands on less, and some ranks need not wait.
+        message = torch.zeros(2 * num_ranks, dtype=torch.float64, device=device)
+        if collectives.rank == 0:
+            message[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        took = _timed_all_reduce_(collectives, message)
+        return message[: len(values)].tolist(), took
+
+    tell(0.0)  # makes the connections
+    latency_s = min(tell(0.0)[1] for _ in range(NUM_LATENCIES)) / all_reduce_rounds(num_ranks)
+    started, nbytes, bandwidths = time.perf_counter(), MIN_BYTES, list[float]()
+    while nbytes:
+        took, received = _timed_all_gather(collectives, nbytes, device), all_gather_bytes(nbytes, num_ranks)
+        is_over = time.perf_counter() - started > BUDGET_S
+        is_enough = took >= TARGET_S / 2 and (received >= ENOUGH_BYTES // 2 or took >= LONG_S / 2)
+        if is_enough or nbytes == MAX_BYTES or is_over:
+            # Where the clock is coarse or the latency all there is, at least half of the time was for the bytes.
+            seconds = max(took - all_gather_rounds(num_ranks) * latency_s, took / 2)
+            bandwidths.append(received / seconds)
+            following = 0 if is_over or len(bandwidths) == MAX_TRANSFERS else nbytes
+        else:
+            wanted = max(TARGET_S / took, min(ENOUGH_BYTES / received, LONG_S / took))
+            following = min(MAX_BYTES, int(nbytes * min(GROWTH, wanted)) // 4 * 4)
+        nbytes = int(tell(following)[0][0])
+    fastest = max(bandwidths[len(bandwidths) // 2 :], default=0.0)
+    return Link(*tell(latency_s, fastest)[0])  # rank 0's, which has measured at least one
+
+
+def _timed_all_reduce_(collectives: Collectives, message: Tensor) -> float:
+    started = time.perf_counter()
+    collectives.all_reduce_(message)
+    float(message[0])  # on CUDA, waits for it
+    return time.perf_counter() - started
+
+
+def _timed_all_gather(collectives: Collectives, nbytes: int, device: torch.device | str) -> float:
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    started = time.perf_counter()
+    float(collectives.begin_all_gather(message).wait()[0, 0])  # on CUDA, waits for it
+    return time.perf_counter() - started

@@ -1,0 +1,357 @@
+"""Who communicates with whom: flat, or on two levels. `make_peers` chooses; a method need not distinguish the two.
+
+A method keeps an equal part of every flat tensor on each rank of a node, exchanges messages about its part with the
+ranks that keep the same part in other nodes, and gathers in its node what they have sent. When flat, each rank is a
+node of its own: its part is the whole tensor, and operations inside the node do nothing.
+
+All operations are collective: all ranks call them, in the same order. Those that begin something return at once; the
+others block (on CUDA, the stream).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.comm.agreement import agree
+from lightning_lowbw.comm.collectives import Collectives, TensorWork, group_of, is_gloo
+from lightning_lowbw.comm.ledger import Level, TrafficLedger, all_reduce_bytes
+from lightning_lowbw.comm.side_queue import SideQueue
+from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, part_of, resolve
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.tensors import allocate
+
+Algorithm = Literal["sharded", "leader"]
+
+
+class Peers:
+    """The ranks of a training, as a method on one rank uses them; here all ranks of a group alike, see `on_nodes`.
+
+    Args:
+        group: the process group; None is the world, or one rank where torch.distributed is not initialised.
+        ledger: where the traffic is written down, by level if there are two.
+        nodes: where the model is sharded inside nodes: the ranks of each, of which one is a peer. For messages.
+
+    Attributes:
+        topology: which ranks share a node; None when flat.
+        node: the collectives of this node's ranks; when flat of this rank alone, which do nothing.
+        local_rank: of this rank in its node; the launcher may count them in another order.
+        num_local_ranks: how many ranks of this node keep parts.
+        is_two_level: whether gradients are summed inside the node before the method sees them, and each rank keeps and
+            exchanges its part of what the node has.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        ledger: TrafficLedger | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.nodes = nodes
+        self.ledger = TrafficLedger() if ledger is None else ledger
+        self.topology: Topology | None = None
+        self.local_rank, self.num_local_ranks, self.is_two_level = 0, 1, False
+        self._all = Collectives(group, self.ledger)
+        self._between: Collectives | None = self._all
+        self.node = Collectives(group, self.ledger, is_alone=True)
+
+    @classmethod
+    def on_nodes(
+        cls,
+        topology: Topology,
+        *,
+        algorithm: Algorithm,
+        inter_dtype: torch.dtype | None,
+        ledger: TrafficLedger,
+        timeout: timedelta | None,
+        purpose: str,
+    ) -> Peers:
+        """Return the ranks of the world on nodes, with a fast network inside and a slow one between.
+
+        A node is one participant. Operations of several collectives run in order on one thread with gloo, on one
+        stream with NCCL. They use their own groups, because collectives on `node` and `between` may be issued at any
+        time. With a single node there is one participant: no slow network, no parts, and nothing to compress.
+
+        Args:
+            topology: of the world.
+            algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of
+                them with the ranks that have its local rank in the other nodes. "leader": the first rank of each node
+                exchanges all of them, for nodes of different sizes; there are no parts then.
+            inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own.
+            ledger: of the traffic, by level.
+            timeout: of the groups that are made here; None is that of the world.
+            purpose: peers that are in use at the same time need groups of their own.
+
+        Raises:
+            ConfigurationError: on all ranks; the nodes are of different sizes, and the algorithm is "sharded".
+        """
+        if algorithm == "sharded":
+            _ = topology.ranks_per_node  # raises where they differ
+        peers, rank = cls(None, ledger), dist.get_rank()
+
+        def collectives(groups: Iterable[tuple[int, ...]], level: Level) -> tuple[Any, Any]:
+            """Make groups, which all ranks do in one order; return those of this rank: to be used now, and in turn."""
+            own: tuple[Any, Any] = None, None
+            for ranks in groups:
+                now, in_turn = (group_of(ranks, each, timeout) for each in (purpose, f"{purpose}, in turn"))
+                if rank in ranks:
+                    own = Collectives(now, ledger, level), Collectives(in_turn, ledger, level)
+            return own
+
+        peers.topology, peers._algorithm, peers._inter_dtype = topology, algorithm, inter_dtype
+        peers.node, peers._node_in_turn = collectives(topology.nodes, "intra")
+        if algorithm == "leader":
+            peers._between, peers._between_in_turn = None, collectives([topology.leaders], "inter")[1]
+        else:
+            equal_parts = [topology.peers(each) for each in range(topology.ranks_per_node)]
+            peers._between, peers._between_in_turn = collectives(equal_parts, "inter")
+        if topology.num_nodes > 1:
+            peers.is_two_level = True
+            peers.local_rank, peers.num_local_ranks = topology.local_rank_of(rank), peers.node.num_ranks
+        # What all ranks do together crosses the slow network, where there is one.
+        peers._all = Collectives(None, ledger, "inter" if peers.is_two_level else "intra")
+        peers._queue = SideQueue(purpose)
+        return peers
+
+    _queue: SideQueue | None = None  # and the rest of what there is on nodes only
+    _algorithm: Algorithm = "sharded"
+    _inter_dtype: torch.dtype | None = None
+    _node_in_turn: Collectives
+    _between_in_turn: Collectives
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; None is the world."""
+        return self._all.group
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of all ranks; 1 where torch.distributed is not initialised."""
+        return self._all.num_ranks
+
+    @property
+    def rank(self) -> int:
+        """This rank among all; 0 where torch.distributed is not initialised."""
+        return self._all.rank
+
+    @property
+    def num_participants(self) -> int:
+        """N of the equations, the participants in the exchange on the slow network: ranks when flat, else nodes."""
+        return self.num_ranks if self.topology is None else self.topology.num_nodes
+
+    @property
+    def between(self) -> Collectives:
+        """The collectives of the ranks that keep this rank's part in all nodes; when flat, of all ranks."""
+        self.check_parts()
+        assert self._between is not None
+        return self._between
+
+    def check_parts(self) -> None:
+        """Check that the ranks of a node can keep parts of a tensor, and exchange them with those of other nodes.
+
+        Raises:
+            ConfigurationError: on all ranks; the nodes are of different sizes, or their leaders do the exchange.
+        """
+        if self._between is None and self.topology is not None:
+            _ = self.topology.ranks_per_node  # raises where they differ
+            sizes = ", ".join(str(len(node)) for node in self.topology.nodes)
+            raise ConfigurationError(
+                f"algorithm='leader' on nodes of {sizes} ranks: only the first rank of each node exchanges something, "
+                "and this method needs all of them, each for its part. Take algorithm='sharded'."
+            )
+
+    def part(self, numel: int, local_rank: int | None = None) -> slice:
+        """Return the part of a flat tensor that this, or that, rank of a node keeps: all of it when flat.
+
+        Every part has ceil(numel / ranks of the node) elements, except the last ones, which may be shorter or empty.
+        """
+        return part_of(numel, self.local_rank if local_rank is None else local_rank, self.num_local_ranks)
+
+    def count_dense(self, nbytes: int) -> None:
+        """Add to the ledger the traffic of a dense exchange of gradients of this size; communicates nothing."""
+        self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
+        part = -(-nbytes // self.num_local_ranks)
+        if self._algorithm == "leader":
+            part = nbytes if self.local_rank == 0 else 0
+        if self.topology is not None:
+            self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
+
+        Wire:
+            Flat: an all-reduce. "sharded": reduce-scatter in the node, all-reduce of each part between nodes,
+            all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these, broadcast
+            in the node.
+
+        Args:
+            exact: whether `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
+        """
+        if not self.is_two_level:
+            return (self._all if self.topology is None else self.node).begin_all_reduce_(tensor)
+        inter_dtype = None if exact else self._inter_dtype
+        stages = self._through_leaders_ if self._algorithm == "leader" else self._in_parts_
+        return TensorWork(tensor, self._begin(lambda: stages(tensor, inter_dtype), tensor))
+
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
+        if op != dist.ReduceOp.SUM or not self.is_two_level:
+            self._all.all_reduce_(tensor, op)
+            return
+        with self.ledger.waiting(tensor.device):
+            self.begin_all_reduce_(tensor).wait()
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first rank."""
+        self._all.broadcast_(tensor)
+
+    def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
+        """Begin to sum a flat tensor over the ranks of this node, in place; when flat it is the sum already."""
+        if self.topology is None:
+            return TensorWork(tensor)
+        return TensorWork(tensor, self._begin(lambda: self._node_in_turn.begin_all_reduce_(tensor).wait(), tensor))
+
+    def begin_gather(self, message: Tensor) -> TensorWork:
+        """Begin to gather the messages of all ranks of all nodes, each about the part of its rank.
+
+        Who waits accounts for the time.
+
+        Wire:
+            An all-gather between nodes; on two levels, an all-gather in the node of what was received.
+
+        Args:
+            message: uint8, 1-d, of one size on all ranks, not to be written before it has been waited for.
+
+        Returns:
+            Work on a tensor: uint8, shape (local ranks, participants, bytes of a message): first whose part it is
+            about, then the node, in the order of the topology; when flat (1, ranks, bytes), in rank order. The same on
+            all ranks.
+        """
+        shape = self.num_local_ranks, self.num_participants, message.numel()
+        out, between = allocate(shape, message.dtype, message.device), self.between
+        if not self.is_two_level:
+            return between.begin_all_gather(message, out)
+        return TensorWork(out, self._begin(lambda: self._gather_into(out, message), out, message))
+
+    def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the node, filled with zeros to the size of the first part.
+
+        When flat it is the vector itself, no copy.
+        """
+        if self.num_local_ranks == 1:
+            return vector
+        with self.ledger.waiting(vector.device):
+            return self.node.reduce_scatter(vector)
+
+    def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
+        """Return the whole of which each rank of the node has a part (see `reduce_scatter_in_node`): shape (numel,).
+
+        When flat it is the part itself, no copy.
+        """
+        if self.num_local_ranks == 1:
+            return part[:numel]
+        with self.ledger.waiting(part.device):
+            return self.node.gather_parts(part, numel)
+
+    def close(self) -> None:
+        """End the threads, after the work that has been begun."""
+        if self._queue is not None:
+            self._queue.close()
+
+    def _begin(self, collectives: Callable[[], object], result: Tensor, *reads: Tensor) -> torch.futures.Future[Tensor]:
+        assert self._queue is not None
+        return self._queue.begin(collectives, result, reads, in_thread=is_gloo(None, result.device))
+
+    def _in_parts_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+        part = self._node_in_turn.reduce_scatter(tensor)
+        self._sum_between_(part, inter_dtype)
+        tensor.copy_(self._node_in_turn.gather_parts(part, tensor.numel()))
+
+    def _through_leaders_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+        assert self.topology is not None
+        leader, group = self.topology.leaders[self.topology.node_of(self.rank)], self._node_in_turn.group
+        staged = tensor.cpu() if is_gloo(group, tensor.device) else tensor  # whose reduce takes the CPU's only
+        if self.num_local_ranks > 1:
+            dist.reduce(staged, dst=leader, group=group)
+        if self.local_rank == 0:
+            self._sum_between_(staged, inter_dtype)
+        if self.num_local_ranks > 1:
+            dist.broadcast(staged, src=leader, group=group)
+            self.ledger.record(tensor.nbytes, "intra")
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+        # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
+        is_narrower = inter_dtype is not None and inter_dtype.itemsize < tensor.itemsize
+        wire = tensor.to(inter_dtype) if is_narrower else tensor
+        self._between_in_turn.begin_all_reduce_(wire).wait()
+        if wire is not tensor:
+            tensor.copy_(wire)
+
+    def _gather_into(self, out: Tensor, message: Tensor) -> None:
+        received = self._between_in_turn.begin_all_gather(message).wait()
+        # A group has its ranks in ascending order; nodes need not be in the same order at all local ranks.
+        assert self.topology is not None
+        peers = self.topology.peers(self.local_rank)
+        if list(peers) != sorted(peers):
+            rows = received.unbind(0)
+            received = torch.stack([rows[sorted(peers).index(rank)] for rank in peers])
+        self._node_in_turn.begin_all_gather(received.view(-1), out).wait()
+
+
+def make_peers(
+    topology: TopologyChoice = "flat",
+    process_group: dist.ProcessGroup | None = None,
+    ledger: TrafficLedger | None = None,
+    algorithm: Algorithm | None = None,
+    inter_dtype: torch.dtype | None = None,
+    timeout: timedelta | None = None,
+    purpose: str = "gradients",
+) -> Peers:
+    """Return the ranks of a training as the user describes them: flat, or on two levels.
+
+    A topology with one rank on each node is flat. One with a single node is on two levels, with one participant: there
+    is no slow network, and nothing to compress.
+
+    Collective: all ranks of the group, blocking; with a topology the world, which makes groups in one order.
+
+    Args:
+        topology: "flat", "auto" (by the launcher and the host names), ranks per node, the ranks of each node, or a
+            `Topology`.
+        process_group: of a flat training; None is the world.
+        ledger: where the traffic is written down; a new one if left out.
+        algorithm: see `Peers.on_nodes`; None is "sharded" where all nodes have as many ranks, else "leader".
+        inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
+        timeout: of the groups that are made for a topology; None is that of the world.
+        purpose: peers that are in use at the same time, as for gradients and for averages that they hide, need groups
+            of their own.
+
+    Raises:
+        ConfigurationError: on all ranks; the topology is none, does not fit the world or the algorithm, or comes with
+            a process group other than the world.
+        DisagreementError: on all ranks; they were given different arguments.
+    """
+    is_world = process_group is None or (dist.is_initialized() and process_group is dist.group.WORLD)
+    if not is_world and topology != "flat":
+        check_choice(topology)
+        raise ConfigurationError(
+            f"topology={topology!r} together with a process group other than the world: a topology is of all ranks of "
+            "the world. Leave process_group out, or take topology='flat'."
+        )
+    facts: dict[str, Any] = {"topology": topology, "algorithm": algorithm, "inter_dtype": inter_dtype}
+    agree("topology", {**facts, "timeout": timeout}, process_group)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    resolved = resolve(topology, num_ranks) if is_world else None
+    if resolved is None or resolved.num_nodes == num_ranks:
+        return Peers(process_group, ledger)
+    algorithm = algorithm or ("sharded" if resolved.has_equal_nodes else "leader")
+    ledger = TrafficLedger() if ledger is None else ledger
+    return Peers.on_nodes(
+        resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, purpose=purpose
+    )

@@ -1,0 +1,208 @@
+"""Where the ranks are: which of them share a node, as the user says or as the launcher and the host names do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_lowbw.arguments import is_count, names_arguments
+from lightning_lowbw.comm.agreement import failing_together, gather
+from lightning_lowbw.errors import ConfigurationError
+
+MOST_RANKS = 1 << 20  # more is a mistake, and a list of them fills the memory
+
+
+@names_arguments
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of each node, in the order of the nodes.
+
+    Ranks need not be contiguous, and nodes need not be of one size; methods that require this raise an error.
+
+    Args:
+        nodes: the ranks of each node, in any order; the lowest of a node is its leader.
+
+    Raises:
+        ConfigurationError: a rank is missing or named twice, or a node is empty.
+
+    Example:
+        >>> topology = Topology.blocks(world_size=6, ranks_per_node=2)
+        >>> topology.nodes, topology.node_of(3), topology.local_rank_of(3)
+        (((0, 1), (2, 3), (4, 5)), 1, 1)
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        nodes: object = self.nodes
+        is_list = isinstance(nodes, Sequence) and all(isinstance(node, Sequence) for node in nodes)
+        if not is_list or not all(is_count(rank, 0) for node in self.nodes for rank in node):
+            raise ConfigurationError(f"topology {nodes!r}: give the ranks of each node, as in ((0, 1), (2, 3)).")
+        object.__setattr__(self, "nodes", tuple(tuple(sorted(node)) for node in self.nodes))
+        ranks = sorted(rank for node in self.nodes for rank in node)
+        if ranks != list(range(len(ranks))) or not all(self.nodes) or not ranks:
+            raise ConfigurationError(
+                f"topology {self.nodes}: each rank from 0 on belongs to exactly one node, and no node is empty."
+            )
+
+    @classmethod
+    @names_arguments
+    def blocks(cls, world_size: int, ranks_per_node: int) -> Topology:
+        """Return nodes of `ranks_per_node` neighbouring ranks.
+
+        Raises:
+            ConfigurationError: the world is not divisible, or there are no such numbers of ranks.
+        """
+        for name, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
+            if not is_count(value):
+                raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
+        if world_size > MOST_RANKS:
+            raise ConfigurationError(f"world_size={world_size}: give an integer from 1 to {MOST_RANKS}.")
+        if world_size % ranks_per_node:
+            raise ConfigurationError(
+                f"{world_size} ranks cannot be divided into nodes of {ranks_per_node} ranks. Give a divisor of "
+                f"{world_size}, or the ranks of each node."
+            )
+        starts = range(0, world_size, ranks_per_node)
+        return cls(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str]) -> Topology:
+        """Return one node per distinct name; `hosts` has the name of each rank's."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in by_host.values()))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.nodes)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The lowest rank of each node."""
+        return tuple(node[0] for node in self.nodes)
+
+    @property
+    def has_equal_nodes(self) -> bool:
+        """Whether all nodes have the same number of ranks."""
+        return len(set(map(len, self.nodes))) == 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The size of each node.
+
+        Raises:
+            ConfigurationError: they differ; names them.
+        """
+        if not self.has_equal_nodes:
+            shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
+            raise ConfigurationError(
+                f"The nodes have different numbers of ranks ({shown}). Only local SGD of whole weights (no "
+                "value_dtype, no compression) and HierarchicalStrategy(algorithm='leader') support that. Start the "
+                "same number of ranks on each node."
+            )
+        return len(self.nodes[0])
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of a rank's node."""
+        return next(index for index, node in enumerate(self.nodes) if rank in node)
+
+    def local_rank_of(self, rank: int) -> int:
+        """Return the local rank of a rank: its index among the ranks of its node, in ascending order."""
+        return self.nodes[self.node_of(rank)].index(rank)
+
+    def peers(self, local_rank: int) -> tuple[int, ...]:
+        """Return the ranks with one local rank in all nodes, which exchange a part. Needs nodes of one size."""
+        assert local_rank < self.ranks_per_node
+        return tuple(node[local_rank] for node in self.nodes)
+
+
+def _shown(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"{len(ranks)} ({', '.join(map(str, ranks))})"
+
+
+def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
+    """Return the part of a flat tensor that one of a node's ranks keeps; the last ones may be shorter, or empty."""
+    size = -(-numel // num_local_ranks)
+    return slice(min(local_rank * size, numel), min((local_rank + 1) * size, numel))
+
+
+# "flat", "auto", ranks per node, the ranks of each node, or these as a value
+TopologyChoice = int | str | Sequence[Sequence[int]] | Topology
+# Variables of torchrun, Lightning and SLURM that distinguish nodes with the same host name (containers, the lab).
+NODE_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+
+
+def check_choice(choice: object) -> Topology | None:
+    """Return the topology that a choice spells out; None for "flat", "auto" and numbers, which need a world.
+
+    Raises:
+        ConfigurationError: it is none of `TopologyChoice`.
+    """
+    if isinstance(choice, Topology):
+        return choice
+    if isinstance(choice, int) and not isinstance(choice, bool):
+        if choice < 1:
+            raise ConfigurationError(f"topology={choice!r}, a number of ranks per node: give an integer >= 1.")
+        return None
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        nodes = [tuple(node) if isinstance(node, Sequence) else () for node in choice]
+        if all(is_count(rank, 0) for node in nodes for rank in node) and all(nodes):
+            return Topology(tuple(nodes))
+    elif choice in ("flat", "auto"):
+        return None
+    raise ConfigurationError(
+        f"topology={choice!r}: give 'flat', 'auto' (by the launcher and the host names), a number of ranks per node, "
+        "the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
+    )
+
+
+def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
+    """Return whether a choice is of nodes of several ranks; None for "auto", where only the world tells."""
+    if isinstance(choice, int):
+        return choice > 1
+    if isinstance(choice, str):
+        return None if choice == "auto" else False
+    topology = check_choice(choice)
+    assert topology is not None
+    return topology.num_nodes < topology.world_size
+
+
+def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
+    """Return the topology of the world; None if flat.
+
+    Collective: all ranks, blocking; none where torch.distributed is not initialised.
+
+    Raises:
+        ConfigurationError: on all ranks; the choice does not fit the world.
+    """
+    with failing_together():
+        topology = check_choice(choice)
+        if isinstance(choice, int):
+            topology = Topology.blocks(world_size, choice)
+        if topology is not None and topology.world_size != world_size:
+            raise ConfigurationError(
+                f"The topology {topology} has {topology.world_size} ranks, the world {world_size}. Give the nodes of "
+                f"ranks 0 to {world_size - 1}, or topology='auto', by the launcher and the host names."
+            )
+    return discover() if choice == "auto" else topology
+
+
+def discover() -> Topology:
+    """Return which ranks share a node, by host name and by the launcher's number of the node.
+
+    Collective: all ranks, blocking; none where torch.distributed is not initialised, which is one rank.
+    """
+    number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
+    host = f"{socket.gethostname()}/{number}"
+    return Topology.of_hosts(gather(host, "host"))

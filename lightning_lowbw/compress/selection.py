@@ -1,0 +1,193 @@
+"""Which elements are sent: the k largest of a tensor in absolute value, or of each of its chunks.
+
+`Selection` does it for all tensors of an optimizer together. A threshold, from a sample and then from step to step,
+finds candidates in the pass that accumulates; the k largest of these are sent. They are exactly as many as are asked
+for, in ascending order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload
+does not depend on the way it was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels import gpu
+from lightning_lowbw.kernels.dispatch import kernels_for
+from lightning_lowbw.kernels.reference import Segment, take_
+
+MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, to look through all takes no longer
+
+
+def num_selected(numel: int, density: float) -> int:
+    """Return k, how many of `numel` elements are sent at `density`: at least one, at most all.
+
+    In Python's double precision: float32 makes 999 of 1e6 x 0.001.
+    """
+    return min(numel, max(1, round(numel * density)))
+
+
+class Selection:
+    """Compress all tensors of an optimizer in one call: correct them, find their largest elements, take these out.
+
+    The backend is chosen here: Triton's kernels, one launch of each for all tensors that they take; else, tensor by
+    tensor, a pass compiled by numba, or one in torch. All do what `kernels.reference.compress_many_` specifies, for
+    finite residuals; of one that has overflowed, which is reported in any case, the kernels send the largest finite
+    number.
+
+    Example:
+        >>> segment = Segment(
+        ...     residual=torch.tensor([0.0, 5.0, 1.0]), momentum_buffer=None, gradient=torch.ones(3), weight=None, k=1
+        ... )
+        >>> Selection().compress_({"weight": segment}, masking=True)
+        [(tensor([1]), tensor([6.]))]
+        >>> segment.residual
+        tensor([1., 0., 2.])
+    """
+
+    def __init__(self) -> None:
+        self._selectors: dict[str, SampledSelector] = {}
+        self._workspaces: dict[tuple[str, ...], gpu.Workspace] = {}
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The last threshold of each tensor, by name; 0 where none is known. Reading them waits for a GPU.
+
+        They influence only the time, never which elements are selected. On a GPU those that are set are estimated anew.
+        """
+        known = {name: selector.threshold for name, selector in self._selectors.items()}
+        for names, workspace in self._workspaces.items():
+            known.update(zip(names, workspace.thresholds[: len(names)].tolist(), strict=True))
+        return known
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Mapping[str, float]) -> None:
+        self._workspaces.clear()
+        self._selectors = {name: SampledSelector(threshold) for name, threshold in thresholds.items()}
+
+    @torch.no_grad()
+    def compress_(self, segments: Mapping[str, Segment], *, masking: bool) -> list[tuple[Tensor, Tensor]]:
+        """Accumulate the gradients, and take the largest elements out of the residuals.
+
+        In place:
+            The residuals and momentum buffers of all segments.
+
+        Args:
+            segments: by the name of the parameter, all on one device.
+            masking: whether the velocity of what is taken is cleared.
+
+        Returns:
+            Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
+        """
+        for_kernels = {name: each for name, each in segments.items() if self._suits_kernels(each)}
+        parts = self._compress_together_(for_kernels, masking) if for_kernels else {}
+        for name, segment in segments.items():
+            if name not in parts:
+                for other in segment.elsewhere:
+                    other.take_()
+                positions = self._accumulate_(name, segment)
+                values = take_(segment.residual, segment.momentum_buffer, positions, masking=masking)
+                parts[name] = positions, values
+        return [parts[name] for name in segments]
+
+    def _suits_kernels(self, segment: Segment) -> bool:
+        return gpu.is_available(segment.residual.device) and gpu.takes(segment)
+
+    def _compress_together_(self, segments: Mapping[str, Segment], masking: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        names = tuple(segments)
+        if names not in self._workspaces:
+            # Their memory is bounded only if each tensor is in one.
+            apart = {n: workspace for n, workspace in self._workspaces.items() if segments.keys().isdisjoint(n)}
+            self._workspaces = {**apart, names: gpu.Workspace()}
+        positions, values = gpu.compress_many_(
+            list(segments.values()), masking=masking, workspace=self._workspaces[names]
+        )
+        counts = [segment.num_sent for segment in segments.values()]
+        return dict(zip(names, zip(positions.split(counts), values.split(counts), strict=True), strict=True))
+
+    def _accumulate_(self, name: str, segment: Segment) -> Tensor:
+        """Accumulate a gradient; return the positions of the largest elements."""
+        if segment.chunk is None:
+            return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
+        kernels_for(*segment.tensors).accumulate_(segment, 0.0)
+        kernels = kernels_for(segment.residual)
+        positions: Tensor = kernels.largest(segment.residual, segment.k, segment.chunk, segment.k_last)
+        return positions
+
+
+class SampledSelector:
+    """Find the k largest of one tensor among the candidates above a threshold, and adapt the threshold to their number.
+
+    The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
+    what is dropped is the smallest, wherever it lies (the published implementations cut by position, or take what an
+    unlucky sample gives: recall down to 15 %). Too few candidates: estimate anew from a sample, and in the end look
+    through all.
+
+    Attributes:
+        threshold: 0 where none is known. It influences only the time, never which elements are selected.
+    """
+
+    FOLLOWED = 0.8  # of the growth of what is found, from one step to the next; it becomes less from step to step
+
+    SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
+    SMALL = 1 << 16  # elements; below this, to look through all is as fast
+    SURPLUS = 2.0  # candidates aimed at, in units of k
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+        self._last: tuple[int, float] | None = None  # k and the least magnitude that was among the k largest
+
+    def accumulate_(self, segment: Segment) -> Tensor:
+        """Accumulate a gradient, then return the positions of the k largest of the residual: int64, ascending.
+
+        In place:
+            its residual and momentum buffer.
+
+        Args:
+            segment: flat, without chunks.
+        """
+        residual, k, numel = segment.residual, segment.k, segment.residual.numel()
+        kernels, of_residual = kernels_for(*segment.tensors), kernels_for(residual)
+        if numel <= self.SMALL or self.SURPLUS * k >= numel / MIN_PER_CANDIDATE:
+            kernels.accumulate_(segment, 0.0)
+            return of_residual.largest(residual, k)
+        stride = max(1, numel // self.SAMPLE) | 1  # odd, not to fall into step with rows of a power of two elements
+        # Each candidate has 8 bytes. A tail as heavy as Cauchy's has now and then four times what is aimed at; where
+        # there are more, mostly in the second step, another pass looks.
+        room = int(4 * self.SURPLUS * k)
+        if not self.threshold > 0.0:
+            self.threshold = self._estimate(kernels.sample_accumulated(segment, stride), numel, k)
+        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold, room), k)
+        if positions is None:  # the distribution has moved; to estimate again costs less than to look through all
+            self.threshold = self._estimate(residual[::stride].abs(), numel, k)
+            if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
+                positions = self._narrow(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
+        if positions is None:
+            self.threshold, positions = 0.0, of_residual.largest(residual, k)
+        return positions
+
+    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
+        """Return the magnitude that about SURPLUS * k of `numel` elements reach, from a sample of the magnitudes."""
+        rank = max(1, round(self.SURPLUS * k * sample.numel() / numel))
+        return float(sample.topk(rank, sorted=False).values.min())
+
+    def _narrow(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
+        """Return the k largest of the candidates and set the threshold for the next step; None if they do not fit."""
+        if candidates is None or candidates.numel() < k:
+            return None
+        magnitudes = values.index_select(0, candidates).abs_()
+        found = kernels_for(magnitudes).largest(magnitudes, k)
+        count, least = candidates.numel(), float(magnitudes.index_select(0, found).min())
+        if count > k and least > self.threshold:
+            # The power law through two points, (threshold, count) and (least, k). How steep it is has to be measured:
+            # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
+            exponent = math.log(least / self.threshold) / math.log(count / k)
+            self.threshold *= (count / (self.SURPLUS * k)) ** exponent
+            # Residuals grow for some times 1 / density steps, and `least` with them; the slope above is so flat that a
+            # threshold which stays where it is has four times as many candidates in the next step.
+            if self._last is not None and self._last[0] == k:
+                self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** self.FOLLOWED
+        self._last = (k, least) if least > 0.0 else None
+        return candidates.index_select(0, found)

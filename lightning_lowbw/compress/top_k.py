@@ -1,0 +1,323 @@
+"""The largest elements of each tensor in few bits, the rest kept for later: one payload for gradients and for weights.
+
+Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887 (the k largest of a tensor, every step); Sarfi,
+Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, algorithm 1
+(the k largest of each chunk of what the local steps have done). With e the residual of a participant, D its signal:
+
+    accumulate   e = beta e + D        (or a correction of D; `compress.corrections`, `compress.corrections`)
+    send         Q(the k largest of e, per tensor or chunk)
+    keep         e = e - what was sent
+    average      the sum of what all N sent, each element divided by N, or by the number that sent it
+
+Deviation: a chunk is a number of consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
+matrices into square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a
+whole one. Their paper divides by N, their published code by the number of participants that sent the element, which is
+better by far for local SGD (docs/methods/sparse_local_sgd.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
+from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.compress.sparse_sum import Sparse
+from lightning_lowbw.compress.values import VALUE_NAMES
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.reference import scatter_mean_
+
+MeanOver = Literal["ranks", "senders"]
+EXCHANGES = ("auto", "all_gather", "reduce_scatter")
+MOST_GATHERED = 16  # participants, see `TopK.collective`
+LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
+SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How many elements are sent of a tensor.
+
+    Attributes:
+        num_full: whole chunks.
+        k: elements sent of each of these.
+        k_last: elements sent of the rest; of the tensor, where it is not cut into chunks.
+    """
+
+    num_full: int
+    k: int
+    k_last: int
+
+    @property
+    def num_sent(self) -> int:
+        """Elements sent of the whole tensor."""
+        return self.num_full * self.k + self.k_last
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """The largest elements of each tensor.
+
+    Args:
+        density: the fraction of elements sent, in (0, 1); where the schedule has stairs of sparsity these say it.
+        chunk: the largest are sought among this many neighbouring elements of a tensor; None: in the whole tensor. Of
+            the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger
+            one: all where there are fewer.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
+            errors are sent later.
+        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
+            `small_numel` says.
+        exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
+        decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
+        mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
+            ("senders"). An element that a single participant has sent changes by the whole value with "senders", by 1/N
+            of it with "ranks".
+        exchange: how the selected elements of gradients are summed. "all_gather": every rank gets those of all,
+            (N-1) k elements. "reduce_scatter": below 6 k elements whatever N is; where the selections differ much, some
+            of the sums wait at the rank that owns them. "auto": see `collective`.
+        momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
+            in the paper, at densities up to (1 - momentum) / 2, 5 % with 0.9. Above, an element is sent again before
+            its momentum has faded, and would lose most of it. Not for Adam.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+
+    Example:
+        >>> TopK(density=0.01).num_sent(1 << 20), TopK(density=1 / 64, chunk=4096).num_sent(1 << 20)
+        (10486, 16384)
+    """
+
+    density: float = 0.001
+    chunk: int | None = None
+    value_dtype: str = "bfloat16"
+    min_numel: int | None = None
+    exclude: Sequence[str] = ()
+    decay: float = 1.0
+    mean_over: MeanOver = "ranks"
+    exchange: str = "auto"
+    momentum_masking: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not is_number(self.density) or not 0 < self.density < 1:
+            raise ConfigurationError(
+                f"density={self.density!r}: give a number between 0 and 1; without compression all is sent."
+            )
+        if not is_number(self.decay) or not 0 <= self.decay <= 1:
+            raise ConfigurationError(f"decay={self.decay!r}: give a number in [0, 1].")
+        is_list = isinstance(self.exclude, Sequence) and not isinstance(self.exclude, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name, allowed in (
+            ("value_dtype", VALUE_NAMES),
+            ("mean_over", get_args(MeanOver)),
+            ("exchange", EXCHANGES),
+        ):
+            check_one_of(name, getattr(self, name), allowed)
+        if not isinstance(self.momentum_masking, bool | None):
+            raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True, False or None.")
+        for name in ("chunk", "min_numel"):
+            value = getattr(self, name)
+            if not is_count(value) and value is not None:
+                choices_of = "for whole tensors" if name == "chunk" else "for a share of what is trained"
+                raise ConfigurationError(
+                    f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
+                )
+        if self.mean_over == "senders" and self.exchange == "reduce_scatter":
+            raise ConfigurationError(
+                "exchange='reduce_scatter' sums inside the collective, and mean_over='senders' needs the values of "
+                "each participant: set exchange='all_gather'."
+            )
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check the patterns of `exclude` against the names of the model's parameters.
+
+        Raises:
+            ConfigurationError: one matches no parameter.
+        """
+        names = list(names)
+        for pattern in self.exclude:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"exclude={list(self.exclude)}: {pattern!r} matches no parameter of the model; they are named "
+                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
+                )
+
+    def collective(self, num_participants: int, *, is_two_level: bool) -> str:
+        """Return how elements of gradients are summed: "all_gather" or "reduce_scatter".
+
+        "auto" takes the all-gather, which applies all that was selected, up to `MOST_GATHERED` participants: to there
+        its (N-1) k elements are few beside the two rounds that it saves.
+        """
+        if is_two_level or self.mean_over == "senders" or self.exchange == "all_gather":
+            return "all_gather"
+        if self.exchange == "auto" and num_participants <= MOST_GATHERED:
+            return "all_gather"
+        return "reduce_scatter"
+
+    def masks(self, density: float, momenta: Iterable[float], *, by_default: bool) -> bool:
+        """Return whether velocities are cleared where they are sent; see `momentum_masking`.
+
+        Args:
+            density: of the step.
+            momenta: of the tensors.
+            by_default: whether the optimizer's correction does so.
+        """
+        if self.momentum_masking is not None:
+            return self.momentum_masking
+        return by_default and all(2.0 * density <= 1.0 - momentum + 1e-6 for momentum in momenta)  # 1 - 0.9 is not 0.1
+
+    @property
+    def codec(self) -> SparseCodec:
+        """The wire format."""
+        return SparseCodec(self.value_dtype)
+
+    def takes(self, name: str, numel: int, small_numel: int) -> bool:
+        """Return whether a parameter with this name and number of elements is sent sparse.
+
+        Args:
+            name: of the parameter.
+            numel: its elements.
+            small_numel: the least, where `min_numel` is None.
+        """
+        is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return numel >= (self.min_numel or small_numel) and not is_excluded
+
+    def layout(self, numel: int, density: float | None = None) -> ChunkLayout:
+        """Return how many elements are sent of a tensor, at the payload's own density or at another one."""
+        density = self.density if density is None else density
+        if numel == 0:
+            return ChunkLayout(0, 0, 0)
+        if self.chunk is None:
+            return ChunkLayout(0, 0, num_selected(numel, density))
+        num_full, rest = divmod(numel, self.chunk)
+        least = num_selected(min(self.chunk, LEAST_OF), density)
+        k_last = min(rest, max(num_selected(rest, density), least))
+        return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
+
+    def selected(self, numel: int, density: float | None = None) -> dict[str, Any]:
+        """Return the fields of a segment (`kernels.reference.Segment`) that say how many elements are selected."""
+        layout = self.layout(numel, density)
+        if self.chunk is None:
+            return {"k": layout.k_last}
+        return {"k": layout.k, "chunk": self.chunk, "k_last": layout.k_last}
+
+    def num_sent(self, numel: int, density: float | None = None) -> int:
+        """Return how many of a tensor's elements are sent."""
+        return self.layout(numel, density).num_sent
+
+    def nbytes(self, numels: Sequence[int], density: float | None = None) -> int:
+        """Return the size of a participant's message about tensors with these numbers of elements, in bytes."""
+        numels = [numel for numel in numels if numel]
+        return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
+
+    def decode(
+        self, messages: Tensor, numels: Sequence[int], density: float | None, damaged: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the elements that participants have sent: positions int64, values float32, shape (groups,
+        participants, elements).
+
+        Args:
+            messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
+                nbytes).
+            numels: elements of each tensor that is not empty.
+            density: at which was selected.
+            damaged: see `SparseCodec.decode`.
+
+        Raises:
+            ValueError: a message is damaged; see `SparseCodec.decode`.
+        """
+        counts = [self.num_sent(numel, density) for numel in numels]
+        shape = *messages.shape[:2], sum(counts)
+        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged)
+        positions, values = (each.view(shape) for each in decoded)
+        return positions, values
+
+    def average_(self, out: Tensor, parts: Sequence[Sparse]) -> None:
+        """Average sparse vectors, one per participant, into a dense one, in the order of the participants.
+
+        In place:
+            `out`, which is overwritten.
+
+        Args:
+            out: flat, float32.
+            parts: (positions int64, distinct; values float32) of each participant. One that has nothing to send of a
+                dead chunk sends zeros, and is not counted as a sender.
+        """
+        if self.mean_over == "ranks":
+            scatter_mean_(out, parts)
+            return
+        counts = torch.zeros_like(out)
+        for positions, values in parts:
+            counts[positions] += (values != 0).float()
+        counts.clamp_(min=1.0)
+        out.zero_()
+        for positions, values in parts:
+            out[positions] += values / counts[positions]
+
+
+def small_numel(numels: Iterable[int]) -> int:
+    """Return the elements below which a tensor is small for a model: the smallest are 3 % of it, together.
+
+    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a fraction, because all
+    matrices of a small model are small; but not below 1,024 elements, where sending all costs less than the work for
+    one more tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
+
+    Args:
+        numels: elements of each tensor that is trained.
+
+    Example:
+        >>> small_numel([6144] * 24), small_numel([64 * 512, 512, 512 * 512, 512, 5120, 10]), small_numel([10**9])
+        (6144, 16384, 16384)
+    """
+    ordered = sorted(numels)
+    left = SMALL_SHARE * sum(ordered)
+    for numel in ordered:
+        left -= numel
+        if left < 0:
+            return min(max(numel, LEAST_NUMEL), MOST_NUMEL)
+    return LEAST_NUMEL
+
+
+SPARSE_LOCO: dict[str, Any] = {
+    "density": 1 / 64,
+    "chunk": 4096,
+    "value_dtype": "int2",
+    "min_numel": 4096,
+    "decay": 0.95,
+    "mean_over": "senders",
+}
+
+
+def Compression(**changes: Any) -> TopK:
+    """Return SparseLoCo's payload: the 64 largest of each 4096 elements in two bits, with a decay of 0.95.
+
+    Args:
+        **changes: arguments of `TopK`.
+
+    Raises:
+        ConfigurationError: an argument is unknown, or out of range.
+    """
+    return from_mapping(TopK, {**SPARSE_LOCO, **changes}, "compression")
+
+
+def as_compression(choice: TopK | Mapping[str, Any] | None) -> TopK | None:
+    """Return a choice of the user's as a value; a mapping changes SparseLoCo's payload.
+
+    Raises:
+        ConfigurationError: it is something else, or an argument is unknown or out of range.
+    """
+    if choice is None or isinstance(choice, TopK):
+        return choice
+    if not isinstance(choice, Mapping):
+        raise ConfigurationError(
+            f"compression={choice!r}: give a Compression, a mapping such as {{'value_dtype': 'int4'}}, or None."
+        )
+    return from_mapping(TopK, {**SPARSE_LOCO, **choice}, "compression")

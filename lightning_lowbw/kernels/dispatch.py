@@ -1,0 +1,269 @@
+"""Chooses the twin of `reference` that runs, and tries each before the training starts.
+
+Triton compiles a kernel for each set of its constexprs and for the dtypes of its tensors; nothing else makes another
+variant (`triton_kernels.kernel`). `Uses` lists what these depend on in a training; the sizes of blocks are constants.
+
+| kernel | compiled for |
+| --- | --- |
+| correct | `Kind`: dtypes of gradient, velocity and weight; Adam; alignment, which is the gradient's in each step |
+| order, plan, count, take | nothing that varies |
+| digits, choose | each of the three digits |
+| pack, unpack | the dtype of values on the wire, or that they are not floats |
+| apply | the next power of two of the number of messages; whether weights are stepped |
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels import gpu, reference
+from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
+from lightning_lowbw.kernels.table import BLOCK, Field, Kind, upload
+
+LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
+PLAIN = Kind(torch.float32, torch.float32, torch.float32, is_adam=False, is_aligned=True)
+
+_numba_faults: list[str] = []  # why numba is not to be used in this process
+
+
+def has_numba() -> bool:
+    """Return whether numba is installed, be it broken, and not disabled."""
+    return not _numba_faults and importlib.util.find_spec("numba") is not None
+
+
+@cache
+def _import_cpu() -> ModuleType | None:
+    try:
+        return importlib.import_module("lightning_lowbw.kernels.cpu")
+    except ImportError:  # numba is not installed, or not for this numpy
+        return None
+
+
+def compiled_for(*tensors: Tensor) -> ModuleType | None:
+    """Return `cpu`, the module that numba compiles, where it takes these tensors; their dtypes are not looked at."""
+    if _numba_faults or not all(each.device.type == "cpu" and each.is_contiguous() for each in tensors):
+        return None
+    return _import_cpu()
+
+
+def kernels_for(*tensors: Tensor) -> ModuleType:
+    """Return the module with what selects, from `accumulate_` to `take_`, for these arguments."""
+    is_plain = all(tensor.dtype == torch.float32 for tensor in tensors)
+    return (compiled_for(*tensors) if is_plain else None) or reference
+
+
+def averages_for(device: torch.device) -> ModuleType:
+    """Return the module to take `average_many_` from, for float32 that is contiguous."""
+    if gpu.is_available(device):
+        return gpu
+    return (compiled_for() if device.type == "cpu" else None) or reference
+
+
+# Before the training --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uses:
+    """What a training uses of the Triton kernels.
+
+    Args:
+        kinds: of the tensors that kernels compress.
+        value_dtypes: of the values in messages; None: they are coded and decoded by torch.
+        num_messages: that kernels average.
+        steps: whether weights are stepped by the means; otherwise the means are written.
+    """
+
+    kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
+    value_dtypes: tuple[torch.dtype | None, ...] = (torch.bfloat16,)
+    num_messages: tuple[int, ...] = (2,)
+    steps: tuple[bool, ...] = (False, True)
+
+
+def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
+    """Compile and run on a tiny problem each kernel that a training would use, before it needs them.
+
+    Triton needs a C compiler on every node, even to start a kernel. Without this check a node that has none would fail
+    at its first sparse step, hours after the start, and the other nodes would wait for it. So call this on all ranks at
+    the start; if any rank returns a reason, all must call `disable`, because the kernels round differently.
+
+    Takes seconds for the first time; what has been compiled is kept.
+
+    Args:
+        device: of the parameters.
+        uses: what the Triton kernels are compiled for; None: what `Uses` says by default.
+
+    Returns:
+        None if the kernels work, if a device has none, or they are disabled; else one sentence with the reason.
+    """
+    if gpu.is_available(device):
+        name = "Triton"
+    elif device.type == "cpu" and has_numba():
+        name = "numba"
+    else:
+        return _what_is_missing(device)
+    try:
+        _try_numba(device) if name == "numba" else _try_triton(device, uses or Uses())
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the caller is told
+        cause = next(iter(str(error).strip().splitlines()), "")[:LONGEST_CAUSE]
+        return f"The kernels of {name} do not work on {device}: {type(error).__name__}: {cause}".rstrip(": .") + "."
+    return None
+
+
+def _what_is_missing(device: torch.device) -> str | None:
+    """Return what is to be installed for kernels on a device; None if nothing is, or they are disabled."""
+    if device.type == "cpu" and not _numba_faults:
+        return "numba is not installed: pip install numba."
+    if device.type == "cuda" and not gpu.is_disabled() and not gpu.has_triton():
+        return f"Triton {'.'.join(map(str, gpu.OLDEST_TRITON))} or newer is not installed: pip install triton."
+    return None
+
+
+def disable(device: torch.device, reason: str) -> None:
+    """Use plain torch on devices of this type, in this process, from now on.
+
+    Args:
+        device: as given to `prepare`.
+        reason: what `prepare` said, here or on another rank.
+    """
+    if device.type == "cpu":
+        _numba_faults.append(reason)
+    else:
+        gpu.disable(reason)
+
+
+def _tiny_segment(device: torch.device, kind: Kind) -> Segment:
+    """Return a segment of a kind. Large enough for a threshold, without ties."""
+    numel = BLOCK if kind.is_aligned else BLOCK + 1
+    # Small multiples of a power of two: no operation on them rounds.
+    shuffled = (torch.arange(numel, device=device) * 7 % numel - numel // 2).to(torch.float32).div_(64)
+    velocity = torch.zeros(numel, dtype=kind.momentum_buffer, device=device)
+    moment = SecondMoment(
+        square=torch.ones_like(velocity), largest=None, beta2=0.5, share=0.5, eps=1e-8, corrections=(0.5, 0.5)
+    )
+    return Segment(
+        residual=shuffled,
+        momentum_buffer=velocity,
+        gradient=torch.ones(numel, dtype=kind.gradient, device=device),
+        weight=torch.ones(numel, dtype=kind.weight, device=device),
+        k=2,
+        momentum=0.5,
+        dampening=0.5 if kind.is_adam else 0.0,
+        weight_decay=2.0**-4,
+        ahead=2.0**-5,
+        second_moment=moment if kind.is_adam else None,
+    )
+
+
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], *, tolerance: float = 0.0) -> None:
+    for one, other in zip(found, expected, strict=True):
+        is_same = torch.allclose(one, other, rtol=tolerance, atol=tolerance) if tolerance else one.equal(other)
+        if not is_same:
+            raise ArithmeticError("they compute something else than plain torch")
+
+
+def _try_numba(device: torch.device) -> None:
+    """Raise if what numba compiles differs from its specification."""
+    cpu = importlib.import_module("lightning_lowbw.kernels.cpu")
+    results = []
+    for module in (cpu, reference):
+        segment = _tiny_segment(device, PLAIN)
+        v, numel = segment.residual, segment.residual.numel()
+        found = module.accumulate_(segment, 1.0)
+        searches = [module.reach(v, 1.0), module.largest(v, 3), module.largest(v, 3, numel // 3, 1)]
+        results.append([found, v.clone(), *searches, *_averaged(module, v, found, 2, (False, True))])
+    _compare(*results)
+    _try_positions(cpu, *results[0][:2])
+
+
+def _try_positions(cpu: ModuleType, positions: Tensor, values: Tensor) -> None:
+    """Raise if positions do not come out of a message."""
+    width, numel = 2, values.numel()
+    unary = positions.numel() + (numel >> width)
+    fields = upload([Field(positions.numel(), 0, 0, numel)], torch.int64, positions.device)
+    words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
+    cpu.pack_(positions, fields, width, unary, words)
+    found = torch.empty(positions.numel() + 1, dtype=torch.int64)
+    cpu.unpack(words, fields, width, unary, found)
+    _compare([found[:-1]], [positions])
+
+
+def _averaged(
+    module: ModuleType, like: Tensor, positions: Tensor, num_messages: int, steps: Sequence[bool]
+) -> list[Tensor]:
+    """Return what a module makes of equal messages about two tensors: means, or stepped weights."""
+    results, count = [], positions.numel()
+    messages = positions.expand(1, num_messages, -1).contiguous(), torch.full((1, num_messages, count), 0.75)
+    for is_step in steps:
+        outs, weights = ([torch.ones_like(like) for _ in range(2)] for _ in range(2))
+        arrivals = [
+            Arrival(out, 0, 0, count - number, weight if is_step else None, 0.5)
+            for number, (out, weight) in enumerate(zip(outs, weights, strict=True))
+        ]
+        module.average_many_(arrivals, messages[0], messages[1].to(like.device))
+        results += weights if is_step else outs
+    return results
+
+
+def _try_triton(device: torch.device, uses: Uses) -> None:
+    """Raise if the Triton kernels differ from their specification; waits for the device."""
+    for is_adam in (False, True):
+        if kinds := [kind for kind in uses.kinds if kind.is_adam == is_adam]:
+            _try_compression(device, kinds, is_adam)
+    for value_dtype in uses.value_dtypes:
+        _try_wire(device, value_dtype)
+    like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
+    for num_messages in uses.num_messages:
+        _compare(*(_averaged(each, like, positions, num_messages, uses.steps) for each in (gpu, reference)))
+
+
+def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool) -> None:
+    """Raise if other elements are selected, or residuals differ; Adam's steps by more than rounding."""
+    segments, twins = ([_tiny_segment(device, kind) for kind in kinds] for _ in range(2))
+    workspace = gpu.Workspace()
+    for _ in range(1 if is_adam else 2):  # without thresholds, and with them
+        found = gpu.compress_many_(segments, masking=not is_adam, workspace=workspace)
+        if not is_adam:
+            expected = reference.compress_many_(twins, masking=True)
+            _compare([*found, *(each.residual for each in segments)], [*expected, *(each.residual for each in twins)])
+            continue
+        for segment, twin, at, sent in zip(segments, twins, *(each.split(2) for each in found), strict=True):
+            reference.accumulate_(twin, 0.0)
+            # Of a step of about 1, which may cancel what is left.
+            tolerance = 1e-5 if twin.gradient.dtype == torch.float32 else 1e-2
+            _compare([segment.residual.index_put((at,), sent)], [twin.residual], tolerance=tolerance)
+
+
+def _try_wire(device: torch.device, value_dtype: torch.dtype | None) -> None:
+    """Raise if what has been selected does not come out of a message, or is rounded otherwise."""
+    numels, width, k = [BLOCK, BLOCK + 1], 10, 2
+    positions = torch.tensor([5, BLOCK - 3, 0, BLOCK], device=device)
+    values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], device=device)
+    code = width, 2 * k + (sum(numels) >> width)  # `compress.codec`
+    rows = [Field(k, 0, 0, numels[0]), Field(k, k, numels[0], numels[1])]
+    fields = upload(rows, torch.int64, device).view(2, -1)
+    residuals = [torch.ones(numel, device=device) for numel in numels]
+    twins = [residual.clone() for residual in residuals]
+    message = torch.zeros(8, dtype=torch.int32, device=device)  # two words of positions, then the values
+    sent = message[2:].view(value_dtype or torch.float32)[: positions.numel()]
+    rounded = values.to(value_dtype or torch.bfloat16).float()
+    if value_dtype is None:
+        sent.copy_(rounded)
+    gpu.pack(positions, values, fields, code, k, message, sent, residuals, is_written=value_dtype is None)
+    damaged = torch.zeros((), dtype=torch.bool, device=device)
+    first_value = 0 if value_dtype is None else 8 // value_dtype.itemsize
+    read_positions, read = gpu.unpack(
+        message.unsqueeze(0), fields, code, positions.numel(), value_dtype, first_value, damaged
+    )
+    for twin, at, error in zip(twins, positions.split(k), (values - rounded).split(k), strict=True):
+        twin.index_add_(0, at, error)
+    read = rounded if value_dtype is None else read[0]
+    expected = [positions, rounded, *twins, torch.zeros_like(damaged)]
+    _compare([read_positions[0], read, *residuals, damaged], expected)

@@ -1,0 +1,329 @@
+"""Twins of `reference` for many tensors on a GPU: a fixed number of kernel launches, and no wait for the device.
+
+`compress_many_`, whatever the number of tensors: correct and collect candidates (one launch per `Kind`), order them,
+find the k-th magnitudes digit by digit, take. Thresholds and counts stay on the device; the host never waits. All
+tensors are passed over once: gradient read, velocity and residual read and written, 20 bytes per element of float32,
+24 with weight decay, 28 with Adam's second moment. If a threshold does not fit, the same kernels search the whole
+tensor instead of its candidates, which reads five times 4 bytes per element more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels.reference import Arrival, Segment
+from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, constant, takes, upload
+
+__all__ = [
+    "BLOCK",
+    "DTYPES",
+    "Workspace",
+    "average_many_",
+    "compress_many_",
+    "disable",
+    "is_available",
+    "pack",
+    "takes",
+    "unpack",
+]
+
+SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
+PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
+TENSORS = 256  # that a program of the selection looks at a time, to find its own
+PACK_BLOCK = 1024  # elements that a program packs
+WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
+APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
+SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
+ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
+# Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+OLDEST_TRITON = (3, 2)  # comes with torch 2.6; those before it want the types of pointers written out
+OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
+
+_faults: list[str] = []  # why the kernels are not to be used in this process
+
+
+def is_available(device: torch.device) -> bool:
+    """Return whether the kernels run on a device: CUDA or ROCm, with a Triton for it, and not disabled."""
+    return not _faults and _is_supported(device)
+
+
+def is_disabled() -> bool:
+    """Return whether `disable` has been called."""
+    return bool(_faults)
+
+
+def has_triton() -> bool:
+    """Return whether a Triton is installed that is new enough."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST_TRITON
+
+
+def disable(reason: str) -> None:
+    """Use plain torch instead of the kernels, in this process, from now on; see `dispatch.disable`."""
+    _faults.append(reason)
+
+
+@cache  # called in each step
+def _is_supported(device: torch.device) -> bool:
+    if device.type != "cuda" or not has_triton():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
+
+
+def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """Correct, select and take all tensors at once; see `reference.compress_many_`.
+
+    The same elements as the reference selects. A threshold, `workspace.thresholds`, finds the candidates in the pass
+    that corrects; it aims at twice k of them and is steered by their exact number and the k-th magnitude. If they are
+    too few or too many, the whole tensor is searched. Tensors with a density above about a fiftieth are always
+    searched, because the room for candidates is bounded (`table.MOST_ROOM`).
+
+    In place:
+        the residuals, momentum buffers, second moments and faults; `workspace`.
+
+    Args:
+        segments: at least one, all on one device; see `takes`.
+        masking: see `reference.take_`.
+        workspace: what is kept between steps.
+
+    Returns:
+        See `reference.compress_many_`.
+
+    Raises:
+        ValueError: a segment that the kernels do not take.
+    """
+    device = segments[0].residual.device
+    with torch.cuda.device_of(segments[0].residual):
+        workspace.update(segments)
+        num_sent = sum(segment.num_sent for segment in segments)
+        positions = torch.empty(num_sent, dtype=torch.int64, device=device)
+        values = torch.empty(num_sent, dtype=torch.float32, device=device)
+        try:
+            _correct(workspace)
+            _take(workspace, positions, values, masking)
+        except BaseException:
+            workspace.counting.zero_()  # else the next step appends behind what this one has found
+            raise
+    return positions, values
+
+
+def _types(kind: Kind) -> dict[str, Any]:
+    import triton.language as tl
+
+    names = {"G": kind.gradient, "U": kind.momentum_buffer, "W": kind.weight}
+    return {name: getattr(tl, str(dtype).removeprefix("torch.")) for name, dtype in names.items()}
+
+
+def _correct(workspace: Workspace) -> None:
+    """Correct all tensors in place, and write down their candidates in the order of their positions."""
+    from lightning_lowbw.kernels.triton_kernels import correct_kernel, order_kernel
+
+    w = workspace
+    for kind, first, num_blocks in w.launches:
+        correct_kernel[(num_blocks,)](
+            w.table, w.factors, w.thresholds, w.owners, w.counting, w.block_counts, w.block_bases, w.positions,
+            w.values, first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8,
+            **OPTIONS,
+        )  # fmt: skip
+    block_ends = w.block_counts.cumsum(0)
+    order_kernel[(w.owners.numel(),)](
+        w.table, w.owners, w.counting, w.block_counts, w.block_bases, block_ends, w.positions, w.values,
+        w.ordered_positions, w.ordered_values, BLOCK=ORDER_BLOCK, num_warps=1,
+    )  # fmt: skip
+
+
+def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool) -> None:
+    """Take the k largest of each tensor."""
+    from lightning_lowbw.kernels.triton_kernels import (
+        choose_kernel,
+        count_kernel,
+        digits_kernel,
+        plan_kernel,
+        take_kernel,
+    )
+
+    w, num_tensors = workspace, workspace.num_tensors
+    blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": TENSORS}
+    source = (w.table, w.counts, w.ordered_positions, w.ordered_values, w.ends, w.kth)
+    grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)
+    plan_kernel[(1,)](w.table, w.counting, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
+    for turn, (shift, bits) in enumerate(DIGITS):
+        digit = {"SHIFT": shift, "BITS": bits, "WIDTH": BINS}
+        digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
+        choose_kernel[(num_tensors,)](
+            w.table, w.counts, w.thresholds, w.kth, w.left, w.bins, IS_FIRST=turn == 0, **digit
+        )
+    count_kernel[grid](*source, *w.found, num_tensors, **blocks)
+    ends = w.found.cumsum(1, dtype=torch.int32)
+    take_kernel[grid](
+        *source, w.left, *w.found, *ends, positions, values, int(masking), num_tensors, **blocks, **OPTIONS,
+    )  # fmt: skip
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def pack(
+    positions: Tensor,
+    values: Tensor,
+    fields: Tensor,
+    code: tuple[int, int],
+    longest: int,
+    message: Tensor,
+    sent: Tensor,
+    residuals: Sequence[Tensor] | None,
+    *,
+    is_written: bool = False,
+) -> None:
+    """Write positions and values into a message: one launch. Twin of `compress.codec.pack`.
+
+    In place:
+        the front of `message`; `sent`, unless it is written; the residuals, to which rounding errors are added.
+
+    Args:
+        positions: int64, shape (elements,); see `compress.codec.pack`.
+        values: float32, of the same shape.
+        fields: table of `Field`: int64, shape (tensors, columns).
+        code: low bits of an element, and bits of the unary part.
+        longest: elements of the tensor that has most.
+        message: int32, zeros.
+        sent: the part of the message for the values, in the float dtype they are rounded to.
+        residuals: of each tensor: float32, contiguous; None: what is rounded away is lost.
+        is_written: whether `sent` is what a receiver decodes of values that are in the message already: float32.
+    """
+    import triton.language as tl
+
+    from lightning_lowbw.kernels.triton_kernels import pack_kernel
+
+    addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
+    with torch.cuda.device_of(positions):
+        pack_kernel[(-(-longest // PACK_BLOCK), len(fields))](
+            fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message, sent, *code,
+            torch.finfo(sent.dtype).max, V=getattr(tl, str(sent.dtype).removeprefix("torch.")),
+            IS_SENT=is_written, BLOCK=PACK_BLOCK, **OPTIONS,
+        )  # fmt: skip
+
+
+def unpack(
+    messages: Tensor,
+    fields: Tensor,
+    code: tuple[int, int],
+    num_elements: int,
+    value_dtype: torch.dtype | None,
+    first_value: int,
+    damaged: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Read positions, and values of a float format, of several messages: one launch. Twin of `compress.codec.unpack`.
+
+    If its twin raises an error, positions are still clamped into their tensors, because the next kernel writes there.
+
+    In place:
+        `damaged`: becomes True where a message holds another number of positions, or one outside its tensor.
+
+    Args:
+        messages: int32, shape (messages, words), whose rows are contiguous.
+        fields: as of `pack`, and so the code.
+        num_elements: in each message.
+        value_dtype: of the values; None: they are not read.
+        first_value: where they begin in a message, in elements of that dtype.
+        damaged: bool, a scalar on the device.
+
+    Returns:
+        int64 and float32, both of shape (messages, num_elements).
+    """
+    import triton.language as tl
+
+    from lightning_lowbw.kernels.triton_kernels import unpack_kernel
+
+    shape = len(messages), num_elements
+    positions = torch.empty(shape, dtype=torch.int64, device=messages.device)
+    values = torch.empty(shape, dtype=torch.float32, device=messages.device)
+    with torch.cuda.device_of(messages):
+        unpack_kernel[(len(fields), len(messages))](
+            fields, messages, positions, values, damaged.view(torch.uint8), messages.stride(0), num_elements,
+            first_value, *code, V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")),
+            HAS_VALUES=value_dtype is not None, BLOCK=WORDS_BLOCK,
+        )  # fmt: skip
+    return positions, values
+
+
+def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+    """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
+    launch.
+
+    See `reference.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well here, because
+    its atomic adds never collide; but it needs launches per participant and tensor.
+
+    Raises:
+        ValueError: a tensor is not float32, flat and contiguous.
+    """
+    import triton
+
+    from lightning_lowbw.kernels.triton_kernels import apply_kernel
+
+    steps, device = arrivals[0].weight is not None, positions.device
+    _, num_messages, num_elements = positions.shape
+    # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
+    shapes = tuple((arrival.out.numel(), 1 << arrival.count.bit_length()) for arrival in arrivals)
+    rows = []
+    for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True):
+        for tensor in (arrival.out, arrival.weight):
+            if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
+                raise ValueError(
+                    f"A {tensor.dtype} tensor of strides {tensor.stride()}: averages are float32 and contiguous."
+                )
+        weight = 0 if arrival.weight is None else arrival.weight.data_ptr()
+        rows.append(
+            Arrived(
+                out=arrival.out.data_ptr(),
+                weight=weight,
+                group=arrival.group,
+                first=arrival.first,
+                num_sent=arrival.count,
+                shift=shift,
+                first_tile=first_tile,
+                rate=int.from_bytes(struct.pack("<f", arrival.rate), "little", signed=True),
+            )
+        )
+    owners = _tile_owners(shapes, device)
+    turns = max(arrival.count for arrival in arrivals).bit_length()
+    with torch.cuda.device_of(positions):
+        if not steps:
+            torch._foreach_zero_([arrival.out for arrival in arrivals])
+        table = upload(rows, torch.int64, device)
+        apply_kernel[(len(owners),)](
+            table, owners, positions, values, num_messages, num_elements, turns, 1.0 / num_messages,
+            MESSAGES=triton.next_power_of_2(num_messages), STEPS=steps, BLOCK=APPLY_BLOCK, **OPTIONS,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the tiles of tensors, given the elements of each and about how many are sent: of each tensor the size of a
+    tile (as a shift) and its first one; and how many it has."""
+    tiles: list[tuple[int, int]] = []
+    numbers: list[int] = []
+    for numel, count in shapes:
+        shift = max(LEAST_TILE_SHIFT, (numel * SENT_PER_TILE // count).bit_length() - 1)
+        tiles.append((shift, sum(numbers)))
+        numbers.append(-(-numel // (1 << shift)))
+    return tiles, numbers
+
+
+@lru_cache(maxsize=64)
+def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    numbers = _tiles(shapes)[1]
+    return upload([owner for owner, number in enumerate(numbers) for _ in range(number)], torch.int32, device)

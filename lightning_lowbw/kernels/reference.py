@@ -1,0 +1,518 @@
+"""The arithmetic of deep gradient compression on one tensor, in plain torch: the specification of every faster twin.
+
+Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887. The numbers of equations below are those of the
+PaddlePaddle Fleet document, which follows the paper. Nothing here communicates; thresholds are those of
+`compress.selection`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
+AT_ONCE = 1 << 24  # elsewhere: few launches, and the keys take 128 MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMoment:
+    """Adam's mean of squares, whose root the velocity is divided by.
+
+        q = b2 q + share (1 - b2) g^2;  s = (sqrt(q / (1 - b2^t)) + eps) (1 - b1^t)
+
+    Args:
+        square: q, of as many elements as the gradient; float32, bfloat16 or float16.
+        largest: the largest q so far, which takes its place under a root (amsgrad); None without.
+        beta2: b2.
+        share: of a gradient's square; 1/N, see `compress.corrections`.
+        eps: see above.
+        corrections: 1 - b1^t and 1 - b2^t, with t the steps including this one.
+    """
+
+    square: Tensor
+    largest: Tensor | None
+    beta2: float
+    share: float
+    eps: float
+    corrections: tuple[float, float]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [self.square] if self.largest is None else [self.square, self.largest]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SecondMoment:
+        """Return the same with other tensors: each is replaced by what the function makes of it."""
+        largest = None if self.largest is None else function(self.largest)
+        return replace(self, square=function(self.square), largest=largest)
+
+    def take_(self, gradient: Tensor) -> Tensor:
+        """Take a gradient in; return s, which the velocity is divided by.
+
+        In place:
+            q, and the largest.
+
+        Args:
+            gradient: g; float32 or wider, with Adam's own weight decay.
+
+        Returns:
+            float32.
+        """
+        square = self.square.to(gradient.dtype)  # itself, where it is as wide
+        square.mul_(self.beta2).addcmul_(gradient, gradient, value=(1.0 - self.beta2) * self.share)
+        if square is not self.square:
+            self.square.copy_(square)
+        if self.largest is not None:
+            self.largest.copy_(torch.maximum(self.largest, self.square))
+            square = self.largest.to(gradient.dtype)
+        slope, least = self.line
+        return square.sqrt().mul_(slope).add_(least).to(torch.float32)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """What sqrt(q) is multiplied with, and what is added, to give s."""
+        first, second = self.corrections
+        return first / math.sqrt(second), self.eps * first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A part of a tensor that another rank of the node accumulates, and whose second moment is kept here too.
+
+    Args:
+        second_moment: q of this part.
+        gradient: G of it.
+        weight: w of it; None without weight decay.
+        weight_decay: c.
+        sign: see `Segment`.
+    """
+
+    second_moment: SecondMoment
+    gradient: Tensor
+    weight: Tensor | None
+    weight_decay: float
+    sign: float
+    # What a segment has, and this has not.
+    residual: ClassVar[None] = None
+    momentum_buffer: ClassVar[None] = None
+    fault: ClassVar[None] = None
+    k: ClassVar[int] = 0
+    momentum: ClassVar[float] = 0.0
+    dampening: ClassVar[float] = 0.0
+    nesterov: ClassVar[bool] = False
+    ahead: ClassVar[float] = 0.0
+
+    def take_(self) -> None:
+        """Bring the second moment up to date; what is not finite counts as zero."""
+        gradient = self.gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.second_moment.take_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One tensor of a compress step: a row of the table that every backend takes.
+
+    All of its tensors are flat, contiguous and of one length, in the order of the parameter's elements in memory (see
+    `kernels.tensors`). Whoever has a velocity that is laid out unlike the parameter gives a copy, and writes it back.
+
+    Args:
+        residual: v, the unsent gradient; float32, float64 where the parameter is.
+        momentum_buffer: u; None without momentum; float32, bfloat16 or float16, as are the following.
+        gradient: G, this rank's mean gradient, clipped; it is read only.
+        weight: w, the parameter; None without weight decay.
+        k: elements to send: of the tensor, in [0, numel], or of each whole chunk, in [0, chunk].
+        chunk: the largest are sought among this many consecutive elements; None: in the whole tensor.
+        k_last: with a chunk, the elements to send of the rest behind the last whole one.
+        momentum: m, in [0, 1).
+        nesterov: whether the optimizer uses Nesterov's form; no effect without a buffer.
+        weight_decay: c.
+        ahead: see `correct_`.
+        sign: -1.0 with `maximize=True`, else 1.0.
+        dampening: d; see `correct_`.
+        second_moment: gives the s of `correct_`; None for 1.
+        fault: set if G has inf or NaN, which then count as zeros, or v has some afterwards, because the sum of finite
+            numbers may overflow: bool, a scalar; None: no check, and they enter v.
+        elsewhere: the other parts of the tensor, where second moments of these are kept: not for `accumulate_`, but for
+            `compress_many_`.
+    """
+
+    residual: Tensor
+    momentum_buffer: Tensor | None
+    gradient: Tensor
+    weight: Tensor | None
+    k: int
+    chunk: int | None = None
+    k_last: int = 0
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    ahead: float = 0.0
+    sign: float = 1.0
+    dampening: float = 0.0
+    second_moment: SecondMoment | None = None
+    fault: Tensor | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+    @property
+    def num_sent(self) -> int:
+        """Elements sent of the tensor."""
+        return self.k if self.chunk is None else self.residual.numel() // self.chunk * self.k + self.k_last
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
+        own = [] if self.second_moment is None else self.second_moment.tensors
+        return [*(tensor for tensor in everything if tensor is not None), *own]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
+        """Return the same step on other tensors: each is replaced by what the function makes of it."""
+        buffer, weight, second_moment = self.momentum_buffer, self.weight, self.second_moment
+        return replace(
+            self,
+            residual=function(self.residual),
+            momentum_buffer=None if buffer is None else function(buffer),
+            gradient=function(self.gradient),
+            weight=None if weight is None else function(weight),
+            second_moment=None if second_moment is None else second_moment.map(function),
+        )
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real, with a last dimension of 2; any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """View a tensor as one dimension, in logical (row-major) order; a copy if its memory is laid out otherwise."""
+    return tensor.reshape(-1)
+
+
+def correct_(
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    gradient: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    dampening: float = 0.0,
+    divisor: Tensor | None = None,
+    ahead: float = 0.0,
+) -> None:
+    """Accumulate a corrected gradient locally: momentum correction.
+
+    Plain: ``u = m u + g; v = v + u`` (eq. 7). Nesterov: ``u = m u + g; v = v + g + m u``.
+    Without a buffer: ``v = v + g``, which is error feedback. With a divisor, for Adam: ``u = m u + (1 - d) g;
+    v = v + u / s``. With `ahead`, a: ``g - a v`` takes the place of g. Where g contains the decay c w, and a is c lr,
+    this is the decay of ``w - lr v``, the weight after the residual has been applied.
+
+    Deviation: the paper's Nesterov form is ``u = m (u + g); v = v + u + g``. Its velocity is m times torch's
+    `momentum_buffer`; keeping torch's leaves the buffer valid for the dense phase, for checkpoints and for plain DDP.
+
+    In place:
+        `residual` and `momentum_buffer`.
+
+    Args:
+        residual: v, the unsent gradient; float32, the parameter's shape.
+        momentum_buffer: u, the optimizer's own velocity, the parameter's shape and dtype; None without momentum.
+        gradient: g, this rank's mean gradient, clipped, weight decay already added; the parameter's shape.
+        momentum: m, in [0, 1).
+        nesterov: whether the optimizer takes the look-ahead form.
+        dampening: d, in [0, 1).
+        divisor: s, the parameter's shape; None for 1. Not with Nesterov's form.
+        ahead: a, not negative.
+
+    Source: arXiv 1712.01887, section 3.2 and appendix B.
+    """
+    if ahead != 0:
+        gradient = gradient.sub(residual, alpha=ahead)
+    if momentum_buffer is None:
+        residual.add_(gradient)
+        return
+    momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - dampening)
+    if divisor is not None:
+        residual.addcdiv_(momentum_buffer, divisor)
+    elif nesterov:
+        residual.add_(gradient).add_(momentum_buffer, alpha=momentum)
+    else:
+        residual.add_(momentum_buffer)
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Return whether all elements are finite: bool, a scalar on the tensor's device; True where there are none.
+
+    By the extremes: unlike a norm they do not overflow, and a NaN is both. On a CPU first by the sum, five times as
+    fast: where that is finite all are.
+    """
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    real = as_real(tensor)
+    if not tensor.is_cuda and real.is_floating_point() and (is_sum_finite := real.sum().isfinite()):
+        return is_sum_finite
+    least, largest = torch.aminmax(real)
+    return least.isfinite() & largest.isfinite()
+
+
+def are_not_finite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return of each tensor whether an element is not finite: bool, scalars on their device.
+
+    On CUDA all together, a few launches; see `is_finite`.
+    """
+    if not tensors or not all(tensor.is_cuda and tensor.numel() for tensor in tensors):
+        return [~is_finite(tensor) for tensor in tensors]
+    largest = torch.stack(torch._foreach_norm([as_real(tensor) for tensor in tensors], math.inf))
+    return (largest * 0 != 0).unbind()  # NaN of a NaN, and of an infinity
+
+
+def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
+    """Return ``g = sign G + c w`` (eq. 12): float32 or wider, because c w would be lost in a narrow G."""
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    if sign < 0:
+        gradient = -gradient
+    return gradient if weight is None else gradient.add(weight, alpha=weight_decay)
+
+
+def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
+    """Accumulate a gradient locally, and return where the residual reaches a threshold.
+
+    ``g = sign G + c w`` (eq. 12), then `correct_`, then `reach`. If the threshold is known beforehand, a single pass
+    over memory is enough.
+
+    In place:
+        the residual, the momentum buffer, the second moment, and the fault.
+
+    Args:
+        segment: flat.
+        threshold: at or below 0 nothing is compared, and nothing is returned.
+        most: positions that are of use; room is made for no more.
+
+    Returns:
+        The positions where |v| reaches the threshold: int64, ascending; None where they are more than `most`.
+
+    Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
+    """
+    residual, gradient = segment.residual, segment.gradient
+    if segment.fault is not None:
+        are_finite = gradient.isfinite()
+        segment.fault.logical_or_(are_finite.all().logical_not_())
+        gradient = torch.where(are_finite, gradient, 0.0)
+    gradient = decayed(gradient, segment.weight, weight_decay=segment.weight_decay, sign=segment.sign)
+    correct_(
+        residual,
+        segment.momentum_buffer,
+        gradient,
+        momentum=segment.momentum,
+        nesterov=segment.nesterov,
+        dampening=segment.dampening,
+        divisor=None if segment.second_moment is None else segment.second_moment.take_(gradient),
+        ahead=segment.ahead,
+    )
+    if segment.fault is not None:
+        segment.fault.logical_or_(is_finite(residual).logical_not_())
+    if not threshold > 0:
+        return torch.empty(0, dtype=torch.int64, device=residual.device)
+    return reach(residual, threshold, most)
+
+
+def sample_accumulated(segment: Segment, stride: int) -> Tensor:
+    """Return |v| as `accumulate_` will leave it, of every `stride`-th element; nothing is written.
+
+    Returns:
+        float32, shape (ceil(numel / stride),).
+    """
+    sample = segment.map(lambda tensor: tensor[::stride].clone())
+    accumulate_(sample, 0.0)
+    return sample.residual.abs_()
+
+
+def reach(values: Tensor, threshold: float, most: int = sys.maxsize) -> Tensor | None:
+    """Return the positions of the elements whose magnitude reaches a threshold: int64, ascending.
+
+    Args:
+        values: flat.
+        threshold: above 0.
+        most: None is returned where they are more.
+    """
+    positions = (values.abs() >= threshold).nonzero().squeeze(1)
+    return positions if positions.numel() <= most else None
+
+
+def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Tensor:
+    """Return the positions of the k largest |values|, of all or of each chunk; of equal ones the first. NaN is largest.
+
+    Args:
+        values: flat; float32 or float64.
+        k: in [0, numel], or of each whole chunk, in [0, chunk].
+        chunk: this many consecutive elements; None: all.
+        k_last: with a chunk, of the rest behind the last whole one, in [0, rest].
+
+    Returns:
+        int64, ascending.
+    """
+    if chunk is None:
+        return _largest_of_all(values, k)
+    at_once = AT_ONCE_ON_CPU if values.device.type == "cpu" else AT_ONCE
+    size, split = max(1, at_once // chunk) * chunk, values.numel() // chunk * chunk
+    rows = values[:split].split(size)
+    positions = [_largest_of_rows(each.view(-1, chunk), k) + number * size for number, each in enumerate(rows)]
+    return torch.cat([*positions, _largest_of_rows(values[split:].unsqueeze(0), k_last) + split])
+
+
+def _largest_of_all(values: Tensor, k: int) -> Tensor:
+    # As integers the bits of floats are in the order of magnitudes, NaN behind infinity.
+    magnitudes = values.abs()
+    if magnitudes.dtype == torch.float32:
+        magnitudes = magnitudes.view(torch.int32)
+    least = magnitudes.topk(k, sorted=False).values.amin() if k else 0
+    larger = (magnitudes > least).nonzero().squeeze(1)[:k]
+    equal = (magnitudes == least).nonzero().squeeze(1)[: k - larger.numel()]
+    return torch.cat([larger, equal]).sort().values
+
+
+def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
+    """Search rows of a matrix together, and without waiting for a GPU."""
+    magnitudes, length = rows.abs(), rows.shape[1]
+    if magnitudes.dtype == torch.float32:
+        # `topk` takes any of equal ones. So no two keys are equal: magnitude first, then how far it is from the end.
+        from_end = torch.arange(length - 1, -1, -1, device=rows.device)
+        keys = magnitudes.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).add_(from_end)
+        found = keys.topk(k, sorted=False).indices
+    else:  # no room for both in 64 bits
+        found = magnitudes.sort(descending=True, stable=True).indices[:, :k]
+    firsts = torch.arange(len(rows), device=rows.device).mul_(length).unsqueeze(1)
+    return found.sort().values.add_(firsts).view(-1)
+
+
+def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *, masking: bool) -> Tensor:
+    """Take elements out of a residual, and clear the velocity there: momentum factor masking.
+
+    ``v = v * not Mask; u = u * not Mask`` (eq. 9). Rounding errors of the wire format are put back into v by
+    `compress.codec`: sent + residual is the corrected gradient, to the bit where a value was rounded by less than a
+    factor of two (so float32 subtracts it exactly), as all formats of `compress.values` do in their range.
+
+    In place:
+        `residual` and, when `masking`, `momentum_buffer`; both flat.
+
+    Args:
+        residual: v; float32 or float64.
+        momentum_buffer: u, the same shape; None without momentum.
+        positions: distinct; int64, shape (k,).
+        masking: whether the velocity is cleared.
+
+    Returns:
+        float32, shape (k,); for an infinity, which stays in the residual, the largest finite number. Of a float64,
+        what that rounds away stays.
+
+    Source: arXiv 1712.01887, section 3.3.
+    """
+    limit = torch.finfo(torch.float32).max
+    # By `index_select` and the like, which take a third of the time that an index in brackets does.
+    values = residual.index_select(0, positions).clamp_(-limit, limit).to(torch.float32)
+    residual.index_add_(0, positions, values.to(residual.dtype), alpha=-1)
+    if masking and momentum_buffer is not None:
+        # A zero is padding (a dead tensor has fewer than k candidates): nothing was sent, so nothing is masked. No
+        # boolean index: on a GPU it would wait for the device.
+        velocities = momentum_buffer.index_select(0, positions).masked_fill_(values != 0, 0)
+        momentum_buffer.index_copy_(0, positions, velocities)
+    return values
+
+
+def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tensor, Tensor]:
+    """Correct, select and take, tensor by tensor: `accumulate_`, `largest`, `take_`.
+
+    In place:
+        the residuals, momentum buffers, second moments (also those elsewhere) and faults.
+
+    Args:
+        segments: at least one.
+        masking: see `take_`.
+
+    Returns:
+        Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (float32), those of all
+        tensors, concatenated: shapes (sum of num_sent,).
+    """
+    positions, values = [], []
+    for segment in segments:
+        for other in segment.elsewhere:
+            other.take_()
+        accumulate_(segment, 0.0)
+        positions.append(largest(segment.residual, segment.k, segment.chunk, segment.k_last))
+        values.append(take_(segment.residual, segment.momentum_buffer, positions[-1], masking=masking))
+    return torch.cat(positions), torch.cat(values)
+
+
+def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Average sparse vectors, one per rank, into a dense one: ``out = 1/N sum_k sparse_k`` (eq. 7).
+
+    The sum runs in rank order, so that all replicas get the same bits; equal indices of two ranks add up; N counts
+    all ranks, also those that sent nothing here.
+
+    In place:
+        `out`, which is overwritten.
+
+    Args:
+        out: flat, contiguous.
+        parts: (indices int64, values) of each rank, in rank order; indices are distinct within a rank.
+    """
+    out.zero_()
+    add_mean_(out, parts)
+
+
+def add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add what `scatter_mean_` writes."""
+    for indices, values in parts:
+        # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
+        out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor, or a part of one, for which messages have been received.
+
+    Args:
+        out: where the mean goes: float32, flat, contiguous.
+        group: row of the messages that are about it.
+        first: its first element in each of these.
+        count: its elements there.
+        weight: the weight to step by the mean, with the same number of elements: float32, flat, contiguous; None: no
+            step.
+        rate: of the step.
+    """
+
+    out: Tensor
+    group: int
+    first: int
+    count: int
+    weight: Tensor | None = None
+    rate: float = 0.0
+
+
+def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+    """Average the elements that all participants have sent for several tensors; see `scatter_mean_`. Or step weights by
+    the mean.
+
+    In place:
+        `out` of all, which is overwritten. With a weight: the weight where anything has been sent,
+        ``w = w - rate mean``; `out` is a workspace, whose content is undefined afterwards.
+
+    Args:
+        arrivals: with weights or without, all alike.
+        positions: in `out`: int64, ascending for each tensor, shape (groups, participants, elements).
+        values: float32, of the same shape; summed in the order of the participants.
+    """
+    for arrival in arrivals:
+        mine = slice(arrival.first, arrival.first + arrival.count)
+        parts = list(zip(positions[arrival.group, :, mine], values[arrival.group, :, mine], strict=True))
+        if arrival.weight is None:
+            scatter_mean_(arrival.out, parts)
+            continue
+        touched = positions[arrival.group, :, mine].flatten()
+        arrival.out[touched] = 0.0
+        add_mean_(arrival.out, parts)
+        arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)

@@ -1,0 +1,299 @@
+"""The table of a compress step's segments on a device: one row per tensor, and the room the kernels work in.
+
+The kernels of `gpu` run over all tensors at once and find them by this table. It is built once, and written again only
+when an address, a length or a factor has changed. On a CPU the segments themselves are the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels.reference import Elsewhere, Segment
+
+BLOCK = 2048  # elements per program
+SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more, or a small k might be missed by chance
+ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
+# In units of the tensor's elements. A candidate takes 16 bytes of room: so the room is a byte per parameter at most.
+# Without a bound it is 8 bytes at a sparsity of 0.9375, as much as a model and its gradient, in the middle of the run.
+MOST_ROOM = 1 / 16
+FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
+LEAST_ROOM = 1.5  # in units of the candidates aimed at; if there is less, the whole tensor is searched
+DIGITS = ((20, 11), (10, 10), (0, 10))  # of a magnitude, from the highest: the first bit, and how many
+BINS = 1 << 11  # of the widest digit
+ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Row(NamedTuple):
+    """The description of a tensor for the kernels: addresses in bytes, 0 for a missing tensor; the rest in elements."""
+
+    residual: int
+    momentum_buffer: int
+    gradient: int
+    weight: int
+    square: int
+    largest: int
+    fault: int
+    momentum_itemsize: int  # in bytes
+    is_nesterov: int
+    numel: int
+    k: int
+    aim: int  # candidates wanted
+    capacity: int  # candidates there is room for; 0: all of the tensor is looked through
+    first_block: int
+    first_candidate: int
+    first_output: int
+
+
+class Factors(NamedTuple):
+    """The numbers of a tensor's step, as in `reference.Segment`; float32."""
+
+    momentum: float
+    weight_decay: float
+    ahead: float
+    sign: float
+    undamped: float  # 1 - dampening
+    beta2: float
+    of_square: float  # what a squared gradient is multiplied with in the second moment
+    slope: float  # of `SecondMoment.line`
+    least: float
+
+
+class Field(NamedTuple):
+    """A tensor of a message, see `compress.codec`; in elements."""
+
+    num_sent: int
+    first: int  # of those that are sent, of all tensors
+    start: int  # of its elements, of all tensors
+    numel: int
+
+
+class Arrived(NamedTuple):
+    """The description of a tensor, or a part of one, for which messages have been received."""
+
+    out: int  # address, as that of the weight; 0 without
+    weight: int
+    group: int  # of messages
+    first: int  # element in each message of the group
+    num_sent: int  # elements there
+    shift: int  # a tile has 2^shift elements
+    first_tile: int
+    rate: int  # of the step: the bits of a float32
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for; aligned: all tensors start at 16 bytes and have a multiple of 8 elements."""
+
+    gradient: torch.dtype
+    momentum_buffer: torch.dtype
+    weight: torch.dtype
+    is_adam: bool
+    is_aligned: bool
+
+
+class Workspace:
+    """The state of `compress_many_` between steps: thresholds, the device's table of the tensors, and workspace.
+
+    On the device it takes 8 KiB per tensor, and about a byte per parameter at most, mostly far less.
+
+    The table is written again when an address or a factor has changed (gradients may come to lie elsewhere in every
+    step), the rest only when the tensors themselves or their k have.
+
+    Attributes:
+        thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 where
+            none is known. They influence the time, never which elements are selected: no checkpoint need keep them.
+        counts: elements that have reached the threshold in the last step, per tensor; int32, on the device.
+    """
+
+    def __init__(self) -> None:
+        self.thresholds = torch.empty(0, dtype=torch.float32)
+        self.rows: list[Row] = []  # of the segments, then of what is elsewhere
+        self.kinds: list[Kind] = []
+        self._written: list[Factors] = []
+
+    def update(self, segments: Sequence[Segment]) -> None:
+        """Take over the tensors of this step; raises as `compress_many_` does."""
+        device = segments[0].residual.device
+        others = [other for segment in segments for other in segment.elsewhere]
+        kinds = [*(_kind(segment) for segment in segments), *(_kind_elsewhere(other) for other in others)]
+        everything: list[Segment | Elsewhere] = [*segments, *others]
+        rows = _rows(everything, kinds)
+        self.num_tensors = len(segments)
+        if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
+            self._allocate(rows, kinds, device)
+        if rows != self.rows:
+            self.table = upload(rows, torch.int64, device)
+        factors = [_factors(segment) for segment in everything]
+        if factors != self._written:
+            self.factors = upload(factors, torch.float32, device)
+        self.rows, self.kinds, self._written = rows, kinds, factors
+
+    def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
+        numbers = {_place(row): number for number, row in enumerate(self.rows)}
+        kept = {new: numbers[_place(row)] for new, row in enumerate(rows) if _place(row) in numbers}
+        thresholds = torch.zeros(len(rows), dtype=torch.float32, device=device)
+        if kept:
+            olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
+            thresholds[upload(kept, torch.int64, device)] = olds.to(device)
+        self.thresholds = thresholds
+        num_blocks = [_num_blocks(row.numel) for row in rows]
+        # (kind, its first block, its number of blocks); the blocks of a kind are consecutive
+        self.launches: list[tuple[Kind, int, int]] = []
+        owners: list[Tensor] = []
+        for kind in dict.fromkeys(kinds):
+            mine = [number for number, other in enumerate(kinds) if other == kind]
+            self.launches.append((kind, rows[mine[0]].first_block, sum(num_blocks[number] for number in mine)))
+            owners += [torch.full((num_blocks[number],), number, dtype=torch.int32, device="cpu") for number in mine]
+        self.owners = torch.cat(owners).to(device)
+        self.counts, self.counting = torch.zeros(2, len(rows), dtype=torch.int32, device=device)
+        self.block_counts = torch.empty_like(self.owners)
+        self.block_bases = torch.empty_like(self.owners)
+        # Of the selection, whose blocks are at most as many.
+        self.ends = torch.empty(len(rows), dtype=torch.int64, device=device)
+        self.kth, self.left = torch.empty(2, len(rows), dtype=torch.int32, device=device)
+        self.bins = torch.zeros(len(rows), BINS, dtype=torch.int32, device=device)
+        self.found = torch.zeros(2, self.owners.numel(), dtype=torch.int32, device=device)  # greater ones, and ties
+        room = sum(row.capacity for row in rows)
+        self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
+        self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    """Return what a threshold belongs to."""
+    return row.residual or row.square, row.numel, row.k
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def takes(segment: Segment) -> bool:
+    """Return whether the kernels take a segment: in their dtypes, with elements, and not cut into chunks."""
+    buffer, weight = segment.momentum_buffer, segment.weight  # one by one: this is asked of all tensors in every step
+    return (
+        segment.chunk is None
+        and segment.k > 0
+        and segment.gradient.dtype in DTYPES
+        and (buffer is None or buffer.dtype in DTYPES)
+        and (weight is None or weight.dtype in DTYPES)
+        and (segment.second_moment is None or buffer is not None)
+        and segment.residual.numel() > 0
+    )
+
+
+def _kind(segment: Segment) -> Kind:
+    """Return what the kernel that corrects a tensor is compiled for; checks the tensor."""
+    if not takes(segment):
+        raise ValueError(
+            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements of which some are sent, without "
+            "chunk: leave this one to the reference."
+        )
+    for tensor in segment.tensors:
+        if not tensor.is_contiguous() or tensor.numel() != segment.residual.numel():
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: the kernels take contiguous "
+                "ones of one size."
+            )
+    if segment.residual.dtype != torch.float32:
+        raise ValueError(f"The residual is {segment.residual.dtype}; it must be torch.float32.")
+    moment, buffer = segment.second_moment, segment.momentum_buffer
+    if moment is not None and any(buffer is None or each.dtype != buffer.dtype for each in moment.tensors):
+        raise ValueError("The second moment must have the dtype of the momentum buffer, as Adam's has.")
+    return Kind(
+        segment.gradient.dtype,
+        torch.float32 if buffer is None else buffer.dtype,
+        segment.gradient.dtype if segment.weight is None else segment.weight.dtype,  # so decay makes no other kind
+        moment is not None,
+        segment.residual.numel() % ALIGNMENT_NUMEL == 0
+        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in segment.tensors),
+    )
+
+
+def _kind_elsewhere(other: Elsewhere) -> Kind:
+    """Return what the kernel is compiled for that keeps a second moment up to date."""
+    tensors = [other.gradient, *other.second_moment.tensors, *([] if other.weight is None else [other.weight])]
+    return Kind(
+        other.gradient.dtype,
+        other.second_moment.square.dtype,
+        other.gradient.dtype if other.weight is None else other.weight.dtype,
+        True,
+        other.gradient.numel() % ALIGNMENT_NUMEL == 0
+        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors),
+    )
+
+
+def _factors(segment: Segment | Elsewhere) -> Factors:
+    moment = segment.second_moment
+    slope, least = (0.0, 1.0) if moment is None else moment.line
+    return Factors(
+        momentum=segment.momentum,
+        weight_decay=segment.weight_decay,
+        ahead=segment.ahead,
+        sign=segment.sign,
+        undamped=1.0 - segment.dampening,
+        beta2=0.0 if moment is None else moment.beta2,
+        of_square=0.0 if moment is None else (1.0 - moment.beta2) * moment.share,
+        slope=slope,
+        least=least,
+    )
+
+
+def _rows(segments: Sequence[Segment | Elsewhere], kinds: Sequence[Kind]) -> list[Row]:
+    """Return the table; the blocks of one kind are consecutive, candidates and output are in order."""
+    first_blocks, num_blocks = [0] * len(segments), 0
+    for kind in dict.fromkeys(kinds):
+        for number, segment in enumerate(segments):
+            if kinds[number] == kind:
+                first_blocks[number] = num_blocks
+                num_blocks += _num_blocks(segment.gradient.numel())
+    rows: list[Row] = []
+    first_candidate = first_output = 0
+    for segment, first_block in zip(segments, first_blocks, strict=True):
+        numel, buffer, moment = segment.gradient.numel(), segment.momentum_buffer, segment.second_moment
+        aim = SURPLUS * segment.k + MARGIN
+        capacity = min(ROOM * aim, numel, max(FREE_ROOM, int(numel * MOST_ROOM)))
+        capacity = capacity if segment.k and capacity >= LEAST_ROOM * aim else 0
+        rows.append(
+            Row(
+                residual=_address(segment.residual),
+                momentum_buffer=_address(buffer),
+                gradient=segment.gradient.data_ptr(),
+                weight=_address(None if segment.weight_decay == 0 else segment.weight),
+                square=_address(None if moment is None else moment.square),
+                largest=_address(None if moment is None else moment.largest),
+                fault=_address(segment.fault),
+                momentum_itemsize=0 if buffer is None else buffer.itemsize,
+                is_nesterov=int(segment.nesterov and buffer is not None),
+                numel=numel,
+                k=segment.k,
+                aim=aim,
+                capacity=capacity,
+                first_block=first_block,
+                first_candidate=first_candidate,
+                first_output=first_output,
+            )
+        )
+        first_candidate += capacity
+        first_output += segment.k
+    return rows
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@lru_cache(maxsize=64)
+def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what `upload` does, once for the same numbers: it is not to be written to."""
+    return upload(numbers, dtype, device)
+
+
+def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
+    tensor = torch.tensor(list(numbers), dtype=dtype, device="cpu")  # whatever the default device is
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

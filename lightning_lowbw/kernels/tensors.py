@@ -1,0 +1,141 @@
+"""Tensors of any layout and number: their elements' order, lists of them in one call each, and memory for a step.
+
+The order of a parameter's elements is their order in memory. So a pass over a channels_last or transposed parameter,
+its gradient and its optimizer state needs no copy of them. All ranks must have it laid out alike; DDP compares the
+strides when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels.table import upload
+
+Order = tuple[int, ...]
+LARGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
+CPU = torch.device("cpu")
+NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
+
+
+def allocate(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Return a tensor of any content, contiguous.
+
+    Where it is large and on a CPU, from numpy, which asks Linux for huge pages. torch.empty does not, and from 32 MiB
+    on the C library maps new pages at each call: the page faults then take longer than what is done with the memory.
+    """
+    shape = (shape,) if isinstance(shape, int) else shape
+    nbytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < LARGE_BYTES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def order_of(tensor: Tensor) -> Order:
+    """Return its dimensions, the slowest in memory first; as they are for a contiguous one, or one with gaps."""
+    as_they_are = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return as_they_are
+    order = _by_stride(tuple(tensor.shape), tensor.stride())
+    return order if tensor.permute(order).is_contiguous() else as_they_are
+
+
+@lru_cache(maxsize=4096)
+def _by_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> Order:
+    # A dimension of one element may have any stride.
+    return tuple(sorted(range(len(shape)), key=lambda each: (shape[each] != 1, -strides[each])))
+
+
+def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of a tensor in the shape of a parameter that is contiguous where both are laid out alike."""
+    return tensor if parameter.is_contiguous() else tensor.permute(order_of(parameter))
+
+
+def flat_in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of a tensor in a parameter's order: a view where both are laid out alike, else a copy."""
+    return in_order(tensor, parameter).reshape(-1)
+
+
+def copy_in_order_(tensor: Tensor, parameter: Tensor, values: Tensor) -> None:
+    """Write values, flat and in a parameter's order, into a tensor of its shape."""
+    target = in_order(tensor, parameter)
+    target.copy_(values.view(target.shape))
+
+
+def reordered(values: Tensor, shape: tuple[int, ...], old: Order, new: Order) -> Tensor:
+    """Return flat values of a whole tensor, in one order, in another."""
+    if old == new:
+        return values
+    logical = torch.empty(shape, dtype=values.dtype, device=values.device)
+    permuted = logical.permute(old)
+    permuted.copy_(values.view(permuted.shape))
+    return logical.permute(new).reshape(-1)
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, of the same shape; any dtypes and layouts.
+
+    One call of `torch._foreach_copy_` for each pair of dtypes: where sources of one dtype have targets of several, it
+    writes all of these in the dtype of the first, on a GPU, in releases until early 2026 (pytorch issue 173383). It
+    copies one by one where strides differ, and dimensions of one element may have any stride: those are flattened.
+
+    In place:
+        `targets`.
+    """
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.stride() != source.stride() and target.is_contiguous() and source.is_contiguous():
+            target, source = target.view(-1), source.view(-1)
+        some_targets, some_sources = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+        some_targets.append(target)
+        some_sources.append(source)
+    for some_targets, some_sources in by_dtypes.values():
+        torch._foreach_copy_(some_targets, some_sources)
+
+
+def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``now - before`` of each: exactly 0 where they are equal, also where both are infinite.
+
+    Args:
+        now: real, any floating dtypes and shapes.
+        before: of the same dtypes and shapes.
+    """
+    found = list(now)
+    for dtype in dict.fromkeys(each.dtype for each in now):
+        mine = [index for index, each in enumerate(now) if each.dtype == dtype]
+        flat, flat_before = (torch.cat([tensors[index].reshape(-1) for index in mine]) for tensors in (now, before))
+        flat = torch.where(flat == flat_before, 0.0, flat - flat_before)
+        for index, part in zip(mine, flat.split([now[index].numel() for index in mine]), strict=True):
+            found[index] = part.view(now[index].shape)
+    return found
+
+
+def relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
+    """Return ``||own - mean|| / ||mean||`` of all tensors together, of large ones from a sample.
+
+    Args:
+        own: real, at least one, any floating dtypes, shapes and layouts.
+        means: of the same shapes; contiguous.
+
+    Returns:
+        A scalar, float32.
+    """
+    strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
+    samples = [_sample(mean, stride) for mean, stride in zip(means, strides, strict=True)]
+    sampled, sizes = torch.cat(samples), [sample.numel() for sample in samples]
+    apart = torch.cat([_sample(each, stride) for each, stride in zip(own, strides, strict=True)])
+    apart = apart.to(sampled.dtype).sub_(sampled)
+    norms = torch.stack(torch._foreach_norm([*apart.split(sizes), *sampled.split(sizes)])).double().view(2, -1)
+    squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
+    return (squares[0] / squares[1]).sqrt().float()
+
+
+def _sample(tensor: Tensor, stride: int) -> Tensor:
+    """Return every `stride`-th element, flat; without keeping the copy of a tensor that is not contiguous."""
+    sample = tensor.reshape(-1)[::stride]
+    return sample if tensor.is_contiguous() else sample.clone()

@@ -1,0 +1,557 @@
+"""Device code of `gpu`, which launches it. Imported there inside of functions: Triton is not on every machine.
+
+Every kernel runs over all tensors at once. A table in device memory, one row per tensor (`table.Row`), holds their
+addresses and sizes, so the number of launches does not depend on the number of tensors. Triton's interpreter runs the
+same code on a CPU.
+"""
+
+# mypy: ignore-errors
+# No `from __future__ import annotations`: Triton reads the annotations as objects.
+
+import inspect
+
+import triton
+import triton.language as tl
+
+from lightning_lowbw.kernels.table import Arrived, Factors, Field, Row
+
+
+def columns(of):
+    """Return the numbers of a table's columns, in their order, and how many there are."""
+    return [tl.constexpr(number) for number in range(len(of._fields) + 1)]
+
+
+# fmt: off
+(RESIDUAL, MOMENTUM_BUFFER, GRADIENT, WEIGHT, SQUARE, LARGEST, FAULT, MOMENTUM_ITEMSIZE, IS_NESTEROV, NUMEL, K, AIM,
+ CAPACITY, FIRST_BLOCK, FIRST_CANDIDATE, FIRST_OUTPUT, NUM_COLUMNS) = columns(Row)
+(MOMENTUM, WEIGHT_DECAY, AHEAD, SIGN, UNDAMPED, BETA2, OF_SQUARE, SLOPE, LEAST, NUM_FACTORS) = columns(Factors)
+(FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_COLUMNS) = columns(Field)
+(ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,
+ ARRIVED_RATE, ARRIVED_COLUMNS) = columns(Arrived)
+# fmt: on
+
+LARGEST_FINITE = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # of float32
+
+
+def kernel(function):
+    """Let Triton compile a kernel for each set of constexprs and dtypes, and for nothing else.
+
+    By default it also does so for integers that are 1 or a multiple of 16, and for pointers to 16 bytes. Those of
+    messages change with the density: a kernel would be compiled in the middle of a training, on one rank alone perhaps.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return triton.jit(function, do_not_specialize=[p.name for p in parameters if p.annotation is not tl.constexpr])
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Round float32 to a narrower dtype and back, to nearest even.
+
+    bfloat16 by hand: Triton's interpreter cuts it off instead.
+    """
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        result = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        result = x.to(dtype).to(tl.float32)
+    return result
+
+
+@triton.jit
+def pointers(row, column, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to elements of a tensor of a row; ALIGNED: see `table.Kind`."""
+    result = tl.load(row + column).to(tl.pointer_type(dtype)) + offsets
+    if ALIGNED:
+        # What comes from a table could start anywhere: without hints there are no loads of 16 bytes.
+        result = tl.multiple_of(result, 16)
+    return result
+
+
+@kernel
+def correct_kernel(
+    table, factors, thresholds, owners, counts, block_counts, block_bases, positions, values, first,
+    G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ADAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do `reference.accumulate_` to a block, with its roundings, and append its candidates to those of its tensor.
+
+    The blocks of a tensor append in any order; `block_bases` and `block_counts` say where each has come to lie.
+    `counts` goes on counting when the capacity is used up.
+
+    G, U, W: dtypes of gradient, buffer (and second moment), weight; ADAM: whether there are second moments.
+
+    Grid: (blocks of one group, the first of which is `first`,).
+    """
+    block = first + tl.program_id(0)
+    tensor = tl.load(owners + block)
+    row = table + tensor * NUM_COLUMNS
+    factors += tensor * NUM_FACTORS
+    # int64: the last block of the largest tensor ends beyond int32
+    offsets = (block - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    numel = tl.load(row + NUMEL)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 8)  # no load is cut in two by the end
+    inside = offsets < numel
+    momentum = tl.load(factors + MOMENTUM)
+    # Where there is no buffer, no weight, no flag, its address is 0: it reads as zeros, and is not written. There is no
+    # residual of a part elsewhere (`reference.Elsewhere`).
+    has_residual = tl.load(row + RESIDUAL) != 0
+    has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
+    has_weight = tl.load(row + WEIGHT) != 0
+    has_fault = tl.load(row + FAULT) != 0
+    g = tl.load(pointers(row, GRADIENT, offsets, G, ALIGNED), mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(pointers(row, WEIGHT, offsets, W, ALIGNED), mask=inside & has_weight, other=0.0).to(tl.float32)
+    u = tl.load(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), mask=inside & has_buffer, other=0.0)
+    v = tl.load(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), mask=inside & has_residual, other=0.0)
+    is_bad = (has_fault | (has_residual == 0)) & ((tl.abs(g) == float("inf")) | (g != g))
+    g = tl.where(is_bad, 0.0, g)
+    # Multiply and add are fused where torch's own add with alpha does so, and nowhere else (see `gpu.OPTIONS`).
+    g = tl.fma(w, tl.load(factors + WEIGHT_DECAY), g * tl.load(factors + SIGN))  # in float32: c w is lost in a narrow G
+    ahead = tl.fma(v, -tl.load(factors + AHEAD), g)
+    u = rounded(tl.fma(ahead, tl.load(factors + UNDAMPED), rounded(u.to(tl.float32) * momentum, U)), U)
+    if ADAM:
+        has_largest = tl.load(row + LARGEST) != 0
+        square_pointers = pointers(row, SQUARE, offsets, U, ALIGNED)
+        q = tl.load(square_pointers, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + BETA2)
+        q += tl.load(factors + OF_SQUARE) * g * g
+        tl.store(square_pointers, rounded(q, U).to(U), mask=inside)
+        largest_pointers = pointers(row, LARGEST, offsets, U, ALIGNED)
+        largest = tl.load(largest_pointers, mask=inside & has_largest, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, rounded(q, U))
+        tl.store(largest_pointers, largest.to(U), mask=inside & has_largest)
+        q = tl.where(has_largest, largest, q)
+        s = tl.sqrt_rn(q) * tl.load(factors + SLOPE) + tl.load(factors + LEAST)
+        v += tl.div_rn(u, tl.where(inside, s, 1.0))
+    else:
+        v = tl.where(tl.load(row + IS_NESTEROV) != 0, tl.fma(u, momentum, v + ahead), v + u)
+    num_bad = tl.sum((is_bad | (tl.abs(v) == float("inf")) | (v != v)).to(tl.int32), 0)
+    tl.store(tl.load(row + FAULT).to(tl.pointer_type(tl.int8)), 1, mask=(num_bad > 0) & has_fault)
+    tl.store(pointers(row, RESIDUAL, offsets, tl.float32, ALIGNED), v, mask=inside & has_residual)
+    tl.store(pointers(row, MOMENTUM_BUFFER, offsets, U, ALIGNED), u.to(U), mask=inside & has_buffer)
+
+    threshold = tl.load(thresholds + tensor)
+    threshold = tl.where(threshold > 0, threshold, float("inf"))  # 0: none is known
+    is_candidate = inside & has_residual & (tl.abs(v) >= threshold)
+    ones = is_candidate.to(tl.int32)
+    count = tl.sum(ones, 0)
+    base = tl.atomic_add(counts + tensor, count, sem="relaxed")
+    tl.store(block_counts + block, count)
+    tl.store(block_bases + block, base)
+    slots = base + tl.cumsum(ones, 0) - 1
+    fits = is_candidate & (slots < tl.load(row + CAPACITY))
+    targets = tl.load(row + FIRST_CANDIDATE) + slots
+    tl.store(positions + targets, offsets.to(tl.int32), mask=fits)
+    tl.store(values + targets, v, mask=fits)
+
+
+@kernel
+def order_kernel(
+    table, owners, counts, block_counts, block_bases, block_ends, positions, values, ordered_positions,
+    ordered_values, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy candidates into the order of their positions, which no longer depends on the order of the appends.
+
+    Grid: (all blocks,). `block_ends` is the running sum of `block_counts`.
+    """
+    block = tl.program_id(0)
+    tensor = tl.load(owners + block)
+    row = table + tensor * NUM_COLUMNS
+    if tl.load(counts + tensor) <= tl.load(row + CAPACITY):
+        count = tl.load(block_counts + block)
+        first_block = tl.load(row + FIRST_BLOCK)
+        before = tl.load(block_ends + first_block) - tl.load(block_counts + first_block)
+        source = tl.load(row + FIRST_CANDIDATE) + tl.load(block_bases + block)
+        target = tl.load(row + FIRST_CANDIDATE) + tl.load(block_ends + block) - count - before
+        for start in range(0, count, BLOCK):
+            lanes = start + tl.arange(0, BLOCK)
+            inside = lanes < count
+            position = tl.load(positions + source + lanes, mask=inside, other=0)
+            tl.store(ordered_positions + target + lanes, position, mask=inside)
+            value = tl.load(values + source + lanes, mask=inside, other=0.0)
+            tl.store(ordered_values + target + lanes, value, mask=inside)
+
+
+@triton.jit
+def has_candidates(row, count):
+    """Return whether a tensor's largest elements are among its candidates; else they are sought in all of it."""
+    return (count >= tl.load(row + K)) & (count <= tl.load(row + CAPACITY))
+
+
+@kernel
+def plan_kernel(table, counting, counts, ends, kth, left, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr):
+    """Share the selection out in blocks: the first `ends[t]` are those of the tensors up to t.
+
+    Grid: (1,). `counts` becomes `counting`, and this zeros, for the next step. `kth` and `left` are set to where
+    `choose_kernel` starts: no digit is known, and k are to be found. TENSORS are looked at a time: their number, which
+    need not be that of every step, makes no further variant.
+    """
+    total = tl.full([], 0, tl.int64)
+    for start in range(0, num_tensors, TENSORS):
+        tensors = start + tl.arange(0, TENSORS)
+        exists = tensors < num_tensors
+        rows = table + tensors * NUM_COLUMNS
+        count = tl.load(counting + tensors, mask=exists, other=0)
+        tl.store(counts + tensors, count, mask=exists)
+        tl.store(counting + tensors, 0, mask=exists)
+        k = tl.load(rows + K, mask=exists, other=0)
+        is_short = (count >= k) & (count <= tl.load(rows + CAPACITY, mask=exists, other=0))
+        length = tl.where(is_short, count, tl.load(rows + NUMEL, mask=exists, other=0))
+        num_blocks = (length + BLOCK - 1) // BLOCK
+        tl.store(ends + tensors, total + tl.cumsum(num_blocks, 0), mask=exists)
+        total += tl.sum(num_blocks, 0)
+        tl.store(kth + tensors, 0, mask=exists)
+        tl.store(left + tensors, k.to(tl.int32), mask=exists)
+
+
+@triton.jit
+def owner_of(work, ends, num_tensors, TENSORS: tl.constexpr):
+    """Return the tensor of a block of the selection, and the first block of this tensor."""
+    num_before = tl.zeros([TENSORS], tl.int32)
+    first = tl.zeros([TENSORS], tl.int64)
+    for start in range(0, num_tensors, TENSORS):
+        tensors = start + tl.arange(0, TENSORS)
+        end = tl.load(ends + tensors, mask=tensors < num_tensors, other=9223372036854775807)
+        num_before += (end <= work).to(tl.int32)
+        first = tl.maximum(first, tl.where(end <= work, end, 0))
+    return tl.sum(num_before, 0), tl.max(first, 0)
+
+
+@triton.jit
+def looked_at(
+    work, table, counts, positions, values, ends, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr
+):  # fmt: skip
+    """Return the tensor of a block of the selection, and the first block of this tensor; positions and values of the
+    block, of the tensor's candidates or of all of it; and which are there."""
+    tensor, first = owner_of(work, ends, num_tensors, TENSORS)
+    row = table + tensor * NUM_COLUMNS
+    count = tl.load(counts + tensor)
+    is_short = has_candidates(row, count)
+    offsets = (work - first) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < tl.where(is_short, count, tl.load(row + NUMEL))
+    candidates = tl.load(row + FIRST_CANDIDATE) + offsets
+    residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
+    short = tl.load(values + candidates, mask=inside & is_short, other=0.0)
+    whole = tl.load(residual, mask=inside & (is_short == 0), other=0.0)
+    position = tl.load(positions + candidates, mask=inside & is_short, other=0)
+    return tensor, first, tl.where(is_short, position, offsets), tl.where(is_short, short, whole), inside
+
+
+@triton.jit
+def magnitude_bits(values):
+    """Return |values| as integers: floats that are not negative are in the order of their bits."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@kernel
+def digits_kernel(
+    table, counts, positions, values, ends, kth, bins, num_tensors,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Count the digits of magnitudes, BITS bits from bit SHIFT on, of those whose higher bits are those of `kth`.
+
+    Grid: (any number,); the programs take the blocks in turn. `bins`: shape (tensors, WIDTH), zeros before.
+    """
+    digits = tl.arange(0, 1 << BITS)
+    total = tl.load(ends + num_tensors - 1)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        tensor, _, _, value, inside = looked_at(
+            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
+        )  # fmt: skip
+        bits = magnitude_bits(value)
+        known = tl.load(kth + tensor)
+        # In two steps: all of 32 bits cannot be shifted out at once.
+        inside = inside & (((bits ^ known) >> (SHIFT + BITS - 1) >> 1) == 0)
+        digit = tl.where(inside, (bits >> SHIFT) & ((1 << BITS) - 1), 0)
+        found = tl.histogram(digit, 1 << BITS)
+        found -= tl.where(digits == 0, BLOCK - tl.sum(inside.to(tl.int32), 0), 0)
+        tl.atomic_add(bins + tensor * WIDTH + digits, found, mask=found > 0, sem="relaxed")
+
+
+@kernel
+def choose_kernel(
+    table, counts, thresholds, kth, left, bins,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Find a digit of the k-th magnitude of a tensor, and how many of those that have it are to be taken.
+
+    The first turn gives a tensor that had no fitting threshold a new one, because its digits tell how many elements
+    reach what. The last one, SHIFT 0, steers the others, as `compress.selection.SampledSelector` does: along the power
+    law through the threshold and the k-th magnitude.
+
+    Grid: (tensors,). Leaves zeros in `bins`.
+    """
+    tensor = tl.program_id(0)
+    row = table + tensor * NUM_COLUMNS
+    digits = tl.arange(0, 1 << BITS)
+    own_bins = tl.multiple_of(bins + tensor * WIDTH + digits, 16)  # an allocation of its own, in rows of 8 KiB
+    found = tl.load(own_bins)
+    tl.store(own_bins, tl.zeros([1 << BITS], tl.int32))
+    reached = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # elements with this digit or a larger one
+    wanted = tl.load(left + tensor)
+    # The digit 0 is always reached by as many as are wanted.
+    digit = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
+    above = tl.sum(tl.where(digits > digit, found, 0), 0)
+    least = tl.load(kth + tensor) | (digit << SHIFT)
+    tl.store(left + tensor, wanted - above)
+    tl.store(kth + tensor, least)
+    count = tl.load(counts + tensor)
+    k = tl.load(row + K)
+    aim = tl.load(row + AIM).to(tl.float32)
+    is_short = has_candidates(row, count)
+    if IS_FIRST:
+        # Of the elements of one digit, those that reach x fall as a power of x.
+        of_aim = tl.maximum(tl.sum((reached >= aim).to(tl.int32), 0) - 1, 0)
+        low = (of_aim << SHIFT).to(tl.float32, bitcast=True)
+        high = ((of_aim + 1) << SHIFT).to(tl.float32, bitcast=True)
+        at_low = tl.sum(tl.where(digits >= of_aim, found, 0), 0).to(tl.float32)
+        at_high = tl.maximum(tl.sum(tl.where(digits > of_aim, found, 0), 0).to(tl.float32), 0.5)
+        share = tl.log2(tl.maximum(at_low / aim, 1.0)) / tl.log2(tl.maximum(at_low / at_high, 1.0001))
+        share = tl.minimum(tl.maximum(share, 0.0), 1.0)
+        is_known = (low > 0) & (high < float("inf")) & (aim <= tl.load(row + NUMEL))
+        fresh = low * tl.exp2(share * tl.log2(tl.where(is_known, high, 1.0) / tl.where(is_known, low, 1.0)))
+        tl.store(thresholds + tensor, tl.where(is_known, fresh, 0.0), mask=is_short == 0)
+    if SHIFT == 0:
+        threshold = tl.load(thresholds + tensor)
+        magnitude = least.to(tl.float32, bitcast=True)
+        if is_short & (count > k) & (threshold > 0) & (magnitude > threshold):
+            many = count.to(tl.float32)
+            exponent = tl.log2(magnitude / threshold) / tl.log2(many / k.to(tl.float32))
+            tl.store(thresholds + tensor, threshold * tl.exp2(exponent * tl.log2(many / aim)))
+
+
+@kernel
+def count_kernel(
+    table, counts, positions, values, ends, kth, num_greater, num_ties, num_tensors,
+    BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+):  # fmt: skip
+    """Count, in each block of the selection, the magnitudes above the k-th and those equal to it.
+
+    Grid: as `digits_kernel`.
+    """
+    total = tl.load(ends + num_tensors - 1)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        tensor, _, _, value, inside = looked_at(
+            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
+        )  # fmt: skip
+        bits, least = magnitude_bits(value), tl.load(kth + tensor)
+        tl.store(num_greater + work, tl.sum((inside & (bits > least)).to(tl.int32), 0))
+        tl.store(num_ties + work, tl.sum((inside & (bits == least)).to(tl.int32), 0))
+
+
+@kernel
+def take_kernel(
+    table, counts, positions, values, ends, kth, left, num_greater, num_ties, ends_greater, ends_ties,
+    sent_positions, sent_values, masking, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+):  # fmt: skip
+    """Take the k largest elements of every tensor, in the order of their positions: `reference.take_`.
+
+    Grid: as `digits_kernel`. `ends_greater`, `ends_ties`: running sums of what `count_kernel` has counted.
+    `masking`: 0 or 1; where velocities are not cleared at high densities it changes during a warm-up.
+    """
+    total = tl.load(ends + num_tensors - 1)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        tensor, first, position, exact, inside = looked_at(
+            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
+        )  # fmt: skip
+        row = table + tensor * NUM_COLUMNS
+        bits, least = magnitude_bits(exact), tl.load(kth + tensor)
+        is_greater = (inside & (bits > least)).to(tl.int32)
+        is_tie = (inside & (bits == least)).to(tl.int32)
+        before = tl.load(num_greater + first) - tl.load(ends_greater + first)
+        greater = before + tl.load(ends_greater + work) - tl.load(num_greater + work)
+        greater += tl.cumsum(is_greater, 0) - is_greater  # how many come before each
+        before = tl.load(num_ties + first) - tl.load(ends_ties + first)
+        ties = before + tl.load(ends_ties + work) - tl.load(num_ties + work) + tl.cumsum(is_tie, 0) - is_tie
+        num_ties_taken = tl.load(left + tensor)
+        is_taken = (is_greater != 0) | ((is_tie != 0) & (ties < num_ties_taken))
+        slots = tl.load(row + FIRST_OUTPUT) + greater + tl.minimum(ties, num_ties_taken)
+        value = tl.minimum(tl.maximum(exact, -LARGEST_FINITE), LARGEST_FINITE)
+        tl.store(sent_positions + slots, position.to(tl.int64), mask=is_taken)
+        tl.store(sent_values + slots, value, mask=is_taken)
+        residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32))
+        tl.store(residual + position, exact - value, mask=is_taken)
+        if masking != 0:
+            buffer = tl.load(row + MOMENTUM_BUFFER)
+            itemsize = tl.load(row + MOMENTUM_ITEMSIZE)
+            is_sent = is_taken & (value != 0)
+            wide = buffer.to(tl.pointer_type(tl.int32)) + position
+            narrow = buffer.to(tl.pointer_type(tl.int16)) + position
+            tl.store(wide, tl.zeros([BLOCK], tl.int32), mask=is_sent & (itemsize == 4))
+            tl.store(narrow, tl.zeros([BLOCK], tl.int16), mask=is_sent & (itemsize == 2))
+
+
+# Messages: positions and values packed, unpacked, and averaged --------------------------------------------------------
+
+
+@kernel
+def pack_kernel(
+    fields, positions, values, residuals, words, sent_values, width: tl.int64, unary_bits: tl.int64, limit,
+    V: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the positions of selected elements in Elias-Fano code, as `compress.codec.pack` does, and their values.
+
+    The values are rounded to V, and written where `sent_values` begins; or, with IS_SENT, that is what has been made
+    of them. What is rounded away is added to the residuals, whose addresses are `residuals`: 0 for none.
+
+    Grid: (blocks of the longest, tensors): a grid may be long in its first axis only. Elements share words, which are
+    zeros before: bits are or-ed in.
+    """
+    tensor = tl.program_id(1)
+    row = fields + tensor * FIELD_COLUMNS
+    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = elements < tl.load(row + FIELD_NUM_SENT)
+    places = tl.load(row + FIELD_FIRST) + elements
+    position = tl.load(positions + places, mask=inside, other=0)
+    whole = position + tl.load(row + FIELD_START)
+    one = places + (whole >> width)
+    bit = (tl.full([BLOCK], 1, tl.int64) << (one & 31)).to(tl.uint32).to(tl.int32, bitcast=True)
+    tl.atomic_or(words + (one >> 5), bit, mask=inside, sem="relaxed")
+    low = unary_bits + places * width
+    # At most 30 bits, from any bit of a word on: of two words.
+    bits = (whole & ((tl.full([BLOCK], 1, tl.int64) << width) - 1)) << (low & 31)
+    first = (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    second = (bits >> 32).to(tl.int32)
+    tl.atomic_or(words + (low >> 5), first, mask=inside & (first != 0), sem="relaxed")
+    tl.atomic_or(words + (low >> 5) + 1, second, mask=inside & (second != 0), sem="relaxed")
+    exact = tl.load(values + places, mask=inside, other=0.0)
+    if IS_SENT:
+        value = tl.load(sent_values + places, mask=inside, other=0.0)
+    else:
+        value = rounded(tl.minimum(tl.maximum(exact, -limit), limit), V)
+        tl.store(sent_values + places, value.to(V), mask=inside)
+    address = tl.load(residuals + tensor)
+    unsent = address.to(tl.pointer_type(tl.float32)) + position
+    has_residual = inside & (address != 0)
+    tl.store(unsent, tl.load(unsent, mask=has_residual, other=0.0) + (exact - value), mask=has_residual)
+
+
+@kernel
+def unpack_kernel(
+    fields, messages, positions, values, damaged,
+    message_words: tl.int64, num_elements: tl.int64, first_value: tl.int64, width: tl.int64, unary_bits: tl.int64,
+    V: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Read the positions of a tensor in a message, as `compress.codec.unpack` does; with HAS_VALUES the values too.
+
+    Grid: (tensors, messages). A message has `message_words` words, and `num_elements` elements, of which the values
+    begin at the `first_value`-th V of it. A position outside of its tensor becomes the nearest one inside, one that is
+    missing 0, because what comes next writes there; `damaged`, one byte, becomes 1 then.
+    """
+    row = fields + tl.program_id(0) * FIELD_COLUMNS
+    number = tl.program_id(1).to(tl.int64)
+    words = messages + number * message_words
+    first = tl.load(row + FIELD_FIRST)
+    count = tl.load(row + FIELD_NUM_SENT)
+    begin = tl.load(row + FIELD_START)
+    numel = tl.load(row + FIELD_NUMEL)
+    # Of the tensor are the ones of as many elements, and the zeros of its risers.
+    unary = (begin >> width) + first
+    unary_end = ((begin + numel) >> width) + first + count
+    positions += number * num_elements + first
+    bits = tl.arange(0, 32)
+    found = tl.full([], 0, tl.int32)
+    num_outside = tl.full([], 0, tl.int32)
+    for start in range(unary >> 5, (unary_end + 31) >> 5, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        word = tl.load(words + lanes, mask=lanes * 32 < unary_end, other=0)
+        places = lanes[:, None] * 32 + bits[None, :]
+        is_one = ((word[:, None] >> bits[None, :]) & 1) * ((places >= unary) & (places < unary_end)).to(tl.int32)
+        per_word = tl.sum(is_one, 1)
+        before = found + tl.cumsum(per_word, 0) - per_word
+        element = before[:, None] + tl.cumsum(is_one, 1) - is_one
+        is_read = (is_one != 0) & (element < count)
+        number_of = first + element.to(tl.int64)  # among the elements of all tensors
+        low = unary_bits + number_of * width
+        lower = tl.load(words + (low >> 5), mask=is_read, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        has_upper = is_read & ((low & 31) + width > 32)
+        upper = tl.load(words + (low >> 5) + 1, mask=has_upper, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        low_bits = (((upper << 32) | lower) >> (low & 31)) & ((tl.full([1, 1], 1, tl.int64) << width) - 1)
+        position = (((places - number_of) << width) | low_bits) - begin
+        # Each unary bit is the tensor's own: the low bits alone can lead a little beside it.
+        is_outside = is_read & ((position < 0) | (position >= numel))
+        num_outside += tl.sum(tl.sum(is_outside.to(tl.int32), 1), 0)
+        tl.store(positions + element, tl.minimum(tl.maximum(position, 0), numel - 1), mask=is_read)
+        found += tl.sum(per_word, 0)
+    for start in range(found.to(tl.int64), count, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        tl.store(positions + lanes, tl.zeros([BLOCK], tl.int64), mask=lanes < count)
+    tl.store(damaged, 1, mask=(num_outside > 0) | (found != count))
+    if HAS_VALUES:
+        source = words.to(tl.pointer_type(V)) + first_value
+        for start in range(0, count, BLOCK):
+            lanes = start + tl.arange(0, BLOCK)
+            value = tl.load(source + first + lanes, mask=lanes < count, other=0.0).to(tl.float32)
+            tl.store(values + number * num_elements + first + lanes, value, mask=lanes < count)
+
+
+@kernel
+def apply_kernel(
+    table, owners, positions, values, num_messages, num_elements: tl.int64, turns, scale,
+    MESSAGES: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Average what all participants have sent for a tile of a tensor, in their order: `reference.average_many_`.
+
+    No two programs write to one tile, and in a tile one participant comes after the other: all replicas get the same
+    bits. With STEPS the weights are stepped by the means, and these have gone from `out`.
+
+    Grid: (tiles,). `positions`, `values`: shape (groups, messages, elements).
+    """
+    tile = tl.program_id(0)
+    tensor = tl.load(owners + tile)
+    row = table + tensor * ARRIVED_COLUMNS
+    out = tl.load(row + ARRIVED_OUT).to(tl.pointer_type(tl.float32))
+    count = tl.load(row + ARRIVED_NUM_SENT)
+    shift = tl.load(row + ARRIVED_SHIFT)
+    start = (tile - tl.load(row + ARRIVED_FIRST_TILE)) << shift
+    end = start + (tl.full([], 1, tl.int64) << shift)
+    messages = tl.arange(0, MESSAGES)
+    exists = messages < num_messages
+    firsts = (tl.load(row + ARRIVED_GROUP) * num_messages + messages) * num_elements + tl.load(row + ARRIVED_FIRST)
+    # The first element at or behind the start of the tile, and its end, of each message: two binary searches.
+    begins = tl.zeros([MESSAGES], tl.int64)
+    begins_size = tl.zeros([MESSAGES], tl.int64) + count
+    ends = tl.zeros([MESSAGES], tl.int64)
+    ends_size = begins_size
+    for _ in range(turns):
+        half = begins_size // 2
+        position = tl.load(positions + firsts + begins + half, mask=exists & (begins_size > 0), other=0)
+        is_before = (begins_size > 0) & (position < start)
+        begins = tl.where(is_before, begins + half + 1, begins)
+        begins_size = tl.where(is_before, begins_size - half - 1, half)
+        half = ends_size // 2
+        position = tl.load(positions + firsts + ends + half, mask=exists & (ends_size > 0), other=0)
+        is_before = (ends_size > 0) & (position < end)
+        ends = tl.where(is_before, ends + half + 1, ends)
+        ends_size = tl.where(is_before, ends_size - half - 1, half)
+    begins += firsts
+    ends += firsts
+    for message in range(num_messages):
+        stop = tl.sum(tl.where(messages == message, ends, 0), 0)
+        for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
+            lanes = element + tl.arange(0, BLOCK)
+            position = tl.load(positions + lanes, mask=lanes < stop, other=0)
+            tl.store(out + position, tl.zeros([BLOCK], tl.float32), mask=lanes < stop)
+    for message in range(num_messages):
+        tl.debug_barrier()  # the one before has been written
+        stop = tl.sum(tl.where(messages == message, ends, 0), 0)
+        for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
+            lanes = element + tl.arange(0, BLOCK)
+            inside = lanes < stop
+            position = tl.load(positions + lanes, mask=inside, other=0)
+            addend = tl.load(values + lanes, mask=inside, other=0.0) * scale
+            tl.store(out + position, tl.load(out + position, mask=inside, other=0.0) + addend, mask=inside)
+    if STEPS:
+        weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(tl.float32))
+        rate = tl.load(row + ARRIVED_RATE).to(tl.int32).to(tl.float32, bitcast=True)
+        for message in range(num_messages):
+            tl.debug_barrier()
+            stop = tl.sum(tl.where(messages == message, ends, 0), 0)
+            for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
+                lanes = element + tl.arange(0, BLOCK)
+                inside = lanes < stop
+                position = tl.load(positions + lanes, mask=inside, other=0)
+                mean = tl.load(out + position, mask=inside, other=0.0)
+                before = tl.load(weight + position, mask=inside, other=0.0)
+                # A position that comes again finds a zero, and changes nothing.
+                tl.store(weight + position, tl.fma(mean, -rate, before), mask=inside)
+                tl.store(out + position, tl.zeros([BLOCK], tl.float32), mask=inside)

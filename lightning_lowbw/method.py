@@ -1,0 +1,429 @@
+"""A method is when x what x where, as one value: it prints, compares, goes into YAML, and is compared between ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.arguments import from_mapping, names_arguments, names_of
+from lightning_lowbw.comm.agreement import agree, failing_together
+from lightning_lowbw.comm.peers import Algorithm, Peers, make_peers
+from lightning_lowbw.comm.topology import TopologyChoice, asks_for_two_levels, check_choice
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.schedules.every_k import EveryK
+from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.checks import (
+    agree_on_model,
+    agree_on_optimizers,
+    check_current_device,
+    check_not_in_ddp,
+    check_two_levels,
+    warn_if_alone,
+    warn_if_incomplete,
+    warn_if_mostly_sent,
+)
+from lightning_lowbw.sync.exchange import PAYLOADS, Whole
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.quantized import Quantized
+from lightning_lowbw.sync.synchronizer import Synchronizer, wrap_step
+
+_logger = logging.getLogger(LOGGER)
+
+WHEN: dict[str, type] = {"step": EveryStep, "k": EveryK}
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Who communicates with whom.
+
+    Args:
+        topology: "flat" or, for two levels, "auto" (by the launcher and the host names), a number of ranks per node,
+            the ranks of each node, or a `Topology`. Inside a node everything is summed densely; the payload is sent
+            between nodes.
+        algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
+            or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
+            one size, else "leader".
+        inter_dtype: "float32", or "bfloat16" for what dense steps send between nodes of gradients in a wider type.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    topology: TopologyChoice = "flat"
+    algorithm: Algorithm | None = None
+    inter_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        topology = check_choice(self.topology)
+        if topology is not None:  # one value for lists, tuples and a `Topology`
+            object.__setattr__(self, "topology", topology)
+        if self.inter_dtype == "float16":
+            raise ConfigurationError(
+                "inter_dtype='float16': nodes would sum gradients in a type that ends at 65504, and finite ones would "
+                "become infinite. Take 'bfloat16', which has the range of float32, or what=Quantized(value_dtype="
+                "'float16'), which sends later what does not fit."
+            )
+        for name, allowed in (("algorithm", (None, *get_args(Algorithm))), ("inter_dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(str(each) for each in allowed if each is not None)
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")
+
+    @property
+    def dtype_between_nodes(self) -> torch.dtype | None:
+        """What dense all-reduces send between nodes; None for the gradients' own."""
+        return None if self.inter_dtype == "float32" else getattr(torch, self.inter_dtype)
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """When the ranks communicate, what is sent, and who communicates with whom.
+
+    Args:
+        when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps).
+        what: `Whole`, `Quantized` (few bits per value), `TopK` (the largest elements) or `LowRank`.
+        where: `Where`, or its topology.
+
+        Each may be a mapping, as `describe` returns it.
+
+    Raises:
+        ConfigurationError: the three cannot be combined, with the reason.
+
+    Example:
+        >>> method = Method(when=EveryStep(), what=Quantized(value_dtype="int8"))
+        >>> Method(**method.describe()) == method
+        True
+    """
+
+    when: EveryStep | EveryK = EveryStep()  # noqa: RUF009 - frozen
+    what: Any = Whole()  # noqa: RUF009 - frozen
+    where: Where = Where()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "when", _value(self.when, "every", WHEN, "when"))
+        object.__setattr__(self, "what", _value(self.what, "payload", PAYLOADS, "what"))
+        where: Any = self.where
+        if isinstance(where, Mapping):
+            where = from_mapping(Where, where, "where")
+        object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
+        if isinstance(self.when, EveryStep):
+            self._check_every_step(self.when)
+        else:
+            self._check_every_k(self.when)
+        self._check_where(self.where)
+
+    def _check_every_step(self, when: EveryStep) -> None:
+        if when.sparsity and not isinstance(self.what, TopK):
+            raise ConfigurationError(
+                f"sparsity={list(when.stairs) or when.sparsity} with {self.what}: stairs of sparsity say how many "
+                "elements TopK sends. Leave them out, or send the largest elements with what=TopK()."
+            )
+        if when.rampup_begin_step and isinstance(self.what, Whole):
+            raise ConfigurationError(
+                f"rampup_begin_step={when.rampup_begin_step} with {self.what}: every step is dense. Leave it out."
+            )
+
+    def _check_every_k(self, when: EveryK) -> None:
+        if self.sends_changes and when.schedule.is_always_synchronous:
+            raise ConfigurationError(
+                f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
+                "would be compressed. Give k_steps > 1, or use when=EveryStep()."
+            )
+        if not isinstance(self.what, (Whole, TopK)) and when.delay_steps:
+            raise ConfigurationError(
+                f"delay_steps={when.delay_steps!r} with {self.what}: its two exchanges follow one another and cannot "
+                "be hidden. Leave out delay_steps, or send TopK or Whole."
+            )
+        if isinstance(self.what, TopK):
+            for name, allowed in (
+                ("exchange", ("auto", "all_gather")),
+                ("momentum_masking", (None,)),
+            ):
+                value = getattr(self.what, name)
+                if value not in allowed:
+                    raise ConfigurationError(
+                        f"{name}={value!r} every k steps: it is about gradients, which are exchanged every step. "
+                        "Leave it out, or use when=EveryStep()."
+                    )
+
+    def _check_where(self, where: Where) -> None:
+        narrow = f"inter_dtype={where.inter_dtype!r}" if where.inter_dtype != "float32" else ""
+        leader = "algorithm='leader'" if where.algorithm == "leader" else ""
+        has_levels = asks_for_two_levels(where.topology)
+        if (narrow or leader) and has_levels is False:
+            raise ConfigurationError(
+                f"{narrow or leader} with topology={where.topology!r}: it is about what nodes of several ranks send "
+                "to each other. Leave it out, or give a topology such as 'auto'."
+            )
+        if leader and not isinstance(self.what, Whole):
+            raise ConfigurationError(
+                f"{leader} with {self.what}: only the first rank of each node would exchange something, and this "
+                "payload needs all of them, each for its part. Take algorithm='sharded', or what=Whole()."
+            )
+        if narrow and isinstance(self.when, EveryK):
+            raise ConfigurationError(
+                f"{narrow} every k steps: it is about gradients, and these are averages of weights. Leave it out; "
+                f"what=Quantized(value_dtype={where.inter_dtype!r}) sends these in few bits."
+            )
+        if isinstance(self.when, EveryK):
+            return
+        if narrow and not (isinstance(self.what, Whole) or self.when.rampup_begin_step or self.when.is_auto):
+            raise ConfigurationError(
+                f"{narrow} with {self.what}, from step 0: it is about dense steps, and there are none. Leave it "
+                "out, or give rampup_begin_step > 0."
+            )
+        if isinstance(self.what, TopK) and has_levels:
+            check_two_levels(self.what)
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether ranks step alone and average their weights; otherwise they exchange gradients every step."""
+        return isinstance(self.when, EveryK)
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether gradients, or means of them, are ever exchanged: in synchronous steps, or in nodes."""
+        if not isinstance(self.when, EveryK) or self.where.topology != "flat":
+            return True
+        return not self.when.is_always_local
+
+    @property
+    def compresses_gradients(self) -> bool:
+        """Whether the largest elements of gradients are sent, after a warm-up of stairs of sparsity."""
+        return isinstance(self.when, EveryStep) and isinstance(self.what, TopK)
+
+    @property
+    def hides_averages(self) -> bool:
+        """Whether averages are in progress during other steps, which takes process groups of their own."""
+        return isinstance(self.when, EveryK) and bool(self.when.delay_steps)
+
+    @property
+    def kind(self) -> str:
+        """The kind of state that a worker keeps: "replicas", "gradients" or, if nothing is kept back, "whole"."""
+        if isinstance(self.when, EveryK):
+            return "replicas"
+        return "whole" if isinstance(self.what, Whole) else "gradients"
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether an average sends the change of the weights since the last one, instead of the weights."""
+        return isinstance(self.when, EveryK) and not isinstance(self.what, Whole)
+
+    def uses_kernels(self, device: torch.device) -> bool:
+        """Whether the method uses compiled kernels."""
+        return isinstance(self.what, TopK) or (isinstance(self.what, Quantized) and device.type == "cpu")
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
+        when = {"every": _key_of(self.when, WHEN), **asdict(self.when)}
+        for derived in ("schedule", "outer_optimizer"):
+            when.pop(derived, None)
+        what = {"payload": _key_of(self.what, PAYLOADS), **asdict(self.what)}
+        topology = self.where.topology
+        where = {**asdict(self.where), "topology": getattr(topology, "nodes", topology)}
+        return {"when": when, "what": what, "where": where}
+
+    def facts(self) -> dict[str, object]:
+        """Return `describe` with one level of names, to be compared between ranks."""
+        return {f"{axis}.{name}": value for axis, values in self.describe().items() for name, value in values.items()}
+
+    def at(self, topology: TopologyChoice | None) -> Method:
+        """Return the method with another topology; None leaves it."""
+        return self if topology is None else replace(self, where=replace(self.where, topology=topology))
+
+    def replace(self, **knobs: Any) -> Method:
+        """Return the method with other values of some fields of its schedule and its payload.
+
+        Raises:
+            ConfigurationError: neither has such a field, or a value is out of range.
+
+        Example:
+            >>> Method(what=TopK()).replace(rampup_begin_step=10, density=0.01).when.density(10, 0.01)
+            0.01
+        """
+        when, what = sorted_into("The method", knobs, type(self.when), type(self.what))
+        return replace(self, when=replace(self.when, **when), what=replace(self.what, **what))
+
+    def make_peers(self, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Peers:
+        """Return the peers of this rank.
+
+        Collective: all ranks.
+
+        Args:
+            process_group: of flat peers; None is the world.
+            **kwargs: of `comm.peers.make_peers`.
+        """
+        where = self.where
+        peers = make_peers(
+            where.topology, process_group, algorithm=where.algorithm, inter_dtype=where.dtype_between_nodes, **kwargs
+        )
+        if where.inter_dtype != "float32" and peers.topology is None and peers.num_ranks > 1 and peers.rank == 0:
+            warnings.warn(
+                f"inter_dtype={where.inter_dtype!r} has no effect: each node has one rank, so that this trains as DDP. "
+                f"QuantizedGradients({where.inter_dtype!r}) sends half types between all ranks.",
+                stacklevel=3,
+            )
+        return peers
+
+    def make_synchronizer(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> Synchronizer:
+        """Return this rank's worker for an optimizer, which is called for each step; see `Synchronizer`.
+
+        Raises:
+            ConfigurationError: the optimizer or the peers cannot be used.
+        """
+        if isinstance(self.when, EveryStep):
+            return GradientSync(self, optimizer, named_parameters, peers)
+        return LocalSync(self, optimizer, named_parameters, peers, named_buffers or {})
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        *,
+        topology: TopologyChoice | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> Synchronizer:
+        """Return this rank's worker for an optimizer of a plain loop, in which `optimizer.step()` does the rest.
+
+        After the last step of a method that averages weights all ranks call `worker.finish()`. Where they do not, and
+        the last average is some steps ago, rank 0 says so when the program ends.
+
+        Collective: all ranks.
+
+        Args:
+            optimizer: any torch optimizer except LBFGS.
+            named_parameters: of the whole model, not wrapped in `DistributedDataParallel`; names key the state and
+                select the excluded ones.
+            topology: instead of the method's own.
+            process_group: of flat peers; None is the world.
+            named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
+                ``X.running_var`` belongs to its ``X.running_mean``. Other methods leave each rank its own buffers.
+
+        Raises:
+            ConfigurationError: the optimizer cannot be used, the names are of another model, a pattern of `exclude`
+                matches no parameter, the topology does not fit the world, or the model is in
+                `DistributedDataParallel`; where it is wrapped later, the first step raises.
+            DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
+                differ. Weights that differ, or the states of the optimizers, are reported at the first step.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                "attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
+                f"{type(optimizer).__name__}."
+            )
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigurationError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no process group: each rank would train alone. "
+                "Call torch.distributed.init_process_group first."
+            )
+        method = self.at(topology)
+        if isinstance(method.when, EveryStep) and method.when.is_auto:
+            raise ConfigurationError(
+                "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
+                "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
+            )
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        check_current_device(trained[0].device, process_group)
+        agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
+        peers = method.make_peers(process_group)
+        with failing_together(process_group):
+            names = names_of(named_parameters)
+            if names and not any(parameter in names for parameter in trained):
+                raise ConfigurationError(
+                    "attach(optimizer, model.named_parameters()): none of the optimizer's parameters is among these. "
+                    "Give the named parameters of the model that the optimizer trains."
+                )
+            named = [(name, parameter) for parameter, name in names.items()]
+            buffers = dict(named_buffers or {})
+            worker = method.make_synchronizer(optimizer, named, peers, buffers)
+            check_not_in_ddp(worker.parameters(), process_group)
+        agree_on_model(worker.by_name().items(), buffers.items(), process_group)
+        agree_on_optimizers([optimizer], named, process_group)
+        if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
+            warnings.warn(
+                f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
+                "this trains as DDP. To compress between all ranks, leave the topology out.",
+                stacklevel=2,
+            )
+        warn_if_alone(peers)
+        warn_if_mostly_sent(method.what, method.when, peers)
+        if method.uses_kernels(worker.device):
+            prepare_kernels(worker.device, uses_of([worker]), process_group)
+        if isinstance(worker, GradientSync) and peers.rank == 0 and peers.num_participants > 1:
+            if isinstance(method.what, TopK) and not worker.correction.is_complete:
+                warn_if_incomplete(optimizer, worker.when)
+            if note := worker.correction.note():
+                _logger.info(note)
+        wrap_step(worker)
+        return worker
+
+
+def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | None = None) -> Method:
+    """Return what the user has given as a value, with another topology unless that is None.
+
+    Raises:
+        ConfigurationError: it is no method, or an argument is unknown or out of range.
+    """
+    if isinstance(method, Method):
+        return method.at(topology)
+    if not isinstance(method, Mapping):
+        raise ConfigurationError(
+            f"method={method!r}: give a Method, such as DGC(...) or LocalSGD(...), or a mapping of when, what, where."
+        )
+    where = method.get("where", {})
+    if topology is not None and isinstance(where, Mapping):  # the rest of it may make sense with this topology only
+        method = {**method, "where": {**where, "topology": topology}}
+    return from_mapping(Method, method, "method").at(topology)
+
+
+def sorted_into(subject: str, knobs: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
+    """Return the knobs that are fields of each of some dataclasses.
+
+    Raises:
+        ConfigurationError: one is a field of none.
+    """
+    names = [[each.name for each in fields(kind) if each.init] for kind in kinds]
+    unknown = [name for name in knobs if not any(name in of_kind for of_kind in names)]
+    if unknown:
+        allowed = ", ".join(name for of_kind in names for name in of_kind)
+        raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {allowed}.")
+    return [{name: value for name, value in knobs.items() if name in of_kind} for of_kind in names]
+
+
+def _value(given: Any, key: str, kinds: Mapping[str, type], axis: str) -> Any:
+    """Return the value that a mapping with the kind under `key` describes; a value of one of the kinds unchanged."""
+    if isinstance(given, Mapping):
+        kind = str(given.get(key))
+        if kind not in kinds:
+            raise ConfigurationError(f"{axis}: {key}={kind!r}: choose one of {', '.join(kinds)}.")
+        return from_mapping(kinds[kind], {name: each for name, each in given.items() if name != key}, axis)
+    if not isinstance(given, tuple(kinds.values())):
+        allowed = ", ".join(kind.__name__ for kind in kinds.values())
+        raise ConfigurationError(f"{axis}={given!r}: give one of {allowed}, or a mapping with {key!r}.")
+    return given
+
+
+def _key_of(value: object, kinds: Mapping[str, type]) -> str:
+    return next(key for key, kind in kinds.items() if isinstance(value, kind))

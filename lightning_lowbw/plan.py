@@ -1,0 +1,339 @@
+"""`sparsity="auto"` and `strategy="lowbw"`: a few measurements, and a choice that follows from them alone.
+
+The rule, as the user knows it:
+
+1. The first steps are dense. If a dense exchange fits into the budget, a share of a step, all steps are; so they are if
+   the rest of the run would wait less than `LEAST_WAIT_S` for it. Then nothing else is measured.
+2. Deep gradient compression takes the largest density of `DENSITIES` whose exchange fits into the budget, but none at
+   which an element is sent less than 30 times (with Adam and AdamW 60) in the rest of the run.
+3. It begins dense for 5 % of the run; then come stairs a factor of 4 apart, for 20 %. Not with trained weights.
+4. Of the candidates, in the order of how much they change the training, the first is chosen whose mean step is
+   predicted to take at most the budget longer than the shortest.
+5. All ranks choose alike, once; a resumed run keeps the choice.
+
+The 30 and 60: top-k costs accuracy because it delays elements, the less the more often each is sent, density times
+steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (docs/methods/dgc_measured.md). The warm-up is a share of the
+steps, not of the time: on a slow link that would be a dozen steps, and sparse steps so early cost the most.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from lightning_lowbw.arguments import code_of
+from lightning_lowbw.comm.ledger import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.comm.link import Link, measure_link
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.method import Method
+from lightning_lowbw.presets import LocalSGD, QuantizedGradients
+from lightning_lowbw.schedules.every_step import EveryStep
+
+DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
+LEAST_TIMES_SENT = 30
+LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
+LEAST_WAIT_S = 5.0  # of which a fifth is sure to be saved, and that is what measuring takes
+DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps that are left
+STAIR = 2  # from one stair to the next, in the densities above
+MOST_STAIR = 0.3  # the paper's first is 0.25
+MOST_STAIR_ADAM = 0.2  # with 0.256, text from scratch lost 0.6 % in 5,000 steps, with dense steps in its place nothing
+# benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.
+LOCAL_STEPS = 8
+
+SAMPLE, SAMPLE_OF_GPU = 1 << 18, 1 << 22  # elements that are exchanged to measure; of fewer a GPU shows launches only
+SMALL_NUMEL = 64  # of tensors of which only the number counts
+NUM_EXCHANGES = 4  # of each kind; the first one allocates, and finds its threshold
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps take; for a choice it must be the same on all ranks.
+
+    Attributes:
+        step_s: seconds of an optimizer step without communication.
+        dense_s: seconds of a dense one.
+        exchange_s: predicted seconds that an exchange adds to the first: by density, by the name of a payload, and of
+            an "average" of the weights.
+        link: by which they were predicted.
+    """
+
+    step_s: float
+    dense_s: float
+    exchange_s: Mapping[float | str, float]
+    link: Link
+
+    def __str__(self) -> str:
+        """Return the measured numbers on which the choice is based."""
+        shown = f"a step takes {ms(self.step_s)} without communication and {ms(self.dense_s)} with all gradients"
+        if not self.exchange_s:
+            return shown
+        mbit_per_s = self.link.bandwidth_bytes_per_s * 8e-6
+        return f"{shown}, the link carries {mbit_per_s:,.0f} Mb/s, latency {ms(self.link.latency_s)}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of the run.
+
+    Attributes:
+        num_done: optimizer steps taken.
+        num_steps: of the whole run; infinite where it is not known.
+        is_pretrained: whether it starts from trained weights, which need no warm-up.
+        is_adam: whether the optimizer is Adam or AdamW.
+    """
+
+    num_done: int
+    num_steps: float = math.inf
+    is_pretrained: bool = False
+    is_adam: bool = False
+
+    @property
+    def num_left(self) -> float:
+        """Steps to come, at least 1."""
+        return max(1, self.num_steps - self.num_done)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method, and what it is predicted to take.
+
+    Attributes:
+        name: in `CANDIDATES`.
+        method: the method.
+        mean_s: seconds of a step, on average to the end of the run.
+        last_s: seconds of a step at the end of the run.
+        why: what has decided its numbers.
+    """
+
+    name: str
+    method: Method
+    mean_s: float
+    last_s: float
+    why: str = ""
+
+
+def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
+    """Return why all steps are dense whatever the link is, which is then not measured; None if the link matters.
+
+    Example:
+        >>> why_dense(Measured(0.1, 0.13, {}, Link(0.0, 1.0)), Run(num_done=7, num_steps=107), budget=0.05)
+        'all 100 steps that are left wait 3 s for gradients, and the link is measured from 5 s on'
+    """
+    wait_s = measured.dense_s - measured.step_s
+    if wait_s <= budget * measured.step_s:
+        return f"whole gradients add less than {100 * budget:.4g} % of a step"
+    if run.num_left * wait_s < LEAST_WAIT_S:
+        all_s = f"all {run.num_left:.0f} steps that are left wait {run.num_left * wait_s:.2g} s for gradients"
+        return f"{all_s}, and the link is measured from {LEAST_WAIT_S:.0f} s on"
+    return None
+
+
+def choose(
+    measured: Measured, run: Run, given: Method, names: Sequence[str], refused: Mapping[str, str]
+) -> tuple[Candidate, str]:
+    """Return the candidate to continue with, and one sentence that says why.
+
+    Args:
+        measured: by `measure`, on the slowest rank.
+        run: what is known of the run.
+        given: the method with "auto" in it: its budget, its payload for sparse steps, its topology.
+        names: of `CANDIDATES`, in their order.
+        refused: by name, why others of these may not be taken.
+
+    Example:
+        >>> slow = Measured(0.1, 0.9, {density: 2 * density for density in DENSITIES}, Link(1e-4, 125e6))
+        >>> given = Method(when=EveryStep(sparsity="auto"), what=TopK())
+        >>> found, reason = choose(slow, Run(7, 20_007, is_pretrained=True), given, ("ddp", "dgc"), {})
+        >>> print(reason)
+        a step takes 100 ms without communication and 900 ms with all gradients, the link carries 1,000 Mb/s, \
+latency 0.1 ms: dgc, 104 ms a step (more would take over 5 % of a step); ddp would take 900 ms. To write it down: \
+strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, sparsity=(0.998,)), what=lowbw.TopK()))
+    """
+    assert isinstance(given.when, EveryStep)
+    budget = given.when.budget
+    found = {name: refused.get(name) or CANDIDATES[name](measured, run, given) for name in names}
+    candidates = [each for each in found.values() if isinstance(each, Candidate)]
+    least_s = min(each.mean_s for each in candidates)
+    chosen = next(each for each in candidates if each.mean_s <= (1.0 + budget) * least_s)
+    why = f" ({chosen.why})" if chosen.why else ""
+    parts = [f"{measured}: {chosen.name}, {ms(chosen.mean_s)} a step{why}"]
+    parts += [f"{each.name} would take {ms(each.mean_s)}" for each in candidates if each is not chosen]
+    parts += [f"not {name}, because {why}" for name, why in found.items() if isinstance(why, str)]
+    return chosen, f"{'; '.join(parts)}. To write it down: {written(chosen.method)}"
+
+
+def written(method: Method) -> str:
+    """Return the code that selects a method, as it can be typed after ``import lightning_lowbw as lowbw``."""
+    is_ddp = method.kind == "whole" and method.where.topology == "flat"
+    return 'strategy="ddp"' if is_ddp else f"strategy=lowbw.Strategy({code_of(method, 'lowbw.')})"
+
+
+def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
+    """Return whole gradients in each step: nothing changes."""
+    return Candidate("ddp", Method(where=given.where), measured.dense_s, measured.dense_s)
+
+
+def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
+    """Return a payload whose errors are sent in the next step."""
+    method, step_s = PAYLOADS[name](rampup_begin_step=run.num_done), measured.step_s + measured.exchange_s[name]
+    return Candidate(name, replace(method, where=given.where), step_s, step_s)
+
+
+def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
+    """Return deep gradient compression, which delays most elements; or why there is no density for it."""
+    assert isinstance(given.when, EveryStep)
+    left, step_s, add_s = run.num_left, measured.step_s, measured.exchange_s
+    if left == math.inf:
+        return "the number of steps is not known: give Trainer(max_steps=...)"
+    times_sent = LEAST_TIMES_SENT_ADAM if run.is_adam else LEAST_TIMES_SENT
+    often = f"each element must be sent {times_sent} times on average, and {left:.0f} steps are left"
+    enough = [density for density in DENSITIES if density * left >= times_sent]
+    if not enough:
+        return often
+    fitting = [density for density in enough if add_s[density] <= given.when.budget * step_s]
+    density = max(fitting, default=enough[0])
+    stairs, num_dense, per_stair = _warm_up(run, density)
+    begin, lengths = run.num_done + num_dense, [num_dense, *[per_stair] * (len(stairs) - 1)]
+    times_s = [measured.dense_s, *(step_s + add_s[stair] for stair in stairs)]
+    mean_s = sum(n * s for n, s in zip([*lengths, left - sum(lengths)], times_s, strict=True)) / left
+    when = EveryStep(begin, max(1, per_stair) * len(stairs), tuple(round(1.0 - stair, 6) for stair in stairs))
+    why = f"more would take over {100 * given.when.budget:.4g} % of a step" if fitting else often
+    return Candidate("dgc", replace(given, when=when), mean_s, times_s[-1], why)
+
+
+def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
+    """Return the stairs of densities (the last one stays), and the number of dense steps and of steps per stair."""
+    if run.is_pretrained:
+        return [density], 0, 0
+    above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR][::-1]
+    before = [stair for stair in above if stair <= (MOST_STAIR_ADAM if run.is_adam else MOST_STAIR)]
+    per_stair = round(STAIRS_SHARE * run.num_left / len(above)) if above else 0
+    num_dense = round(DENSE_SHARE * run.num_left) + (len(above) - len(before)) * per_stair  # in place of too high ones
+    return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
+
+
+def _local_sgd(measured: Measured, run: Run, given: Method) -> Candidate | str:
+    """Return averages of weights, hidden behind steps: replicas differ between them; or why there would be none."""
+    average_s, step_s, k_steps = measured.exchange_s["average"], measured.step_s, LOCAL_STEPS
+    delay = min(k_steps - 1, math.ceil(average_s / step_s))
+    if run.num_left < k_steps + delay:
+        return f"{run.num_left:.0f} steps are left, and its averages come after {k_steps}"
+    mean_s = step_s + max(0.0, average_s - delay * step_s) / k_steps
+    method = replace(LocalSGD(k_steps, run.num_done, delay_steps=delay), where=given.where)
+    return Candidate("local_sgd", method, mean_s, mean_s)
+
+
+# Payloads of gradients that cost what they cost in every step, from the first one after the choice on.
+PAYLOADS: dict[str, Callable[..., Method]] = {name: partial(QuantizedGradients, name) for name in ("float16", "int8")}
+# In the order of how much they change the training. A reason in place of a candidate is shown to the user.
+CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
+    "ddp": ddp,
+    **{name: partial(_every_step, name) for name in PAYLOADS},
+    "dgc": _dgc,
+    "local_sgd": _local_sgd,
+}
+
+
+def ms(seconds: float) -> str:
+    """Return a number of seconds as milliseconds: "110 ms", "8,300 ms"."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def measure(
+    what: TopK,
+    names: Sequence[str],
+    numels: tuple[Sequence[int], Sequence[int]],
+    peers: Peers,
+    device: torch.device,
+    timed: Measured,
+) -> Measured:
+    """Return `timed` with the link and the exchanges in it, on this rank.
+
+    A few exchanges of a sample are timed; a whole one takes as much longer as it has more elements, and at least what
+    its bytes take on the link, because a link may let a sample pass that it would not let a model pass.
+
+    Collective: all ranks. Enters no ledger.
+
+    Args:
+        what: the payload of sparse steps.
+        names: of the candidates.
+        numels: the elements of each tensor that is sent sparse in sparse steps, and of each other one.
+        peers: who takes part.
+        device: where the gradients are.
+        timed: the times of steps.
+    """
+    link, (sparse, others) = measure_link(peers.between.group, device), numels
+    sample = SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
+    tensors = [*[SMALL_NUMEL] * len(sparse), *[1] * len(others)]
+    exchange_s: dict[float | str, float] = {}
+
+    def dense_s(numel: int) -> float:
+        return all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants) / link.bandwidth_bytes_per_s
+
+    def per_element_s(few: tuple[float, int], many: tuple[float, int], numel: float) -> float:
+        return max(many[0] - few[0], (many[1] - few[1]) / link.bandwidth_bytes_per_s, 0.0) / numel
+
+    for name in names:
+        if name in PAYLOADS:
+            (few,) = time_exchanges(PAYLOADS[name](), tensors, peers, device)
+            (many,) = time_exchanges(PAYLOADS[name](), [*tensors, sample], peers, device)
+            exchange_s[name] = few[0] + (sum(sparse) + sum(others)) * per_element_s(few, many, sample)
+        elif name == "dgc" and sparse:
+            # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
+            # number of elements that are sent.
+            least, most = DENSITIES[0], DENSITIES[-1]
+            stairs = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
+            method = Method(when=stairs, what=replace(what, min_numel=SMALL_NUMEL, exclude=()))
+            many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
+            sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
+            exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
+        elif name == "local_sgd":
+            rounds = all_reduce_rounds(peers.num_participants)
+            exchange_s["average"] = rounds * link.latency_s + dense_s(sum(sparse) + sum(others))
+    return Measured(timed.step_s, timed.dense_s, exchange_s, link)
+
+
+def time_exchanges(
+    method: Method, numels: Sequence[int], peers: Peers, device: torch.device, num_stairs: int = 1
+) -> list[tuple[float, int]]:
+    """Return the seconds and bytes of an exchange of gradients, for each stair of the schedule.
+
+    Collective: all ranks.
+    """
+    named = [(str(number), Parameter(torch.zeros(numel, device=device))) for number, numel in enumerate(numels)]
+    generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured
+    noise = torch.randn(max(numels), generator=generator, device=device)
+    found: list[tuple[float, int]] = []
+    with peers.ledger.paused():
+        worker = method.make_synchronizer(SGD([each for _, each in named], lr=0.0, momentum=0.9), named, peers)
+        for _ in range(num_stairs * NUM_EXCHANGES):
+            for _, parameter in named:
+                parameter.grad = noise[: parameter.numel()].clone()
+            before, started = _slow_bytes(peers), time.perf_counter()
+            worker.exchange(applies=True)
+            float(named[-1][1].detach()[0])  # on CUDA, waits for it
+            found.append((time.perf_counter() - started, _slow_bytes(peers) - before))
+            worker.after_step()
+    return [min(found[first + 1 : first + NUM_EXCHANGES]) for first in range(0, len(found), NUM_EXCHANGES)]
+
+
+def _slow_bytes(peers: Peers) -> int:
+    return peers.ledger.of_slow_network(peers.is_two_level)[0]
+
+
+def slowest(measured: Sequence[Measured]) -> Measured:
+    """Return what all ranks choose by: each time that of the rank where it takes longest."""
+    return Measured(
+        max(each.step_s for each in measured),
+        max(each.dense_s for each in measured),
+        {name: max(each.exchange_s[name] for each in measured) for name in measured[0].exchange_s},
+        min((each.link for each in measured), key=lambda link: link.bandwidth_bytes_per_s),
+    )

@@ -1,0 +1,214 @@
+"""The named methods, as cells of when x what x where. No other module depends on the names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.comm.peers import Algorithm
+from lightning_lowbw.comm.topology import TopologyChoice
+from lightning_lowbw.compress.top_k import Compression, TopK, as_compression
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method, Where, sorted_into
+from lightning_lowbw.schedules.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
+from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.exchange import Whole
+from lightning_lowbw.sync.low_rank import LowRank
+from lightning_lowbw.sync.quantized import Quantized
+
+# Those of the paper and of PaddlePaddle Fleet: 99.9 % kept back.
+DGC_SPARSITY = (0.999,)
+
+
+@names_arguments
+def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
+    """Return deep gradient compression: every step, the k largest elements of each tensor.
+
+    `sparsity` is 99.9 % by default, not "auto" as in `DGCStrategy`, because in plain loops the length of the run is not
+    known. `Strategy(DGC(sparsity="auto"))` has the method of `DGCStrategy()`.
+
+    Args:
+        topology: as of `Where`.
+        **knobs: fields of `EveryStep` and `TopK`.
+
+    Raises:
+        ConfigurationError: a knob is unknown or out of range, or the payload's own density is given beside stairs.
+
+    Example:
+        >>> DGC(sparsity=[0.75, 0.999], rampup_step=100).when.density(50)
+        0.0010000000000000009
+    """
+    if "density" not in knobs:
+        knobs = {"sparsity": DGC_SPARSITY, **knobs}
+    elif "sparsity" in knobs:
+        raise ConfigurationError(
+            f"sparsity={knobs['sparsity']!r} and density={knobs['density']!r}: both say how much is sent; give one."
+        )
+    when, what = sorted_into("DGC", knobs, EveryStep, TopK)
+    return Method(when=EveryStep(**when), what=TopK(**what), where=Where(topology=topology, algorithm="sharded"))
+
+
+@names_arguments
+def LocalSGD(
+    k_steps: int = 8,
+    begin_step: int | float | str = 1,
+    *,
+    compression: TopK | Mapping[str, Any] | str | None = None,
+    topology: TopologyChoice = "flat",
+    **knobs: Any,
+) -> Method:
+    """Return local SGD: every k steps, the weights.
+
+    Args:
+        k_steps: local steps between two averages.
+        begin_step: synchronous steps before the first local one.
+        compression: None; "bfloat16", "float16", "int8" or "int4": what is sent of the parameters is then their change
+            since the last average in few bits, with error feedback. Or a `TopK`: only the largest elements of that
+            change are sent (SparseLoCo), or a mapping of the fields that differ from SparseLoCo's.
+        topology: as of `Where`.
+        **knobs: the other fields of `EveryK`.
+
+    Raises:
+        ConfigurationError: a knob is unknown or out of range, or two cannot be combined.
+    """
+    (when,) = sorted_into("LocalSGD", knobs, EveryK)
+    what = (
+        Quantized(value_dtype=compression) if isinstance(compression, str) else as_compression(compression) or Whole()
+    )
+    return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=what, where=topology)  # type: ignore[arg-type]
+
+
+@names_arguments
+def AdaptiveLocalSGD(
+    init_k_steps: int = 1,
+    max_k_steps: int = 16,
+    begin_step: int | float | str = 1,
+    *,
+    rule: Rule = "fleet",
+    **knobs: Any,
+) -> Method:
+    """Return local SGD whose period k follows the learning rate and the loss.
+
+    Args:
+        init_k_steps: the first k.
+        max_k_steps: the largest k.
+        begin_step: synchronous steps before the first local one.
+        rule: "fleet", "adacomm" or "qsr".
+        **knobs: of `LocalSGD`.
+
+    Raises:
+        ConfigurationError: as `LocalSGD`.
+    """
+    if rule == "fixed":
+        raise ConfigurationError("rule='fixed': use LocalSGD(k_steps=...).")
+    if "k_steps" in knobs:
+        raise ConfigurationError(f"k_steps={knobs['k_steps']!r}: the first k is init_k_steps here.")
+    return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
+
+
+@names_arguments
+def Hierarchical(
+    topology: TopologyChoice = "auto",
+    algorithm: Algorithm | None = None,
+    *,
+    inter_dtype: str = "float32",
+) -> Method:
+    """Return DDP on two levels: every step, whole gradients, each node sends its own once.
+
+    Args:
+        topology: as of `Where`.
+        algorithm: as of `Where`.
+        inter_dtype: as of `Where`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+    return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
+
+
+@names_arguments
+def QuantizedGradients(
+    value_dtype: str = "int8", *, rampup_begin_step: int = 0, topology: TopologyChoice = "flat"
+) -> Method:
+    """Return DDP in few bits per value: every step, whole gradients, with error feedback.
+
+    Args:
+        value_dtype: "int8", "int4", "bfloat16" or "float16".
+        rampup_begin_step: steps that send float32 first, as DDP.
+        topology: as of `Where`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+
+    Example:
+        >>> QuantizedGradients("int4").what
+        Quantized(value_dtype='int4')
+    """
+    when = EveryStep(rampup_begin_step=rampup_begin_step)
+    return Method(when=when, what=Quantized(value_dtype=value_dtype), where=Where(topology=topology))
+
+
+@names_arguments
+def PowerSGD(rank: int = 2, *, start_step: int = 0, topology: TopologyChoice = "flat") -> Method:
+    """Return PowerSGD: every step, each matrix as the product of two thin ones, with error feedback.
+
+    Args:
+        rank: columns of the factors.
+        start_step: steps that send float32 first, as DDP.
+        topology: as of `Where`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+    return Method(when=EveryStep(rampup_begin_step=start_step), what=LowRank(rank=rank), where=Where(topology=topology))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a name for `Trainer(strategy=...)` stands for: a family, and what differs from its defaults."""
+
+    family: str
+    arguments: Mapping[str, Any]
+
+
+FAMILIES = {
+    "dgc": DGC,
+    "local_sgd": LocalSGD,
+    "adaptive_local_sgd": AdaptiveLocalSGD,
+    "hierarchical": Hierarchical,
+    "quantized_gradients": QuantizedGradients,
+    "powersgd": PowerSGD,
+}
+DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
+STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": AUTO, "mixing": 0.5}
+PRESETS = {
+    "dgc": Preset("dgc", {"sparsity": "auto"}),
+    "float16": Preset("quantized_gradients", {"value_dtype": "float16"}),
+    "int8": Preset("quantized_gradients", {"value_dtype": "int8"}),
+    "int4": Preset("quantized_gradients", {"value_dtype": "int4"}),
+    "powersgd": Preset("powersgd", {}),
+    "local_sgd": Preset("local_sgd", {}),
+    "post_local_sgd": Preset("local_sgd", {"begin_step": FIRST_LR_DECAY}),
+    "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),
+    "diloco": Preset("local_sgd", DILOCO),
+    "streaming_diloco": Preset("local_sgd", {**DILOCO, **STREAMING}),
+    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": Compression()}),
+    "hierarchical": Preset("hierarchical", {}),
+}
+
+
+def preset(name: str) -> Method:
+    """Return the method that a name stands for.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+
+    Example:
+        >>> preset("diloco").when.outer
+        'nesterov'
+    """
+    if name not in PRESETS:
+        raise ConfigurationError(f"method {name!r}: choose one of {', '.join(PRESETS)}.")
+    return FAMILIES[PRESETS[name].family](**PRESETS[name].arguments)  # type: ignore[operator]

@@ -1,0 +1,414 @@
+"""What a replica keeps between averages: its place in the schedule, fragments, and averages that have been begun."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.schedules.every_k import (
+    AUTO,
+    FIRST_LR_DECAY,
+    RELATIVE_CHANGE,
+    EveryK,
+    Period,
+    balance,
+    hiding_steps,
+)
+from lightning_lowbw.sync.exchange import DenseMean, Mean, Pending
+
+_logger = logging.getLogger(LOGGER)
+
+# The sums in the status of an average.
+WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
+LOSS_DECAY = 0.9  # of the weight of a step, with each step after it
+
+
+# Averages in progress ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """An exchange that needs no wait."""
+
+    mean: Mean
+    status: Tensor | None = None
+
+    def wait(self) -> tuple[Mean, Tensor | None]:
+        return self.mean, self.status
+
+
+@dataclass(eq=False)
+class Average:
+    """An average that has been begun.
+
+    Attributes:
+        step: optimizer steps completed when it was begun.
+        parameters: it is of.
+        whole: of the tensors that are averaged whole, with the status; None where `changes` has the status.
+        changes: of the tensors that the payload sends: the mean changes by name, flat.
+        nonfinite: whether a parameter has an inf or NaN, by name: bool, scalars on the device.
+        snapshots: of the parameters when it was begun, where local steps go on meanwhile.
+        buffer_snapshots: of the buffers, by name; as `snapshots`.
+    """
+
+    step: int
+    parameters: list[Parameter]
+    whole: Pending | None
+    changes: Pending
+    nonfinite: dict[str, Tensor] = field(default_factory=dict)
+    snapshots: list[Tensor] | None = None
+    buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
+
+    def wait_for_whole(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Wait for the means of the tensors that are averaged whole, and for the status."""
+        mean, status = (self.whole or self.changes).wait()
+        assert status is not None
+        return mean.dense() if self.whole is not None else {}, status
+
+    def state_dict(self, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
+        """Wait for it, and return it on the CPU; it may be waited for again."""
+        means, status = self.wait_for_whole()
+        changes = self.changes.wait()[0].dense()
+        self.whole, self.changes = Arrived(DenseMean(means), status), Arrived(DenseMean(changes))
+        return {
+            "step": self.step,
+            "parameters": [name_of(parameter) for parameter in self.parameters],
+            "means": {name: mean.cpu().clone() for name, mean in means.items()},
+            "changes": {name: change.cpu().clone() for name, change in changes.items()},
+            "status": status.cpu().clone(),
+            "snapshots": [snapshot.cpu().clone() for snapshot in self.snapshots or []],
+            "buffer_snapshots": {name: buffer.cpu().clone() for name, buffer in self.buffer_snapshots.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
+        """Return the average that `state_dict` has described, without requests to processes that have ended."""
+        status = state["status"].to(device, copy=True)
+        status[[NUM_STOP, NUM_SAVE]] = 0.0
+        means = {name: mean.to(device, copy=True) for name, mean in state["means"].items()}
+        changes = {name: change.to(device, copy=True) for name, change in state["changes"].items()}
+        return cls(
+            state["step"],
+            [parameters[name] for name in state["parameters"]],
+            Arrived(DenseMean(means), status),
+            Arrived(DenseMean(changes)),
+            snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
+            buffer_snapshots={name: buffer.to(device) for name, buffer in state["buffer_snapshots"].items()},
+        )
+
+
+def change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a change since the last consensus, rounded as the weights are: one that has not moved has none; float32.
+
+    Args:
+        now: a weight, or a wide copy of it.
+        start: the consensus; float32 (or wider).
+        dtype: of the weight.
+    """
+    return now.float() - start.to(dtype).float()
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Parameters that are averaged together.
+
+    Attributes:
+        parameters: in order.
+        takes_buffers: whether the buffers are averaged with them; of one fragment of a model only.
+        steps: local steps since its last average was begun; before the first, as if one had been. None before the
+            first local step.
+        moved: those of the parameters that were trained since then, in order.
+        work: its average, if one has been begun and not applied.
+    """
+
+    parameters: list[Parameter]
+    takes_buffers: bool
+    steps: int | None = None
+    moved: dict[Parameter, None] = field(default_factory=dict)
+    work: Average | None = None
+
+    def drop(self) -> None:
+        """Forget the average that has been begun: its parameters still differ between ranks."""
+        if self.work is not None:
+            moved = {*self.work.parameters, *self.moved}
+            self.moved = {parameter: None for parameter in self.parameters if parameter in moved}
+            self.work = None
+
+
+def make_fragments(
+    parameters: Sequence[Parameter], num_fragments: int, sent_bytes: Callable[[Sequence[Parameter]], list[int]]
+) -> list[Fragment]:
+    """Divide parameters into fragments that send nearly equal numbers of bytes; the last one contains the buffers.
+
+    Args:
+        parameters: of the optimizer.
+        num_fragments: at most as many as there are parameters.
+        sent_bytes: of parameters.
+
+    Raises:
+        ConfigurationError: there are fewer parameters.
+    """
+    if len(parameters) < num_fragments:
+        raise ConfigurationError(
+            f"num_fragments={num_fragments}, and the optimizer has {len(parameters)} tensors: give at most as many."
+        )
+    chosen = balance(sent_bytes(parameters), [0] * num_fragments)
+    members = [[p for p, of in zip(parameters, chosen, strict=True) if of == i] for i in range(num_fragments)]
+    return [Fragment(each, each is members[-1]) for each in members]
+
+
+def due(fragments: Sequence[Fragment], k_steps: int, delay_steps: int) -> list[Fragment]:
+    """Return the fragments of which an average is to be begun."""
+    return [fragment for fragment in fragments if (fragment.steps or 0) >= max(k_steps, delay_steps + 1)]
+
+
+def note_steps(
+    fragments: Sequence[Fragment],
+    parameters: Sequence[Parameter],
+    sent_bytes: Callable[[Sequence[Parameter]], list[int]],
+    num_steps: int = 1,
+) -> None:
+    """Note that local steps have trained parameters; new ones join the fragment that sends the fewest bytes.
+
+    In place:
+        The fragments.
+
+    Args:
+        parameters: of the optimizer, also frozen ones.
+        sent_bytes: of parameters.
+        num_steps: local steps.
+    """
+    for fragment in fragments:
+        assert fragment.steps is not None
+        fragment.steps += num_steps
+    owner = {p: fragment for fragment in fragments for p in fragment.parameters}
+    new = [p for p in parameters if p not in owner]
+    loads = [sum(sent_bytes(fragment.parameters)) for fragment in fragments] if new else []
+    for parameter, number in zip(new, balance(sent_bytes(new), loads), strict=True):
+        fragments[number].parameters.append(parameter)
+        owner[parameter] = fragments[number]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            owner[parameter].moved[parameter] = None
+
+
+# The place in the schedule -------------------------------------------------------------------------------------------
+
+
+class Phase:
+    """Whether steps are local, and the period; equal on all ranks, known without communication."""
+
+    def __init__(self) -> None:
+        self._local_since: int | None = None  # the step from which on steps are local, once that has come
+        self._period: Period | None = None
+        self._highest_lr = 0.0
+
+    def _begin(self, when: EveryK) -> int | None:
+        """Return the first local step; None while that is not known."""
+        return (
+            self._local_since
+            if self._local_since is not None or not isinstance(when.begin_step, int)
+            else (when.begin_step)
+        )
+
+    def is_local(self, when: EveryK, step: int) -> bool:
+        """Return whether the coming step is after the synchronous ones."""
+        begin = self._begin(when)
+        return not when.schedule.is_always_synchronous and begin is not None and step >= begin
+
+    def k_steps(self, when: EveryK) -> int:
+        """Return the period of local steps."""
+        return when.k_steps if when.rule == "fixed" else (self._period or when.schedule.first()).k
+
+    def begin_local(self, when: EveryK) -> None:
+        """Keep the step from which on steps are local, whatever becomes of the schedule."""
+        self._local_since = self._begin(when)
+
+    def has_decayed(self, lr: float) -> bool:
+        """Note a learning rate; return whether it is lower than it has been; on this rank."""
+        has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
+        self._highest_lr = max(lr, self._highest_lr)
+        return has_decayed
+
+    def begin_after_decay(self, when: EveryK, step: int) -> bool:
+        """Begin the local steps after this one, if they wait for this: the learning rate has decayed on some rank."""
+        if when.begin_step != FIRST_LR_DECAY or self._local_since is not None:
+            return False
+        self._local_since = step + 1  # this step's gradients are the mean already
+        return True
+
+    def adapt(self, when: EveryK, lr: float, loss: float, *, has_losses: bool) -> None:
+        """Choose the period after an average, by the rule.
+
+        Args:
+            lr: mean over ranks.
+            loss: mean since the last average, over the ranks that have one.
+            has_losses: whether all ranks have one that should.
+
+        Raises:
+            ConfigurationError: on all ranks; the rule needs a loss.
+        """
+        if when.rule == "fixed":
+            return
+        if when.rule != "qsr" and not has_losses:
+            raise ConfigurationError(
+                f"rule={when.rule!r} chooses k by the training loss, and there was none: return it from "
+                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
+            )
+        self._period = when.schedule.next(self._period or when.schedule.first(), lr, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is the same on all ranks."""
+        period = None if self._period is None else asdict(self._period)
+        return {"local_since": self._local_since, "highest_lr": self._highest_lr, "period": period}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, among other values."""
+        self._local_since, self._highest_lr = state["local_since"], state["highest_lr"]
+        self._period = None if state["period"] is None else Period(**state["period"])
+
+
+class RunningLoss:
+    """A mean of losses since the last average, in which late steps weigh more. Waits for no device.
+
+    Example:
+        >>> loss = RunningLoss()
+        >>> for value in (1.0, 3.0):
+        ...     loss.observe(torch.tensor(value))
+        ...     loss.end_step()
+        >>> loss.mean()  # (0.9 + 3) / (0.9 + 1)
+        tensor(2.0526)
+    """
+
+    def __init__(self) -> None:
+        self._of_step: Tensor | None = None
+        self._total: Tensor | None = None
+        self._weight = 0.0
+
+    def observe(self, loss: Tensor) -> None:
+        """Add to the loss of the step in progress; a scalar, any device."""
+        loss = loss.detach().float()
+        self._of_step = loss if self._of_step is None else self._of_step + loss
+
+    def end_step(self) -> None:
+        """Add the loss of the step to the mean, if one has been observed."""
+        if self._of_step is not None:
+            self._total = self._of_step if self._total is None else LOSS_DECAY * self._total + self._of_step
+            self._weight = LOSS_DECAY * self._weight + 1.0
+            self._of_step = None
+
+    def mean(self) -> Tensor | None:
+        """Return the mean; None where none has been observed."""
+        return None if self._total is None else self._total / self._weight
+
+    def clear(self) -> None:
+        """Begin anew, with the next step."""
+        self._total, self._weight = None, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it on the CPU."""
+        return {"total": None if self._total is None else self._total.cpu().clone(), "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Load what `state_dict` returned."""
+        total, self._weight = state["total"], state["weight"]
+        self._total = None if total is None else total.to(device)
+
+
+class Delay:
+    """How many local steps hide an average; with "auto", chosen once from measured times.
+
+    Attributes:
+        chosen: tau, once it has been measured.
+        average_s: the seconds of an average, by fragment.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: int | None = None
+        self.average_s: dict[int, float] = {}
+        self._waited: set[int] = set()  # fragments whose first average has paid for connections and allocations
+        self._step_s = self._last_s = 0.0  # of the local steps since the last average; the end of the last one
+
+    def steps(self, when: EveryK) -> int:
+        """Return tau; 0 while "auto" measures."""
+        return when.delay_steps if isinstance(when.delay_steps, int) else self.chosen or 0
+
+    def measures(self, when: EveryK) -> bool:
+        """Return whether steps and averages are timed."""
+        return when.delay_steps == AUTO and self.chosen is None
+
+    def restart(self) -> None:
+        """Begin to time local steps anew."""
+        self._step_s, self._last_s = 0.0, time.perf_counter()
+
+    def begin_after_step(self, device: torch.device, *, measures: bool) -> None:
+        """Add the time since the last step, after a local one; the time that follows does not belong to a step."""
+        if measures and device.type == "cuda":  # what has only been launched takes no time yet
+            torch.cuda.current_stream(device).synchronize()
+        self._step_s += time.perf_counter() - self._last_s
+
+    def end_after_step(self) -> None:
+        """Begin to time the next step."""
+        self._last_s = time.perf_counter()
+
+    def step_s(self, num_steps: int) -> float:
+        """Return the mean time of the local steps since the last average."""
+        return self._step_s / max(num_steps, 1)
+
+    def choose(
+        self,
+        fragment: int,
+        num_fragments: int,
+        k_steps: int,
+        average_s: float,
+        step_s: float,
+        peers: Peers,
+        device: Any,
+    ) -> None:
+        """Keep the time of a blocking average, but the first of a fragment here; choose tau when each has been timed.
+
+        Collective: all ranks, once; an all-reduce of two numbers.
+
+        Args:
+            fragment: its number.
+            num_fragments: how many there are.
+            k_steps: the period.
+            average_s: the seconds of the average.
+            step_s: the mean time of the local steps before it.
+        """
+        if fragment not in self._waited:
+            self._waited.add(fragment)
+            return
+        self.average_s[fragment] = average_s
+        if len(self.average_s) < num_fragments:
+            return
+        # The last rank waits for no other: its time is that of the network. All ranks use the time of the slowest step.
+        times = torch.tensor([max(self.average_s.values()), -step_s], dtype=torch.float32, device=device)
+        peers.all_reduce_(times, dist.ReduceOp.MIN)
+        average_s, step_s = float(times[0]), -float(times[1])
+        self.chosen = hiding_steps(average_s, step_s, k_steps)
+        if peers.rank == 0:
+            _logger.info(
+                "An average takes %.3g s, a local step %.3g s: it is hidden behind %d steps.",
+                *(average_s, step_s, self.chosen),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been measured."""
+        return {"chosen": self.chosen, "average_s": dict(self.average_s)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.chosen, self.average_s = state["chosen"], dict(state["average_s"])
+        self.restart()

@@ -1,0 +1,344 @@
+"""Checks of the drivers: that a payload fits the peers, the model and the optimizer, and that all ranks train alike."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_lowbw.comm.agreement import agree, checksum, digest, failing_together
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.schedules.every_k import EveryK
+from lightning_lowbw.schedules.every_step import EveryStep
+
+LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by torchrun, srun, mpirun
+LITTLE_KEPT = 0.5  # of the elements: what is less than that is hardly meant to be kept back, and the rest to be sent
+PLAIN = (bool, int, float, str, type(None))  # what can be compared between ranks
+# What torch's optimizers keep, of which a method makes each rank's its own; other entries may be scratch space.
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+
+# Of one rank ----------------------------------------------------------------------------------------------------------
+
+
+def check_two_levels(what: TopK) -> None:
+    """Check that a payload goes with nodes of several ranks."""
+    if what.exchange not in ("auto", "all_gather"):
+        raise ConfigurationError(
+            f"exchange={what.exchange!r} does not exist on two levels (a topology, a name that ends in _hierarchical). "
+            "There give 'auto' or 'all_gather'."
+        )
+
+
+def check_current_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Check that NCCL will take the GPU of the parameters where it is not told a tensor: the current device.
+
+    Raises:
+        ConfigurationError: it is another one.
+    """
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_backend(group) != "nccl":
+        return
+    current = torch.cuda.current_device()
+    if device.index != current:
+        raise ConfigurationError(
+            f"The parameters are on {device}, and the current device of this process is cuda:{current}, which NCCL "
+            f"would use, too. Call torch.cuda.set_device({device.index}) before init_process_group."
+        )
+
+
+def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> None:
+    """Check that no `DistributedDataParallel` all-reduces the gradients that a method is to exchange.
+
+    DDP leaves no mark on parameters that Python can see, and their names say nothing for sure. So its living instances
+    are searched for; one whose process group has only some of the method's ranks, as inside of nodes, is legal.
+
+    Args:
+        parameters: of an optimizer.
+        group: of the method; None is the world.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    if dist.is_initialized() and _is_in_ddp(parameters, group):
+        gc.collect()  # it may be gone, and not collected yet
+        if _is_in_ddp(parameters, group):
+            raise ConfigurationError(
+                "The parameters are those of a model in DistributedDataParallel, which all-reduces whole gradients "
+                "during backward: this would train as DDP. Train the model itself, and delete the wrapper; all ranks "
+                "must begin with the same weights."
+            )
+
+
+def _is_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> bool:
+    ours, kinds, ranks = set(parameters), [DistributedDataParallel], _ranks_of(group)
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # Each instance refers to its class. This is one pass in C over all objects, some 0.1 s for a million.
+    return any(
+        not ours.isdisjoint(each.parameters()) and len(ranks) > 1 and ranks <= _ranks_of(each.process_group)
+        for each in gc.get_referrers(*kinds)
+        if type(each) in kinds and hasattr(each, "process_group")
+    )
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> set[int]:
+    try:
+        return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+    except (KeyError, ValueError):  # of a world that has been destroyed
+        return set()
+
+
+def warn_if_alone(peers: Peers) -> None:
+    """Warn if there is only one rank, in a plain loop; of a strategy `strategies.advice` says it."""
+    if peers.num_ranks > 1:
+        return
+    found = [f"{name} is {number}" for name in LAUNCHED if (number := os.environ.get(name, "1")) not in ("", "1")]
+    started = f" {found[0]}, so other processes were started, and each trains alone." if found else ""
+    missing = "with one rank" if dist.is_initialized() else "without a process group"
+    warnings.warn(
+        f"attach {missing}: there is no other rank to communicate with, so this trains as without it.{started} Start "
+        "several ranks, as with torchrun, and call torch.distributed.init_process_group in each before attach.",
+        stacklevel=3,  # the caller of `Method.attach`
+    )
+
+
+def warn_if_mostly_sent(what: object, when: EveryStep | EveryK, peers: Peers) -> None:
+    """Warn, on rank 0, if most of the elements are sent: perhaps a density was given as a sparsity, or the reverse."""
+    if not isinstance(what, TopK) or peers.num_participants == 1 or peers.rank > 0:
+        return
+    stairs = when.stairs if isinstance(when, EveryStep) else ()
+    kept = [each for each in stairs if 0.0 < each < LITTLE_KEPT]  # 0 is a dense stair, and says so
+    if kept:
+        given, few = f"sparsity={list(stairs)}", f"sparsity={[round(1.0 - each, 12) for each in kept]}"
+        sent, dense = [1.0 - each for each in kept], ", and for a dense stair 0"
+    elif not stairs and what.density > 1.0 - LITTLE_KEPT:
+        given, few = f"density={what.density}", f"density={round(1.0 - what.density, 12)}"
+        sent, dense = [what.density], ""
+    else:
+        return
+    warnings.warn(
+        f"{given}: {_in_percent(sent)} of the elements are sent. Sparsity is the fraction that is kept back, density "
+        f"the fraction that is sent. To send {_in_percent([1.0 - each for each in sent])} give {few}{dense}.",
+        stacklevel=3,  # the caller of `Method.attach`
+    )
+
+
+def _in_percent(fractions: Sequence[float]) -> str:
+    return ", ".join(f"{100.0 * each:.4g} %" for each in fractions)
+
+
+def warn_if_incomplete(optimizer: Optimizer, when: EveryStep) -> None:
+    """Warn that sparse steps use error feedback without a correction; called on rank 0, where that is so."""
+    advice = "" if when.rampup_begin_step else "; a dense phase (rampup_begin_step > 0) helps"
+    warnings.warn(
+        f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
+        f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
+        "torch.optim.SGD, Adam and AdamW have corrections.",
+        stacklevel=3,  # the caller of `Method.attach`
+    )
+
+
+def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
+    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
+
+    Args:
+        optimizer: a user's.
+        but: this package's own hooks, which do not read gradients.
+    """
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return any(hook not in but for hook in hooks)
+
+
+# Of all ranks ---------------------------------------------------------------------------------------------------------
+
+
+def plain_values(values: Mapping[str, object]) -> dict[str, object]:
+    """Return those of some named values that can be compared between ranks; tensors of one number as that."""
+    numbers = {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in values.items()
+    }
+    return {name: value for name, value in numbers.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN) and not (isinstance(value, str) and _is_device(value))
+
+
+def _is_device(text: str) -> bool:
+    """Whether a text is a device with its number, of which each rank has its own."""
+    try:
+        return torch.device(text).index is not None
+    except RuntimeError:
+        return False
+
+
+def agree_on_model(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    named_buffers: Iterable[tuple[str, Tensor]] = (),
+    group: dist.ProcessGroup | None = None,
+    *,
+    compares_weights: bool = False,
+) -> None:
+    """Check that the model is the same on all ranks; DDP's own error about models that differ does not say where.
+
+    Collective: all ranks of the group, blocking.
+
+    Args:
+        named_parameters: of the model.
+        named_buffers: those that are averaged.
+        group: None is the world.
+        compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
+
+    Raises:
+        DisagreementError: on all ranks; names, shapes, dtypes, layouts, what is frozen or weights differ.
+    """
+    parameters = list(named_parameters)
+    with failing_together(group):  # a lazy layer has no shape yet
+        facts: dict[str, object] = {
+            f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
+            for name, p in parameters
+        }
+        facts |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
+        if compares_weights:
+            facts |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in parameters}
+    agree("model", facts, group)
+
+
+def agree_on_optimizers(
+    optimizers: Sequence[Optimizer],
+    named_parameters: Iterable[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    topic: str = "optimizers",
+) -> None:
+    """Check that the optimizers, their param groups and the plain values in these are the same on all ranks.
+
+    Collective: all ranks of the group, blocking.
+
+    Args:
+        optimizers: of the model.
+        named_parameters: of the model.
+        group: None is the world.
+        topic: what these are, for the message.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    names = {id(parameter): name for name, parameter in named_parameters}
+    facts: dict[str, object] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
+    for number, optimizer in enumerate(optimizers):
+        for index, of_group in enumerate(optimizer.param_groups):
+            prefix = f"optimizer {number}, param group {index}"
+            facts[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in of_group["params"]]
+            facts |= {f"{prefix}, {key}": value for key, value in plain_values(of_group).items()}
+    agree(topic, facts, group)
+
+
+def agree_on_beginning(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Parameter],
+    step: int,
+    group: dist.ProcessGroup | None,
+    *,
+    compares_weights: bool,
+    compares_state: bool,
+) -> None:
+    """Check, at the first step after `attach` or after a state was loaded, that the ranks are at the same one.
+
+    Their weights are equal, except between two averages. At step 0 the optimizers' states are, too: a method makes them
+    different later, and then each rank needs its own `worker.state_dict()` to go on.
+
+    Collective: all ranks of the group, blocking.
+
+    Args:
+        parameters: of the optimizer, by name.
+        step: optimizer steps completed.
+        group: None is the world.
+        compares_weights: whether they are equal.
+        compares_state: whether the optimizer's state is.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    with failing_together(group):
+        facts: dict[str, object] = {"worker.step": step}
+        if compares_weights:
+            facts |= _checksums("checksum of {}", parameters)
+        if compares_state:
+            entries = {name: optimizer.state.get(p) for name, p in parameters.items()}
+            for moment in MOMENTS:
+                of_moment = {name: e[moment] for name, e in entries.items() if isinstance(e, Mapping) and moment in e}
+                facts |= _checksums(f"checksum of the optimizer's {moment} of {{}}", of_moment)
+    agree(
+        "first step (all begin with the same weights; to resume, each rank loads its own worker.state_dict(), after "
+        "the model and the optimizer)",
+        facts,
+        group,
+    )
+
+
+def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
+    """Return a checksum of each plain tensor by name; waits for a GPU once."""
+    plain = {n: t for n, t in tensors.items() if isinstance(t, Tensor) and t.layout == torch.strided}
+    if not plain:
+        return {}
+    device = next(iter(plain.values())).device
+    sums = torch.stack([torch.as_tensor(checksum([tensor]), device=device) for tensor in plain.values()])
+    return {title.format(name): number for name, number in zip(plain, sums.tolist(), strict=True)}
+
+
+def raise_at_other_batches(
+    batch: int, step: int, group: dist.ProcessGroup | None, facts: Mapping[str, object] = MappingProxyType({})
+) -> NoReturn:
+    """Say which rank is where: some have left out a step, or taken one more, and would mix batches or hang.
+
+    Collective: all ranks of the group, blocking; all have found that they are at different places.
+
+    Args:
+        batch: of the run.
+        step: optimizer steps completed.
+        group: None is the world.
+        facts: more about this rank's place.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    topic = (
+        "batch (of the run) of an optimizer step. A rank in a later one has left out optimizer.step(), and all must "
+        "take the same steps. Before the exchange .grad is a rank's own: never branch on it, to skip a step or to clip"
+    )
+    agree(topic, {"batch": batch, "optimizer steps": step, **facts}, group)
+    raise DisagreementError(f"Step {step}: the ranks were at different batches, and are not any more.")
+
+
+def agree_on_end(step: int, parameters: Mapping[str, Parameter], group: dist.ProcessGroup | None) -> None:
+    """Check, after the last step, that the ranks have taken the same steps, and have the same weights.
+
+    Collective: all ranks of the group, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    checksums = _checksums("checksum of {}", parameters)
+    agree("end of the training", {"worker.step": step, **checksums}, group)

@@ -1,0 +1,621 @@
+"""How tensors of all ranks become their mean: one interface, an implementation for each payload.
+
+    pending = exchange.begin(signal, status)      # e = e + signal; choose, encode; send
+    mean, status = pending.wait()                 # 1/N of the sum, in one order: the same bits on all ranks
+
+A signal is the gradients of a step, or the changes of the weights since the last average: by name, in one order on all
+ranks. A status (`sync.status`) rides on the exchange where it is given; the sum over all ranks comes back. What is
+not sent, and rounding errors, stay in the residuals e.
+
+`Whole` sends every element (`WholeExchange`), `Quantized` few bits of each (`QuantizedExchange`), `TopK` the k largest
+(`TopKExchange`). Another payload registers itself with `exchanges`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.comm.collectives import Collectives
+from lightning_lowbw.comm.ledger import all_gather_bytes
+from lightning_lowbw.comm.mean import MeanWork
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
+from lightning_lowbw.compress.residuals import Residuals
+from lightning_lowbw.compress.selection import Selection
+from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.dispatch import averages_for
+from lightning_lowbw.kernels.reference import Arrival, Segment, flat
+from lightning_lowbw.kernels.tensors import allocate
+
+Signal = Mapping[str, Tensor]
+Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
+Made = TypeVar("Made")
+
+
+class Mean(Protocol):
+    """The mean of a signal over the participants."""
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return it by name; new memory, or that of the signal."""
+        ...
+
+
+class Pending(Protocol):
+    """An exchange that has been begun."""
+
+    def wait(self) -> tuple[Mean, Tensor | None]:
+        """Wait for it; return the mean, and the sum of the statuses where one was given. May be called again."""
+        ...
+
+
+class Exchange(Protocol):
+    """Exchanges the signals of one optimizer, step after step, or average after average.
+
+    Attributes:
+        residuals: what is kept back of this rank's part of each tensor, by name; flat.
+        fault: whether the last exchange has left something infinite, or received a damaged message: bool, a scalar on
+            the device; None if not, or before the first. A later status reports it: that of this exchange has gone.
+        payload: what is sent; may be replaced between steps, on all ranks.
+        keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
+    """
+
+    residuals: Residuals
+    fault: Tensor | None
+    payload: Any
+    keeps_parts: bool
+
+    def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
+        """Begin to average a signal.
+
+        Collective: all ranks, with the same names.
+        """
+        ...
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        """Return the bytes that are sent for a tensor, by the formulas of the flat collectives."""
+        ...
+
+    def to(self, device: torch.device) -> None:
+        """Move what is kept."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state apart from residuals and the user's settings."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict` of the same ranks."""
+        ...
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
+
+
+PAYLOADS: dict[str, type] = {"whole": Whole, "top_k": TopK}  # by their names in a file
+_MAKERS: dict[type, Callable[..., Any]] = {}
+
+
+def exchanges(name: str, payload: type) -> Callable[[type[Made]], type[Made]]:
+    """Decorate the class that exchanges what a payload compresses; it is made from the payload and the peers.
+
+    Args:
+        name: of the payload, in a file.
+        payload: its class, a frozen dataclass.
+    """
+
+    def register(maker: type[Made]) -> type[Made]:
+        PAYLOADS[name] = payload
+        _MAKERS[payload] = maker
+        return maker
+
+    return register
+
+
+def exchange_for(what: Any, peers: Peers, *, of_gradients: bool) -> Exchange | None:
+    """Return what exchanges the tensors that a payload compresses; None for `Whole`, which compresses none."""
+    if isinstance(what, TopK):
+        collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
+        is_gathered = not of_gradients or collective == "all_gather"
+        return TopKExchange(what, peers) if is_gathered else ReduceScatterExchange(what, peers)
+    made: Exchange | None = None if isinstance(what, Whole) else _MAKERS[type(what)](what, peers)
+    return made
+
+
+# Whole ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DenseMean:
+    """Means of whole tensors, by name."""
+
+    tensors: dict[str, Tensor]
+
+    def dense(self) -> dict[str, Tensor]:
+        return self.tensors
+
+
+@dataclass
+class PendingWhole:
+    """All-reduces in progress, or their result after a resume."""
+
+    names: list[str]
+    work: MeanWork | None
+    result: tuple[list[Tensor], Tensor] | None = None
+
+    def wait(self) -> tuple[DenseMean, Tensor]:
+        if self.result is None:
+            assert self.work is not None
+            self.result = self.work.wait()
+        means, status = self.result
+        return DenseMean(dict(zip(self.names, means, strict=True))), status
+
+
+@dataclass
+class WholeExchange:
+    """Averages whole tensors, and a status beside them: an all-reduce over all ranks. Keeps nothing back.
+
+    Args:
+        peers: who takes part.
+        exact: whether `inter_dtype` is disregarded; see `MeanWork`.
+    """
+
+    peers: Peers
+    exact: bool = True
+
+    def begin(self, signal: Signal, status: Tensor, weight: float | None = None) -> PendingWhole:
+        """Begin to average tensors of any floating dtype and layout, read now; see `MeanWork`.
+
+        Args:
+            status: float32, 1-d.
+            weight: of this rank; None: 1 / ranks.
+        """
+        weight = 1.0 / self.peers.num_ranks if weight is None else weight
+        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, weight, self.peers, exact=self.exact))
+
+
+# The k largest --------------------------------------------------------------------------------------------------------
+
+
+class TopKExchange:
+    """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
+
+        accumulate   e = beta e + signal, or a correction of it   | `compress.selection`, over a table of segments
+        choose       the k largest of e, and encode them          | `compress.top_k`
+        send         an all-gather between peers                  | `comm.peers`
+        average      1/N of the sum, in one order                 | `SparseMean`
+
+    On two levels each rank of a node does this for its part of every tensor, among the ranks that have this part in
+    the other nodes; inside the node the messages are gathered.
+
+    Args:
+        payload: what is sent; may be replaced between steps, on all ranks.
+        peers: who takes part.
+
+    Attributes:
+        density: the fraction that is sent; the payload's own, unless a schedule sets another.
+        accumulated: the names of what has been accumulated, and not sent yet.
+    """
+
+    keeps_parts = True
+
+    def __init__(self, payload: TopK, peers: Peers) -> None:
+        self.payload, self._peers = payload, peers
+        self.density = payload.density
+        self.residuals = Residuals()
+        self.fault: Tensor | None = None
+        self._selection = Selection()
+        self.accumulated: set[str] = set()
+        self._selected: dict[str, Sparse] = {}  # of these, except parts of no elements: taken out of the residuals
+
+    def accumulate_(
+        self, signal: Signal, fields: Mapping[str, Mapping[str, Any]] | None = None, *, masking: bool = False
+    ) -> list[str]:
+        """Accumulate tensors, and take the largest elements out of the residuals, for the next `begin` to send.
+
+        In place:
+            The residuals; with `fields` the velocities.
+
+        Args:
+            signal: any floating dtype, flat; of this rank's part of each tensor.
+            fields: more fields of each segment, as `Velocities.fields` returns them.
+            masking: whether velocities are cleared where elements are taken.
+
+        Returns:
+            The names of which this rank has a part.
+
+        Raises:
+            ConfigurationError: a part has more elements than there are positions.
+        """
+        self.accumulated.update(signal)
+        table = self._segments(signal, fields or {})
+        if self.payload.decay != 1.0 and table:
+            torch._foreach_mul_([segment.residual for segment in table.values()], self.payload.decay)
+        self._selected |= zip(table, self._selection.compress_(table, masking=masking), strict=True)
+        return list(table)
+
+    def forget(self) -> None:
+        """Forget what has been selected in a step that has failed: it is lost."""
+        self.accumulated, self._selected = set(), {}
+
+    def _segments(self, parts: Signal, fields: Mapping[str, Mapping[str, Any]]) -> dict[str, Segment]:
+        """Return the table of this rank's parts that are not empty, for the kernels."""
+        for name, part in parts.items():
+            if part.numel() > MAX_NUMEL:
+                raise ConfigurationError(
+                    f"{name!r} has {part.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+                )
+        if not parts:
+            return {}
+        device = next(iter(parts.values())).device
+        wide = [name for name, part in parts.items() if part.dtype == torch.float64]
+        self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device, wide)
+        return {
+            name: Segment(
+                residual=self.residuals[name],
+                gradient=part,
+                **{"momentum_buffer": None, "weight": None, **fields.get(name, {})},
+                **self.payload.selected(part.numel(), self.density),
+            )
+            for name, part in parts.items()
+            if part.numel()
+        }
+
+    def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
+        """Send the largest elements of what has been accumulated; or, if nothing has been, accumulate it now.
+
+        Wire:
+            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the status. An
+            all-gather, on two levels another one inside the node.
+
+        Args:
+            signal: whole; on two levels equal on the ranks of a node. Of what has been accumulated only the sizes are
+                read.
+        """
+        if not self.accumulated.issuperset(signal):
+            flats = {name: flat(each) for name, each in signal.items()}
+            self.accumulate_({name: each[self._peers.part(each.numel())] for name, each in flats.items()})
+        self.accumulated.clear()
+        numels = {name: each.numel() for name, each in signal.items()}
+        selected = {name: self._selected.pop(name) for name in signal if name in self._selected}
+        return self._send(selected, numels, status)
+
+    def _send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
+        """Send elements.
+
+        In place:
+            The residuals: what is rounded away goes back into them.
+        """
+        message = torch.empty(0, dtype=torch.uint8, device=self._device)
+        if selected:
+            residuals = [self.residuals[name] for name in selected]
+            sizes_here = [residual.numel() for residual in residuals]
+            message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
+        layout = Layout.of(self.payload, numels, self.density, self._peers)
+        if missing := max(layout.sizes) - message.numel():
+            message = pad(message, (0, missing))
+        if status is not None:
+            message = torch.cat([message, status.view(torch.uint8)])
+        if self.fault is None:
+            self.fault = torch.zeros((), dtype=torch.bool, device=self._device)
+        return PendingTopK(layout, self._peers, self._peers.begin_gather(message), status is not None, self.fault)
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        return all_gather_bytes(self.payload.nbytes([shape.numel()]), self._peers.num_participants)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.residuals.values())).device
+
+    def to(self, device: torch.device) -> None:
+        """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
+        self.residuals.to(device)
+        self._selection.thresholds = self._selection.thresholds
+        self.fault = None if self.fault is None else self.fault.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"thresholds": dict(self._selection.thresholds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._selection.thresholds = state.get("thresholds", {})  # none of another payload
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The result of a step's exchange on a rank, tensor by tensor.
+
+    Attributes:
+        means: 1/N of the sums that were sent to all: the gradients; float32, the same bits on all ranks.
+        unsent: what is to be added to this rank's residual, undivided: its own elements that did not fit, and, of the
+            part that it owns, sums that were not handed out; float32, positions distinct.
+    """
+
+    means: list[Sparse]
+    unsent: list[Sparse]
+
+
+@dataclass
+class SparseReduceScatter:
+    """Averages sparse vectors over the ranks of a group, step after step.
+
+    Args:
+        collectives: of the process group, with their ledger.
+        codec: of the elements on the wire.
+
+    Attributes:
+        numels: elements of each tensor in the last step.
+        boundaries: where each rank's part begins in the next one; the same on all ranks. Both belong into a
+            checkpoint, else a resumed run keeps back other elements.
+    """
+
+    collectives: Collectives
+    codec: SparseCodec
+    numels: tuple[int, ...] = field(default=(), init=False)
+    boundaries: tuple[int, ...] = field(default=(), init=False)
+
+    def average(self, parts: Sequence[Sparse], numels: Sequence[int], counts: Sequence[int]) -> Averaged:
+        """Average what all ranks have selected.
+
+        Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
+
+        Wire: see `SparseSum`; `comm.ledger.sparse_reduce_scatter_elements` elements.
+
+        Args:
+            parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating
+                dtype.
+            numels: elements of each tensor.
+            counts: k of each tensor; the same on all ranks, each has selected this many at most.
+
+        Raises:
+            ConfigurationError: on all ranks; there are more elements than positions.
+        """
+        if (tuple(numels), self.collectives.num_ranks) != (self.numels, len(self.boundaries) - 1):
+            self.boundaries = even_boundaries(numels, counts, self.collectives.num_ranks)
+            self.numels = tuple(numels)
+        plan, rank = SparseSum(self.numels, sum(counts), self.boundaries, self.codec), self.collectives.rank
+        outgoing = plan.prepare(rank, plan.join(parts))
+        received = self.collectives.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
+        owned = plan.combine(rank, outgoing.own, received)
+        reduced = plan.finish(self.collectives.all_gather(owned.message))
+        self.boundaries = reduced.boundaries
+        unsent = sum_in_order([outgoing.unsent, owned.unsent])
+        return Averaged(plan.split(reduced.mean), plan.split(unsent))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, the same on all ranks."""
+        return {"numels": list(self.numels), "boundaries": list(self.boundaries)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`; that of another number of ranks is ignored."""
+        self.numels, self.boundaries = tuple(state["numels"]), tuple(state["boundaries"])
+
+
+class ReduceScatterExchange(TopKExchange):
+    """As `TopKExchange`, with sums at owners: the volume does not grow with the participants. Gradients, on one level.
+
+    See `compress.sparse_sum`.
+    """
+
+    def __init__(self, payload: TopK, peers: Peers) -> None:
+        super().__init__(payload, peers)
+        self._reducer = SparseReduceScatter(peers.between, payload.codec)
+
+    def _send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
+        """Sum at the owners; elements that do not fit, and rounding errors, are added to the residuals."""
+        assert status is None
+        self._reducer.codec = self.payload.codec
+        counts = [self.payload.num_sent(numels[name], self.density) for name in selected]
+        averaged = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
+        for name, (positions, values) in zip(selected, averaged.unsent, strict=True):
+            residual = self.residuals[name]
+            residual.index_add_(0, positions, values.to(residual.dtype))
+        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*averaged.means, strict=True))
+        counts = [each.numel() for each, _ in averaged.means]
+        places = _place(dict.fromkeys(selected, slice(None)), counts, 0)
+        return _Done(SparseMean(self.payload, numels, lambda: [Decoded(positions, values, places)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "reducer": self._reducer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "reducer" in state:
+            self._reducer.load_state_dict(state["reducer"])
+
+
+@dataclass(frozen=True)
+class _Done:
+    mean: SparseMean
+
+    def wait(self) -> tuple[SparseMean, None]:
+        return self.mean, None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the messages of an all-gather contain.
+
+    Attributes:
+        payload: with which they were sent.
+        numels: elements of each whole tensor, by name.
+        density: the fraction that is sent.
+        parts: for each rank of a node, its part of each tensor of which it has one.
+        sizes: bytes of the elements in the message of each rank of a node.
+    """
+
+    payload: TopK
+    numels: Mapping[str, int]
+    density: float
+    parts: list[dict[str, slice]]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, payload: TopK, numels: Mapping[str, int], density: float, peers: Peers) -> Layout:
+        parts = [
+            {name: part for name, numel in numels.items() if (part := peers.part(numel, each)).stop > part.start}
+            for each in range(peers.num_local_ranks)
+        ]
+        sizes = [payload.nbytes([p.stop - p.start for p in of_rank.values()], density) for of_rank in parts]
+        return cls(payload, numels, density, parts, sizes)
+
+    def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
+        """Yield the elements in the messages of all, of local ranks with parts of equal sizes together."""
+        sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in self.parts]
+        for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
+            if numels:
+                mine = list(ranks)
+                messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
+                positions, values = self.payload.decode(messages, numels, self.density, damaged)
+                counts = [self.payload.num_sent(numel, self.density) for numel in numels]
+                places = [place for row, each in enumerate(mine) for place in _place(self.parts[each], counts, row)]
+                yield Decoded(positions, values, places)
+
+
+class PendingTopK:
+    """Messages of all participants, in progress.
+
+    Args:
+        layout: of the messages.
+        peers: who takes part.
+        work: the all-gather.
+        has_status: whether a status is behind the elements.
+        damaged: set where a message has invalid positions; on a CPU an error is raised instead.
+    """
+
+    def __init__(self, layout: Layout, peers: Peers, work: Any, has_status: bool, damaged: Tensor) -> None:
+        self._layout, self._peers, self._work, self._damaged = layout, peers, work, damaged
+        self._has_status, self._gathered = has_status, list[Tensor]()
+
+    def wait(self) -> tuple[SparseMean, Tensor | None]:
+        if not self._gathered:
+            with self._peers.ledger.waiting(self._damaged.device):
+                self._gathered.append(self._work.wait())
+        (gathered,), layout, damaged = self._gathered, self._layout, self._damaged
+        mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged))
+        if not self._has_status:
+            return mean, None
+        statuses = gathered[..., max(layout.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
+        first, *others = statuses
+        return mean, sum(others, first)  # in one order: the same bits everywhere
+
+
+class Place(NamedTuple):
+    """The position of the elements of a tensor, or a part of one, among those received."""
+
+    name: str
+    part: slice  # of the tensor
+    row: int
+    first: int
+    num_sent: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The elements that all participants have sent for parts of equal sizes.
+
+    Attributes:
+        positions: in the part: int64, shape (local ranks, participants, elements).
+        values: float32, of the same shape.
+        places: of the tensors.
+    """
+
+    positions: Tensor
+    values: Tensor
+    places: list[Place]
+
+    def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
+        """Return what a kernel takes."""
+        arrivals = []
+        for name, part, row, first, count in self.places:
+            if name in steps:
+                out, weight, rate = steps[name]
+                own = None if weight is None else weight[part]
+                arrivals.append(Arrival(out[part], row, first, count, own, rate))
+        return arrivals
+
+    def of(self, name: str) -> list[list[Sparse]]:
+        """Return the sparse vectors of a tensor, one per participant, for each part of it that is here."""
+        found = []
+        for other, part, row, first, count in self.places:
+            if other == name:
+                mine = slice(first, first + count)
+                positions, values = self.positions[row, :, mine], self.values[row, :, mine]
+                shifted = positions + part.start if part.start else positions
+                found.append(list(zip(shifted, values, strict=True)))
+        return found
+
+
+class SparseMean:
+    """The mean of the largest elements of tensors: positions and values, decoded when they are used.
+
+    Args:
+        payload: with which they were sent.
+        numels: elements of each whole tensor, by name.
+        decode: returns the elements.
+    """
+
+    def __init__(self, payload: TopK, numels: Mapping[str, int], decode: Callable[[], Any]) -> None:
+        self._payload, self._numels, self._decode = payload, numels, decode
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return it flat, float32, 0 where nobody has sent an element."""
+        decoded = list(self._decode())
+        device = decoded[0].positions.device if decoded else torch.device("cpu")
+        outs = {name: allocate(numel, torch.float32, device) for name, numel in self._numels.items()}
+        self._step_(decoded, {name: (out, None, 0.0) for name, out in outs.items()})
+        return outs
+
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        """Step weights where any participant has sent an element: ``w = w - rate mean``.
+
+        In place:
+            The weights, and the workspace: the mean where there is no weight, else undefined afterwards.
+
+        Args:
+            steps: of each tensor a workspace of its size, its weight, and the rate: float32, flat, contiguous.
+        """
+        if steps:
+            self._step_(list(self._decode()), steps)
+
+    def _step_(self, decoded: Sequence[Decoded], steps: Mapping[str, Step]) -> None:
+        if self._payload.mean_over == "ranks":
+            for each in decoded:
+                if arrivals := each.arrivals(steps):
+                    averages_for(each.values.device).average_many_(arrivals, each.positions, each.values)
+            return
+        for name, (out, weight, rate) in steps.items():
+            parts = _joined([part for each in decoded for part in each.of(name)])
+            self._payload.average_(out, parts)
+            if weight is not None:
+                touched = torch.cat([positions for positions, _ in parts])
+                weight[touched] = weight[touched].add_(out[touched], alpha=-rate)
+
+
+def _place(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[Place]:
+    ends = accumulate(counts)
+    return [
+        Place(name, part, row, end - count, count)
+        for (name, part), end, count in zip(parts.items(), ends, counts, strict=True)
+    ]
+
+
+def _joined(pieces: list[list[Sparse]]) -> list[Sparse]:
+    """Concatenate the parts of the local ranks, for each participant."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return [
+        (torch.cat([positions for positions, _ in of_one]), torch.cat([values for _, values in of_one]))
+        for of_one in zip(*pieces, strict=True)
+    ]

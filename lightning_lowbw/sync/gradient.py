@@ -1,0 +1,661 @@
+"""Every step: gradients are exchanged before the optimizer's step. With TopK this is deep gradient compression.
+
+Source: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+Training", arXiv 1712.01887.
+
+One step of one rank, with G its own mean gradient as torch gives it (not divided by the number of participants N):
+
+    clip      G to the norm  threshold * sqrt(N)                       (eq. 8, for undivided gradients)
+    decay     g = G + c (w - lr v): decay of the weight after the residual has been applied
+    correct   u = m u + g;  v = v + u                                  (eq. 7)
+    select    the k largest |v| of each tensor
+    mask      v = u = 0 there                                          (eq. 9)
+    average   the gradient is 1/N times the sum of all sent elements
+    step      w = w - lr average: plain SGD, because momentum and decay are done
+
+Deviation: PaddlePaddle Fleet (eq. 12) adds c w to G. Then the same decay is added again in each step until the element
+is sent, about 1/density steps later; that may diverge.
+
+u is the optimizer's own `momentum_buffer`; v, the residual, is the only state that is added. On two levels N counts
+nodes, G is the node's mean gradient, and each rank exchanges its part of u and v with the ranks that keep this part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.comm.mean import average_gradients_
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.corrections import correction_for
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.kernels.reference import are_not_finite, as_real
+from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, flat_in_order, order_of
+from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at_other_batches
+from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
+from lightning_lowbw.sync.params import Row, Velocities, by_group
+from lightning_lowbw.sync.state import check_origin, in_order_of, origin, own_part, saved
+from lightning_lowbw.sync.status import BY_CLIPPING, Fault, Status, any_of, first_fault, make_mark, status_message
+from lightning_lowbw.sync.synchronizer import Synchronizer
+
+CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
+
+
+class GradientSync(Synchronizer):
+    """One rank's exchange of gradients for one optimizer; see `Synchronizer` for a step.
+
+    Attributes:
+        by_clipping: whether the gradients of this step are exchanged before it, to be clipped by hand.
+        last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
+        correction: how a gradient enters the residual, and what is left to the optimizer.
+        velocities: u of the compressed tensors.
+        fault: after `check_gradients`, whether this rank has found a fault; a scalar. May be overwritten before
+            `exchange` with that of another shard. None if nothing was checked.
+    """
+
+    is_local = False
+
+    def __init__(
+        self, method: Any, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]], peers: Peers
+    ) -> None:
+        super().__init__(method, optimizer, named_parameters, peers)
+        assert isinstance(method.when, EveryStep)
+        what = method.what
+        self.last_density, self.by_clipping = 1.0, False
+        self._last_residual_norm: float | None = None
+        self._rows: list[Row] = []  # of the step in progress
+        self.fault: Tensor | None = None
+        self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
+        self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
+        # Whether a gradient of this step, or its sum with the residual, has an inf or NaN: bool, scalars on the device.
+        self._nonfinite: dict[Parameter, Tensor] = {}
+        self._late: dict[Parameter, Tensor] = {}  # the same, found after the status of the last step
+        self.correction = correction_for(optimizer, peers.num_participants, corrects=isinstance(what, TopK))
+        if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
+            self.correction.check()
+        if not isinstance(what, Whole):
+            peers.check_parts()
+        if isinstance(what, TopK):
+            if peers.is_two_level:
+                check_two_levels(what)
+            what.check_names(self.params.names())
+        self.velocities = Velocities(self.correction, peers)
+        self.compressed = exchange_for(what, peers, of_gradients=True)
+
+    # Read by the strategies -----------------------------------------------------------------------------------------
+
+    @property
+    def when(self) -> EveryStep:
+        """The schedule."""
+        assert isinstance(self.method.when, EveryStep)
+        return self.method.when
+
+    @property
+    def density(self) -> float:
+        """The fraction of elements that the coming step sends of a compressed tensor; 1.0 in the dense phase."""
+        what = self.method.what
+        if not isinstance(what, TopK) or self.peers.num_participants == 1:
+            return 1.0
+        return self.when.density(self.step, what.density)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the coming step is a sparse one."""
+        return self.density < 1.0
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
+        if self.compressed is None or self.peers.num_participants == 1:
+            return True
+        if isinstance(self.compressed, TopKExchange):
+            return not self.is_sparse
+        return self.step < self.when.rampup_begin_step
+
+    @property
+    def reduces_in_node(self) -> bool:
+        """Whether the coming step's gradients are all-reduced inside each node: on two levels, in compressed steps."""
+        return self.peers.is_two_level and not self.reduces_in_backward
+
+    @property
+    def clips_before_exchange(self) -> bool:
+        """Whether each rank clips its own gradient: in sparse steps, because delayed sums must not be clipped."""
+        return self.is_sparse
+
+    @property
+    def clip_factor(self) -> float:
+        """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8)."""
+        return math.sqrt(self.peers.num_participants) if self.is_sparse else 1.0
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return the fraction of elements that the last step sent and, in sparse steps, the norm of the residual."""
+        what = self.method.what
+        sparse, others = self.params.numels_by_kind(what) if isinstance(what, TopK) else ([], [])
+        share = sum(sparse) / max(1, sum(sparse) + sum(others))
+        shown: dict[str, float | Tensor] = {"density": 1.0 - share * (1.0 - self.last_density)}
+        if self.residuals and (is_due or self._last_residual_norm is None):
+            self._last_residual_norm = self.residual_norm()
+        if self._last_residual_norm is not None:
+            shown["residual_norm"] = self._last_residual_norm
+        return shown
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """v of this rank's part of each tensor that has been compressed, by name; float32, flat."""
+        return {} if self.compressed is None else self.compressed.residuals
+
+    def residual_norm(self) -> float:
+        """Return the 2-norm of what this rank has not sent yet; reads all residuals."""
+        return 0.0 if self.compressed is None else self.compressed.residuals.norm()
+
+    def check_schedule(self) -> None:
+        """Check that the coming step is not dense after compressed ones, whose velocities differ by rank.
+
+        Raises:
+            ConfigurationError: on all ranks.
+        """
+        if self.residuals and self.peers.num_participants > 1 and self.reduces_in_backward:
+            raise ConfigurationError(
+                f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
+                f"on with the schedule it was trained with; now it is {self.method.when}. (sparsity='auto' begins "
+                "dense: give the numbers of that run, such as DGCStrategy(sparsity=[0.999]), once the default. A "
+                "SparsityWarmup in epochs moves when the number of batches changes: give it in steps.) Or "
+                f"{WITHOUT_RESIDUALS}."
+            )
+
+    # One step -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
+        self.is_prepared, self.by_clipping = True, by_clipping
+        self._end_step()  # of one that has failed
+        if self.peers.num_ranks == 1:
+            return
+        self._check_method()
+        what, reduced = self.method.what, frozenset(reduced)
+        skipped = reduced if self.reduces_in_backward else frozenset()
+        self._rows = self.params.trained(what if self.is_sparse and isinstance(what, TopK) else None, skipped)
+        self._check_rows()
+        if self.reduces_in_node:
+            others = [row.parameter for row in self._rows if row.parameter not in reduced]
+            if others:
+                average_gradients_(others, [], self.peers.node, others[0].device)
+
+    @torch.no_grad()
+    def check_gradients(self) -> None:
+        if not self._rows:
+            return
+        unchecked = {row.parameter: row.gradient for row in self._rows if not row.is_missing}
+        unchecked = {p: gradient for p, gradient in unchecked.items() if p not in self._nonfinite}
+        self._nonfinite |= zip(unchecked, are_not_finite(list(unchecked.values())), strict=True)
+        self.fault = any_of([*self.late_flags(), *self._nonfinite.values()], self.device)
+        for row in self._rows:
+            if row.has_sparse_layout:
+                self._refused, row.parameter.grad = row.name, None  # clipping would fail on this rank alone
+                self.fault = torch.ones_like(self.fault)
+
+    @torch.no_grad()
+    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
+        """Replace this rank's gradients by those the optimizer is to step with.
+
+        In the dense phase: the mean over ranks, for parameters not in `list_gradients`' `reduced`. Then: the method.
+
+        In place:
+            `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
+            and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `after_step`.
+            With `applies` sparse parameters are stepped, including AdamW's decay.
+
+        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
+        all-gather, if the payload says so); blocking. On two levels the ranks of a node gather the messages after
+        that. Values in few bits add an all-to-all and an all-gather.
+
+        Wire:
+            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
+            Sparse: `TopK.nbytes` of each rank's parts.
+
+        Args:
+            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising.
+            applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
+                with them: then no dense gradient is made, and `.grad` is None afterwards.
+
+        Returns:
+            Whether the step is to be taken; equal on all ranks. If False, nothing has changed.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter.
+            DisagreementError: on all ranks; they are at different steps, or their weights differ.
+            ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
+        """
+        if not self.is_prepared:
+            self.list_gradients()
+        if skip_nonfinite and self.fault is None:
+            self.check_gradients()  # what is skipped must not enter the residuals
+        self.is_prepared = False  # also where this one fails
+        try:
+            self.is_taken = self._exchange(skip_nonfinite, applies)
+        except BaseException:
+            self.give_back()  # also outside of `stepping`
+            raise
+        self.is_exchanged = True
+        return self.is_taken
+
+    def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
+        if not self._rows:
+            return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
+        # u = m u + g;  v = v + u: the same pass finds inf and NaN, where nobody has looked for them yet.
+        if self.fault is None:
+            self._accumulate_([row for row in self._rows if row.is_compressed and not row.is_missing])
+            self.check_gradients()
+        # Tensors that are sent whole, and the status: one all-reduce.
+        means, status = self._average_whole()
+        self._check_marks(status)
+        if status.is_faulty:
+            fault = first_fault(self._describe_fault(), self.fault_group)
+            if skip_nonfinite and fault.is_skipped:
+                return False
+            raise fault.error(fault.text)
+        self._late.clear()
+        rows = self._take_means_(means, status.sums)
+        if self.peers.num_participants == 1:
+            return self._exchange_alone(skip_nonfinite=False)
+        if self.is_sparse:
+            self._average_sparse_(rows, applies)
+        elif not self.reduces_in_backward:
+            self._average_compressed_(rows)
+        return True
+
+    def _average_whole(self) -> tuple[Mapping[str, Tensor], Status]:
+        """Average the tensors that are sent whole: in dense steps all that DDP has not.
+
+        Collective: all ranks, blocking; one all-reduce.
+        """
+        assert self.fault is not None
+        peers, is_dense = self.peers, self.reduces_in_backward
+        whole = {
+            row.name: row.in_order(torch.zeros_like(row.parameter) if row.is_missing else row.gradient)
+            for row in self._rows
+            if is_dense or (self.is_sparse and not row.is_compressed)
+        }
+        peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
+        used = [float(row.parameter.grad is not None) for row in self._rows]
+        weights = None if self.step % CHECK_EVERY_STEPS else (row.parameter for row in self._rows)
+        mark = make_mark(self.batch % BY_CLIPPING + BY_CLIPPING * self.by_clipping, weights)
+        message = status_message(used, self.fault, mark, peers.rank, peers.num_ranks, self.fault.device, self.requests)
+        exact = self.method.where.dtype_between_nodes is None or self.is_sparse
+        mean, numbers = WholeExchange(peers, exact=exact).begin(whole, message).wait()
+        status = Status.read(numbers, peers.num_ranks)
+        self.agree_on(status.requests)
+        return mean.dense(), status
+
+    def _take_means_(self, means: Mapping[str, Tensor], num_users: Sequence[float]) -> list[Row]:
+        """Write means into the gradients; return the rows that are stepped.
+
+        Parameters that no rank has used are not changed, as in DDP.
+        """
+        stepped = [row for row, number in zip(self._rows, num_users, strict=True) if round(number)]
+        for row in stepped:
+            if row.parameter.grad is None:
+                row.parameter.grad = torch.zeros_like(row.parameter)
+        mine = [row for row in stepped if row.name in means]
+        copy_all_([row.in_order(row.gradient) for row in mine], [means[row.name] for row in mine])
+        return stepped
+
+    def _average_compressed_(self, rows: Sequence[Row]) -> None:
+        """Replace gradients by their means, all of them sent compressed.
+
+        Collective: all ranks, blocking.
+        """
+        assert self.compressed is not None
+        gradients = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
+        self._is_torn = True
+        means = self.compressed.begin(gradients).wait()[0].dense()
+        self._is_torn = False
+        for name, gradient in gradients.items():
+            if means[name].data_ptr() != gradient.data_ptr():  # laid out otherwise: a copy
+                gradient.copy_(means[name].view(gradient.shape))
+
+    def _average_sparse_(self, rows: Sequence[Row], applies: bool) -> None:
+        """Average the compressed tensors, and apply the means: as gradients, or as steps of the weights.
+
+        Collective: all ranks, blocking.
+        """
+        assert isinstance(self.compressed, TopKExchange)
+        sparse, correction = [row for row in rows if row.is_compressed], self.correction
+        correction.take_over([row.parameter for row in sparse])
+        for group, parameters in by_group(row for row in rows if not row.is_compressed):
+            correction.correct_dense(parameters, group)
+        known = dict(self._nonfinite)
+        self._accumulate_(sparse)  # of those that nobody has accumulated yet
+        # The status of this step has gone: what the pass has found now is told with the next one.
+        self._late = {p: flag for p, flag in self._nonfinite.items() if flag is not known.get(p)}
+        sparse = [row for row in sparse if row.parameter.numel()]  # an empty shard: the peers have nothing of it either
+        if not sparse:
+            return
+        # The k largest |v|, and 1/N of the sum of what all have sent.
+        mean = self.compressed.begin({row.name: row.gradient for row in sparse}).wait()[0]
+        assert isinstance(mean, SparseMean)
+        self._is_torn = False
+        # w = w - lr mean, where something was sent; else a gradient for the optimizer.
+        for group, parameters in by_group(sparse):
+            correction.decay_weights(parameters, group)
+        steps = [row for row in sparse if applies and correction.can_step(row.parameter, row.group)]
+        mean.step_({row.name: (*flat_pair(row), correction.rate_of(row.group)) for row in steps})
+        for row in steps:
+            row.parameter.grad = None
+        self._write_gradients_(mean, [row for row in sparse if row.parameter.grad is not None])
+
+    def _accumulate_(self, rows: Sequence[Row]) -> None:
+        """Accumulate gradients into the residuals, and select the largest elements of this rank's parts.
+
+        In place:
+            Residuals and velocities; inf and NaN do not enter them, `_nonfinite` says where there are any.
+        """
+        if not rows:
+            return
+        what, exchange = self.method.what, self.compressed
+        assert isinstance(exchange, TopKExchange)
+        assert isinstance(what, TopK)
+        rows = [row for row in rows if row.name not in exchange.accumulated]
+        if not rows:
+            return
+        self._is_torn = True
+        flags = torch.zeros(len(rows), dtype=torch.bool, device=rows[0].parameter.device).unbind()
+        parts, fields = {}, {}
+        for row, flag in zip(rows, flags, strict=True):
+            flat = flat_in_order(row.gradient, row.parameter)
+            parts[row.name] = flat[self.peers.part(flat.numel())]
+            fields[row.name] = {**self.velocities.fields(row), "fault": flag}
+        exchange.density = self.density
+        # By the momenta of all compressed tensors, also of those that this rank accumulates later: equal on all ranks.
+        groups = by_group(row for row in self._rows if row.is_compressed)
+        momenta = [self.correction.constants(parameters[0], group).momentum for group, parameters in groups]
+        masking = what.masks(self.density, momenta, by_default=self.correction.masks)
+        here = set(exchange.accumulate_(parts, fields, masking=masking))
+        for row in rows:
+            if row.name not in here:  # this rank's part has no elements
+                for other in fields[row.name]["elsewhere"]:
+                    other.take_()
+        self.velocities.write_back([row for row in rows if row.name in here], fields)
+        self._nonfinite |= zip((row.parameter for row in rows), flags, strict=True)
+
+    def _write_gradients_(self, mean: SparseMean, rows: Sequence[Row]) -> None:
+        """Write means into gradients, for an optimizer that does more than to subtract them."""
+        outs = {}
+        for row in rows:
+            is_out = row.gradient.dtype == torch.float32 and row.in_order(row.gradient).is_contiguous()
+            outs[row.name] = (
+                flat_in_order(row.gradient, row.parameter)
+                if is_out
+                else row.gradient.new_empty(row.gradient.numel(), dtype=torch.float32)
+            )
+        mean.step_({name: (out, None, 0.0) for name, out in outs.items()})
+        for row in rows:
+            if outs[row.name].data_ptr() != row.gradient.data_ptr():
+                copy_in_order_(row.gradient, row.parameter, outs[row.name])
+        climbing = [row.gradient for row in rows if self.correction.constants(row.parameter, row.group).sign < 0]
+        if climbing:  # torch's sign, for an optimizer with maximize=True
+            torch._foreach_neg_(climbing)
+
+    def _exchange_alone(self, skip_nonfinite: bool) -> bool:
+        """Do what is left to a single participant; in a run that had several, apply what they had not sent."""
+        gradients = [p.grad for p in self.params if p.grad is not None] if skip_nonfinite else []
+        if any_of(are_not_finite([g._values() if g.is_sparse else g for g in gradients]), self.device):
+            return False
+        if self.residuals:
+            self._apply_unsent_()
+        return True
+
+    def _apply_unsent_(self) -> None:
+        """Apply the residuals of a run that is resumed with one participant, as if they had been sent.
+
+        In place:
+            The weights, where the correction has made steps of them; else `.grad`. The residuals are taken out.
+        """
+        assert self.compressed is not None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self.params.name_of(parameter)
+                if name not in self.residuals:
+                    continue
+                row, residual = Row(name, parameter, group, True), self.compressed.residuals.pop(name)
+                if self.correction.is_complete:
+                    target, rate = row.in_order(parameter.detach()), -self.correction.rate_of(group)
+                else:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    target, rate = row.in_order(row.gradient), 1.0
+                target.add_(residual.view(target.shape).to(target.dtype), alpha=rate)
+
+    # Checks and faults ----------------------------------------------------------------------------------------------
+
+    def _check_method(self) -> None:
+        """Check that the method, which may be replaced between steps, still fits what is kept."""
+        what = self.method.what
+        if not self.when.is_auto:
+            self.correction.check()
+        self.check_payload()
+        self.check_schedule()
+        if self.compressed is not None:
+            self.compressed.payload = what
+
+    def _check_rows(self) -> None:
+        for row in self._rows:
+            is_kept = row.name in self.residuals
+            self.params.note_order(row, self.step, is_kept=is_kept)
+            is_lost = is_kept and isinstance(self.method.what, TopK) and not row.is_compressed
+            if is_lost and self.peers.num_participants > 1:
+                raise ConfigurationError(
+                    f"Step {self.step} would send {row.name!r} dense, but gradients that earlier sparse steps did not "
+                    "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with, or "
+                    f"{WITHOUT_RESIDUALS}."
+                )
+
+    def _check_marks(self, status: Status) -> None:
+        counts, checksums = status.differences()
+        if counts:
+            before = "clip_gradients" if self.by_clipping else "optimizer.step"
+            raise_at_other_batches(self.batch, self.step, self.peers.group, {"exchange before": before})
+        if checksums:
+            raise DisagreementError(
+                f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
+                f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
+            )
+
+    def _describe_fault(self) -> Fault | None:
+        """Return what this rank has found, None if nothing; waits for the device."""
+        if self._refused:
+            return Fault(
+                0,
+                ConfigurationError,
+                f"The gradient of {self._refused!r} on {self.here} is sparse; only dense ones are exchanged. Build the "
+                "layer with sparse=False.",
+            )
+        late = self.describe_late_fault()
+        if late is not None:
+            return late
+        for row in self._rows:
+            if row.parameter not in self._nonfinite or not self._nonfinite[row.parameter]:
+                continue
+            is_from_start = row.is_compressed and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
+            warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
+            return Fault(
+                4,
+                NonFiniteGradientError,
+                f"Step {self.step}: the gradient of {row.name!r} {self._where} is not finite"
+                f"{', or too large to be added to the residual' if row.is_compressed else ''}. Nothing was exchanged. "
+                f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
+                "(precision='16-mixed') such steps are skipped.",
+                is_skipped=True,
+            )
+        return None
+
+    @property
+    def _where(self) -> str:
+        """Where a gradient is: of a node, if it is the mean of one."""
+        node, topology = self.peers.rank, self.peers.topology
+        if self.reduces_in_node and topology is not None:
+            node = topology.node_of(node)
+            return f"of node {node} (ranks {list(topology.nodes[node])})"
+        if self.peers.nodes is not None:
+            return f"of node {node} (ranks {list(self.peers.nodes[node])})"
+        return f"on rank {node}"
+
+    def late_flags(self) -> list[Tensor]:
+        return [*self._late.values(), *super().late_flags()]
+
+    def describe_late_fault(self) -> Fault | None:
+        for parameter, flag in self._late.items():
+            if flag:
+                what = f"the gradient of {self.params.name_of(parameter)!r} on {self.here}, added to the residual,"
+                return self.overflow(1, what)
+        return super().describe_late_fault()
+
+    def forget_late_faults(self) -> None:
+        super().forget_late_faults()
+        self._late.clear()
+
+    @property
+    def may_have_late_faults(self) -> bool:
+        return bool(self.residuals)  # not by the flags, which ranks have for different parameters
+
+    # The end of a step, and of the training -------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Check, after the last step, what the next one would: faults of the last exchange, steps and weights.
+
+        Methods that average weights average them here.
+
+        Collective: all ranks, blocking.
+
+        Raises:
+            NonFiniteGradientError, ValueError: on all ranks; as `check_late_faults`.
+            DisagreementError: on all ranks; a rank has other weights, or has counted other steps. (A step that one rank
+                takes meanwhile would meet these messages with its own: torch then ends the process.)
+        """
+        self.check_late_faults()
+        agree_on_end(self.step, self.by_name(), self.peers.group)
+
+    def after_step(self) -> None:
+        self.give_back()
+        self.torn, self.last_density = "", self.density
+        self.step += 1
+        self.peers.ledger.steps += 1
+
+    def give_back(self) -> None:
+        self.correction.give_back()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Forget the step; where it has failed in the exchange, what it took out of the residuals is lost."""
+        if isinstance(self.compressed, TopKExchange):
+            self.compressed.forget()
+        if self._is_torn:
+            self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
+        self._rows, self.fault, self._refused = [], None, ""
+        self._nonfinite.clear()
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def whole_momentum(self) -> dict[Parameter, Tensor]:
+        """Return the whole velocities that this node keeps in parts; empty on one level.
+
+        Collective: the ranks of a node, blocking.
+        """
+        return self.velocities.whole()
+
+    def to(self, device: torch.device) -> None:
+        self.velocities.to(device)
+        if self.compressed is not None:
+            self.compressed.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: what differs from rank to rank, and the step."""
+        parameters, state = self.by_name(), self.optimizer.state
+        kept = {name: parameters[name] for name in self.residuals if name in parameters}  # not what was taken out
+        velocities = {name: self.velocities.saved(parameter) for name, parameter in kept.items()}
+        return {
+            **self.equal_state(),
+            **origin(self.peers),
+            "num_participants": self.peers.num_participants,
+            "correction": self.correction.kind,
+            "payload": type(self.method.what).__name__,
+            "shapes": {name: tuple(as_real(each).shape) for name, each in kept.items()},
+            "orders": {name: order_of(as_real(each)) for name, each in kept.items()},
+            "residuals": saved({name: self.residuals[name] for name in kept}),
+            "velocities": saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
+            "local": {name: saved({k: state[p][k] for k in self.correction.local_keys(p)}) for name, p in kept.items()},
+            "exchange": None if self.compressed is None else self.compressed.state_dict(),
+            "torn": self.torn,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict` of the same ranks, or what `merge_states` returns; the optimizer's own state must have
+        been loaded before.
+
+        Raises:
+            ConfigurationError: it has tensors this optimizer does not have, or of another shape, or was made with
+                another payload or correction.
+        """
+        self._check_state(state)
+        self.is_compared, parameters = False, self.by_name()
+        keeps_parts = self.compressed is None or self.compressed.keeps_parts
+        of = (self.peers.local_rank, self.peers.num_local_ranks) if keeps_parts else (0, 1)
+
+        def own(name: str, kept: Tensor) -> Tensor:
+            ordered = in_order_of(kept, parameters[name], name, state["orders"][name])
+            return own_part(ordered, parameters[name].numel() * (1 + parameters[name].is_complex()), of)
+
+        residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
+        self.params.orders = {name: order_of(as_real(parameters[name])) for name in residuals}
+        self.load_equal_state(state)
+        self.velocities.clear()
+        self.forget_late_faults()
+        if self.compressed is not None:
+            self.compressed.residuals.load(residuals, self.device)
+            if state["exchange"] is not None:
+                self.compressed.load_state_dict(state["exchange"])
+        for name, kept in state["velocities"].items():
+            self.velocities.load(parameters[name], own(name, kept))
+        for name, tensors in state["local"].items():
+            for key, value in tensors.items():
+                of_parameter = self.optimizer.state.get(parameters[name], {})
+                if key in of_parameter:  # of G^2 / N, where N may be another now
+                    factor = state["num_participants"] / self.peers.num_participants
+                    of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        check_origin(state, self.peers)
+        parameters, payload = self.by_name(), type(self.method.what).__name__
+        if state["residuals"] and state["payload"] != payload:
+            raise ConfigurationError(
+                f"The checkpoint keeps gradients that {state['payload']} has not sent, and with {self.method.what} "
+                f"they never would be. Resume with the payload of that run, or {WITHOUT_RESIDUALS}."
+            )
+        if state["residuals"] and state["correction"] != self.correction.kind:
+            raise ConfigurationError(
+                f"The checkpoint keeps what {state['correction']!r} had not sent, and to {self.method.what} with "
+                f"{type(self.optimizer).__name__}, which is {self.correction.kind!r}, that means something else. "
+                "Resume with the method and the optimizer that it was trained with ('momentum' is SGD, 'own_variance' "
+                f"Adam and AdamW), or {WITHOUT_RESIDUALS}."
+            )
+        for name, shape in state["shapes"].items():
+            there = tuple(as_real(parameters[name]).shape) if name in parameters else None
+            if there != tuple(shape):
+                has = "no such parameter" if there is None else f"shape {there}"
+                raise ConfigurationError(
+                    f"The checkpoint keeps a residual of shape {tuple(shape)} for {name!r}; the optimizer has {has}. "
+                    f"Resume with the model that was saved, or {WITHOUT_RESIDUALS}."
+                )
+
+
+def flat_pair(row: Row) -> tuple[Tensor, Tensor]:
+    """Return gradient and parameter, flat; to be changed in place, where both are laid out alike."""
+    return flat_in_order(row.gradient, row.parameter), flat_in_order(row.parameter.detach(), row.parameter)

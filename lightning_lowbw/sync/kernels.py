@@ -1,0 +1,116 @@
+"""Compiles kernels at the start of the training, on all ranks or on none, because they round differently."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.compress.corrections import AdamCorrection
+from lightning_lowbw.compress.top_k import LEAST_NUMEL, TopK
+from lightning_lowbw.compress.values import FloatFormat, make_value_format
+from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.kernels.dispatch import Uses
+from lightning_lowbw.kernels.table import DTYPES, Kind
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
+
+_logger = logging.getLogger(LOGGER)
+PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
+COMPILING = "Kernels are compiled or loaded, here or on another rank. Compiled ones are kept for the next start."
+
+
+def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup | None = None) -> str | None:
+    """Compile each kernel that a training uses and run it once; if this fails on one rank, no rank uses them.
+
+    Otherwise a node without a C compiler would fail alone at its first sparse step, hours later, and the others would
+    wait.
+
+    Collective: all ranks of the group, blocking.
+
+    Args:
+        device: of the parameters.
+        uses: of the Triton kernels; see `uses_of`.
+        group: the process group; None is the world.
+
+    Returns:
+        None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    saying = threading.Timer(PATIENCE_S, _logger.info, [COMPILING])
+    if is_first:
+        saying.start()
+    try:
+        reasons = gather(dispatch.prepare(device, uses), "kernels", group)
+    finally:
+        saying.cancel()
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if not failed:
+        return None
+    dispatch.disable(device, failed[0])
+    sentence = f"All ranks compress in plain torch, which is slower. {failed[0]}"
+    if is_first:
+        _logger.warning(sentence)
+    return sentence
+
+
+def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
+    """Return what sparse steps, or averages, of some workers need of the Triton kernels, at any density.
+
+    What changes this later is compiled when it is used: parameters of another dtype that are added to an optimizer, a
+    momentum that is 0 now in a model of narrow dtype.
+
+    Args:
+        workers: of the optimizers.
+        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`plan`).
+    """
+    # An ordered set is a dict here: the same order on all ranks.
+    kinds: dict[Kind, None] = {}
+    value_dtypes: dict[torch.dtype | None, None] = {}
+    num_messages: dict[int, None] = {}
+    steps: dict[bool, None] = {}
+    for worker in workers:
+        what, peers = worker.method.what, worker.peers
+        if not isinstance(what, TopK) or peers.num_participants == 1:
+            continue
+        mine = dict.fromkeys(_kinds_of(worker, what))
+        if measures:
+            mine[_kind_of(torch.float32)] = None
+        kinds |= {kind._replace(is_aligned=is_aligned): None for kind in mine for is_aligned in (True, False)}
+        value_format = make_value_format(what.value_dtype)
+        value_dtypes[value_format.dtype if isinstance(value_format, FloatFormat) else None] = None
+        if what.mean_over == "ranks":
+            num_messages[peers.num_participants] = None
+            collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
+            if not worker.method.averages_weights and collective == "reduce_scatter":
+                num_messages[1] = None  # the sums of a reduce-scatter
+        steps |= {False: None, True: None} if not worker.method.averages_weights else {False: None}
+    return Uses(
+        kinds=tuple(kinds), value_dtypes=tuple(value_dtypes), num_messages=tuple(num_messages), steps=tuple(steps)
+    )
+
+
+def _kinds_of(worker: Synchronizer, what: TopK) -> Iterable[Kind]:
+    """Yield the kinds of a worker's tensors, whatever their alignment: that of a gradient may change in each step."""
+    if what.chunk is not None:
+        return
+    if not isinstance(worker, GradientSync):
+        yield _kind_of(torch.float32)  # changes of the weights
+        return
+    is_adam = isinstance(worker.correction, AdamCorrection)
+    for group in worker.optimizer.param_groups:
+        for parameter in group["params"]:
+            # Which tensors are small is known at the first step: of those that are trained then.
+            is_taken = what.takes(worker.name_of(parameter), worker.params.numel_of(parameter), LEAST_NUMEL)
+            if parameter.dtype in DTYPES and is_taken:
+                has_velocity = is_adam or worker.correction.constants(parameter, group).momentum != 0
+                yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=is_adam)
+
+
+def _kind_of(dtype: torch.dtype, *, has_velocity: bool = False, is_adam: bool = False) -> Kind:
+    return Kind(dtype, dtype if has_velocity else torch.float32, dtype, is_adam=is_adam, is_aligned=True)

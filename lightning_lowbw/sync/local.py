@@ -1,0 +1,958 @@
+"""Every k steps: each rank steps on its own gradient, and the weights are averaged after k of them.
+
+Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
+mini-batches, use local SGD", arXiv 1808.07217 (post-local); adaptive periods and outer optimizers as in `when`.
+
+Steps 1 to `begin_step` are synchronous: gradients are all-reduced. After it each rank i steps alone, and after every k
+steps, counted from there,
+
+    signal      D = x - x0, the change of the weights since the last consensus (or x itself, whole)
+    exchange    the payload's, as for gradients; a node is one participant
+    apply       x0 = outer(x0, mean);  x = x0, or with a delay the steps taken meanwhile are kept
+
+for parameters and floating buffers. Batch norm's running variance gets the variance between the ranks' means, too.
+
+With fragments, each part of the parameters has its own turn: Douillard et al., "Streaming DiLoCo with overlapping
+communication", arXiv 2501.18512, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.comm.agreement import agree
+from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.mean import average_gradients_, wide_dtype
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.errors import (
+    WITHOUT_RESIDUALS,
+    ConfigurationError,
+    DisagreementError,
+    NonFiniteGradientError,
+)
+from lightning_lowbw.kernels.reference import are_not_finite, as_real
+from lightning_lowbw.kernels.tensors import copy_all_, relative_distance
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.schedules.every_k import AUTO, EveryK, steps_before
+from lightning_lowbw.sync.average import (
+    LOSS,
+    LR,
+    NUM_LOSSES,
+    NUM_SAVE,
+    NUM_STOP,
+    WEIGHT,
+    Arrived,
+    Average,
+    Delay,
+    Fragment,
+    Phase,
+    RunningLoss,
+    change_of,
+    due,
+    make_fragments,
+    note_steps,
+)
+from lightning_lowbw.sync.buffers import ReplicaBuffers, copies, put_back_, unchanged, wide_copies
+from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
+from lightning_lowbw.sync.exchange import DenseMean, TopKExchange, WholeExchange, exchange_for
+from lightning_lowbw.sync.state import check_origin, on_cpu, origin, own_part, saved
+from lightning_lowbw.sync.status import (
+    EXACT,
+    Fault,
+    Status,
+    any_of,
+    counts_of,
+    first_fault,
+    make_mark,
+    requests_of,
+    status_message,
+)
+from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
+
+_logger = logging.getLogger(LOGGER)
+HOST = torch.device("cpu")
+COUNTERS = ("steps_since_average", "num_averages", "num_samples")
+
+
+class LocalSync(Synchronizer):
+    """One rank's replica for one optimizer; see `Synchronizer` for a step.
+
+    Attributes:
+        start: x0, the last consensus of each parameter, where something needs it: float32 (or wider).
+        velocity: of the outer optimizer.
+        buffers: of the model.
+        phase: where it is in its schedule.
+        loss: the mean since the last average, for the adaptive rules.
+        delay: how many steps hide an average.
+        fragments: the parameters, by the averages that they belong to.
+        own: this rank's tensors by name, while the consensus is shown in the model; else None.
+        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
+            tensor, None before it.
+        is_offloaded: whether what only averages need is kept in the host's memory.
+        steps_since_average: local steps since the last average was begun, of any fragment.
+        num_averages: averages done, each of a fragment.
+        num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
+        weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
+        has_met: whether all ranks have communicated in the last step: it was synchronous, or an average was begun or
+            applied.
+        meet: called before ranks average, or apply a delayed average, if they must first agree on who does so; a rank
+            that is out of data takes part by `idle` and `average_due`. None if all ranks always take part.
+    """
+
+    clips_before_exchange = False
+    clip_factor = 1.0  # a rank clips the gradient it steps with
+
+    def __init__(
+        self,
+        method: Any,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
+        named_buffers: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(method, optimizer, named_parameters, peers)
+        self.steps_since_average = self.num_averages = 0
+        self.num_samples = 0.0
+        self.weighs_samples = False
+        self.has_met = False
+        self.meet: Callable[[LocalSync], None] | None = None
+        self._reduced: frozenset[Parameter] = frozenset()
+        self.phase, self.loss, self.delay = Phase(), RunningLoss(), Delay()
+        if isinstance(method.what, TopK):
+            method.what.check_names(self.params.names())
+        if method.sends_changes:
+            peers.check_parts()
+        self.compressed = exchange_for(method.what, peers, of_gradients=False)
+        self.start: dict[Parameter, Tensor] = {}
+        self.velocity: dict[Parameter, Tensor] = {}
+        self.buffers = ReplicaBuffers(named_buffers)
+        self.consensus_distance: Tensor | None = None
+        self.is_offloaded, self._num_users = False, 0
+        self.own: dict[str, Tensor] | None = None
+        self._shown: dict[str, Tensor] = {}  # copies of the buffers' consensus, while it is shown
+        num_fragments = self.when.num_fragments_of(len(self.parameters()))
+        self.fragments = make_fragments(self.parameters(), num_fragments, self.sent_bytes)
+
+    # Read by the strategies -----------------------------------------------------------------------------------------
+
+    @property
+    def when(self) -> EveryK:
+        """The schedule."""
+        assert isinstance(self.method.when, EveryK)
+        return self.method.when
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the coming step communicates nothing before the optimizer has stepped."""
+        return self.peers.num_participants > 1 and self.phase.is_local(self.when, self.step)
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are all-reduced during backward in the coming step, as DDP does."""
+        return not self.is_local
+
+    @property
+    def reduces_in_node(self) -> bool:
+        """Whether gradients are all-reduced inside each node in the coming step: in local ones on two levels."""
+        return self.is_local and self.peers.is_two_level
+
+    @property
+    def common_batch(self) -> int:
+        """The number of the batch, which ranks have in common unless their data are uneven; then 0."""
+        return self.batch if self.meet is None else 0
+
+    @property
+    def k_steps(self) -> int:
+        """The period in use; 1 while synchronous."""
+        return self.phase.k_steps(self.when) if self.is_local else 1
+
+    @property
+    def delay_steps(self) -> int:
+        """Local steps that hide an average; 0 while "auto" measures."""
+        return self.delay.steps(self.when)
+
+    @property
+    def parameters_agree(self) -> bool:  # type: ignore[override]
+        """Whether the parameters are the same on all ranks; known without communication."""
+        return not any(fragment.moved or fragment.work for fragment in self.fragments)
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether the last consensus is kept."""
+        return bool(self.when.outer != "none" or self.method.sends_changes)
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return metrics to log; nothing is communicated."""
+        shown: dict[str, float | Tensor] = {"k_steps": float(self.k_steps), "averages": float(self.num_averages)}
+        if self.when.delay_steps == AUTO:
+            shown["delay_steps"] = float(self.delay_steps)
+        if self.consensus_distance is not None:
+            shown["consensus_distance"] = self.consensus_distance
+        return shown
+
+    def check_schedule(self) -> None:
+        """Check that it is known when the local phase begins.
+
+        Raises:
+            ConfigurationError: on all ranks; a fraction of the run, and it is not known how long that is.
+        """
+        if isinstance(self.when.begin_step, float):
+            raise ConfigurationError(
+                f"begin_step={self.when.begin_step}: how many steps the run has is not known here; give a number "
+                "of steps."
+            )
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Add to the loss of the coming step, for the adaptive rules; a scalar, any device. Does not wait."""
+        if self.when.rule in ("fleet", "adacomm"):
+            self.loss.observe(loss)
+
+    # One step -------------------------------------------------------------------------------------------------------
+
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
+        self.check_schedule()
+        self.check_payload()
+        self.is_prepared, self._reduced = True, frozenset(reduced)
+
+    @torch.no_grad()
+    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
+        """Make the gradients of a synchronous step the mean over ranks, of a local one the mean over the node.
+
+        In place:
+            `.grad` of the optimizer's parameters that are not in `list_gradients`' `reduced`.
+
+        Collective: all ranks in synchronous steps, those of a node in local ones if there are two levels; one
+        all-reduce, blocking. Else a local step communicates nothing.
+
+        Args:
+            skip_nonfinite: unused; inf and NaN are all-reduced as in DDP.
+            applies: unused; all gradients are dense.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigurationError: on all ranks that average; a gradient is sparse.
+            DisagreementError: on all ranks; they are at different batches.
+        """
+        if not self.is_prepared:
+            self.list_gradients()
+        self.is_prepared = False
+        if self.peers.num_ranks > 1:
+            self._average_gradients()
+        self.is_exchanged = True
+        return True
+
+    def _average_gradients(self) -> None:
+        mine = [p for p in self.params if p.requires_grad and p not in self._reduced]
+        if self.is_local:
+            self.begin_local()
+            if self.reduces_in_node and mine:
+                average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
+            return
+        own_batch = [0.0] * self.peers.num_ranks
+        own_batch[self.peers.rank] = float(self.common_batch % EXACT)
+        flags = [*counts_of(self.requests), float(self.phase.has_decayed(self._lr)), *own_batch]
+        num_stop, num_save, num_decayed, *batches = average_gradients_(
+            mine, flags, self.peers, self.device, dense_only=True
+        )
+        if len(set(batches)) > 1:
+            raise_at_other_batches(self.batch, self.step, self.peers.group)
+        self.peers.count_dense(sum(p.nbytes for p in mine))
+        self.agree_on(requests_of(num_stop, num_save))
+        if num_decayed and self.phase.begin_after_decay(self.when, self.step) and self.peers.rank == 0:
+            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", self.step + 1)
+
+    @property
+    def _lr(self) -> float:
+        """The largest learning rate of the param groups; 1 where there is none."""
+        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Count the step; average the replicas after every k-th local one.
+
+        Collective: all ranks, when an average is begun or applied.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing was averaged.
+            DisagreementError: on all ranks; they are at different steps or batches.
+            ConfigurationError: on all ranks; an adaptive rule has seen no loss.
+        """
+        was_local = self.is_local
+        self.has_met = not was_local
+        self.torn = ""
+        self.step += 1
+        self.peers.ledger.steps += 1
+        if self.peers.num_ranks == 1:
+            return
+        self.loss.end_step()
+        if not was_local:
+            self.num_samples = 0.0
+            if self.is_local:
+                self.loss.clear()
+            self.begin_local()
+            return
+        self.delay.begin_after_step(self.device, measures=self.delay.measures(self.when))
+        self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
+        self.steps_since_average += 1
+        note_steps(self.fragments, self.parameters(), self.sent_bytes)
+        try:
+            self.average_due()
+        except BaseException:  # Lightning has not counted the step, and a resume takes it again
+            self.torn = f"the average after step {self.step}"
+            self.step, self.steps_since_average = self.step - 1, self.steps_since_average - 1
+            for fragment in self.fragments:
+                fragment.steps = (fragment.steps or 0) - 1
+            raise
+        self.delay.end_after_step()
+
+    @torch.no_grad()
+    def begin_local(self) -> None:
+        """Agree on the weights from which the next changes are measured, if the coming step is local.
+
+        Collective: all ranks, the first time; a broadcast of the floating buffers. `exchange` calls it where the
+        caller has not.
+        """
+        if not self.is_local:
+            return
+        self.phase.begin_local(self.when)
+        for number, fragment in enumerate(self.fragments):
+            if fragment.steps is None:
+                fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
+                self.delay.restart()
+        self._note_start(self.parameters())
+        self.buffers.begin(self.peers)
+        self._put_away()
+
+    def _note_start(self, parameters: Sequence[Parameter]) -> None:
+        """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
+        new = [p for p in parameters if p.requires_grad and p not in self.start] if self.needs_start else []
+        self.start.update(zip(new, wide_copies(new), strict=True))
+
+    # When averages are due ------------------------------------------------------------------------------------------
+
+    def idle(self, num_steps: int) -> None:
+        """Count local steps that others have taken while this rank is out of data."""
+        self.step += num_steps
+        self.steps_since_average += num_steps
+        note_steps(self.fragments, self.parameters(), self.sent_bytes, num_steps)
+
+    @torch.no_grad()
+    def average_due(self, *, finished: bool = False) -> bool:
+        """Apply and begin the averages that are due after a local step; return whether one was begun.
+
+        Collective: all ranks, where there are any.
+
+        Args:
+            finished: this rank is out of data, and takes part in the averages of the others, whom it has met.
+
+        Raises:
+            NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
+        """
+        # More than the delay after a resume with a shorter one.
+        hidden = [each for each in self.fragments if each.work is not None and (each.steps or 0) >= self.delay_steps]
+        if self.meet is not None and not finished and (hidden or due(self.fragments, self.k_steps, self.delay_steps)):
+            self.meet(self)
+        for fragment in hidden:
+            self._apply(fragment)
+        begun = due(self.fragments, self.k_steps, self.delay_steps)
+        for fragment in begun:
+            self._average(fragment)
+        self.has_met = bool(hidden or begun)
+        return bool(begun)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the replicas now: begin it, and without `delay_steps` wait for it.
+
+        Collective: all ranks.
+
+        Raises:
+            NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
+        """
+        for fragment in self.fragments:
+            if fragment.work is not None:
+                self._apply(fragment)
+            self._average(fragment)
+
+    def _average(self, fragment: Fragment) -> None:
+        measures, step_s = self.delay.measures(self.when), self.delay.step_s(self.steps_since_average)
+        begun_s, is_hidden = time.perf_counter(), self.delay_steps > 0
+        with self.state_at_hand():
+            try:
+                fragment.work = self._begin(fragment)
+            except BaseException:
+                self._lose(fragment)  # the changes may have been accumulated
+                raise
+            if not is_hidden:
+                self._apply(fragment)  # an average that has not arrived has changed nothing
+        fragment.steps = self.steps_since_average = 0
+        fragment.moved.clear()
+        self.num_samples = 0.0
+        self.loss.clear()
+        if measures and not is_hidden:
+            average_s, number = time.perf_counter() - begun_s, self.fragments.index(fragment)
+            self.delay.choose(
+                number, len(self.fragments), self.k_steps, average_s, step_s, peers=self.peers, device=self.device
+            )
+        self.delay.restart()
+
+    # One average: begin ---------------------------------------------------------------------------------------------
+
+    def _begin(self, fragment: Fragment) -> Average:
+        """Begin to average a fragment.
+
+        Collective: all ranks.
+
+        Wire:
+            The parameters trained since the last average and the floating buffers, in float32 (or wider), with a
+            status of 6 numbers and 2 per rank; integer buffers separately; and the messages of the payload, which
+            contain the status if nothing else is sent.
+        """
+        is_hidden = self.delay_steps > 0
+        # A rank that is out of data has changed nothing since the last average, but takes part, too.
+        moved = [p for p in fragment.parameters if p in fragment.moved or (self.weighs_samples and p.requires_grad)]
+        parameters = [p for p in moved if p.numel()]
+        self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
+        nonfinite = self.nonfinite_weights(parameters)
+        weight = self.num_samples if self.weighs_samples else 1.0 / self.peers.num_ranks
+        status = self._status(parameters, weight, nonfinite)
+        # D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
+        changes = self._changes([p for p in parameters if self.takes(p)])
+        whole: dict[str, Tensor] = {self.name_of(p): p for p in parameters if not self.takes(p)}
+        whole |= self._buffer_changes() if fragment.takes_buffers else {}
+        # The status is part of the message of the changes if no fragment sends anything else: ranks at different
+        # steps must issue the same collectives, so that the difference is detected.
+        is_alone = not whole and bool(changes) and self._sends_changes_only()
+        pending = None if is_alone else WholeExchange(self.peers).begin(whole, status, weight)
+        return Average(
+            self.step,
+            parameters,
+            pending,
+            self._begin_changes(changes, status if is_alone else None) if changes else Arrived(DenseMean({})),
+            nonfinite,
+            wide_copies(parameters) if is_hidden else None,
+            self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
+        )
+
+    def _begin_changes(self, changes: Mapping[str, Tensor], status: Tensor | None) -> Any:
+        exchange, what = self.compressed, self.method.what
+        assert exchange is not None
+        exchange.payload = what  # may have been replaced
+        if isinstance(exchange, TopKExchange):
+            exchange.density = what.density
+        return exchange.begin(changes, status)
+
+    def takes(self, parameter: Parameter) -> bool:
+        """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
+        if as_real(parameter).dtype == torch.float64:  # which would be rounded
+            return False
+        if isinstance(self.method.what, TopK):
+            return self.params.is_compressed(self.method.what, parameter)
+        return self.compressed is not None and parameter.numel() > 0
+
+    def _buffer_changes(self) -> dict[str, Tensor]:
+        return {
+            f"buffer {name}": change for name, change in zip(self.buffers.floating, self.buffers.changes(), strict=True)
+        }
+
+    def _sends_changes_only(self) -> bool:
+        if not isinstance(self.method.what, TopK) or self.buffers.floating:
+            return False
+        return all(
+            self.takes(p) or not (p.requires_grad and p.numel()) for each in self.fragments for p in each.parameters
+        )
+
+    def _changes(self, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
+        """Return each parameter's change since the last consensus, rounded to the parameter's type, in float32."""
+        now = {p: as_real(p.detach()) for p in parameters}
+        whole = [p for p, each in now.items() if each.dtype == torch.float32]
+        changes: dict[Parameter, Tensor] = {}
+        if whole:
+            moved = torch._foreach_sub([now[p] for p in whole], [self.start[p] for p in whole])
+            changes.update(zip(whole, moved, strict=True))
+        for p, each in now.items():
+            if p not in changes:  # of a half type, one by one: it takes a copy
+                changes[p] = change_of(each, self.start[p], each.dtype)
+        return {self.name_of(p): changes[p] for p in parameters}
+
+    def _status(self, parameters: Sequence[Parameter], weight: float, nonfinite: Mapping[str, Tensor]) -> Tensor:
+        # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
+        count = 0 if self.weighs_samples else self.step + self.common_batch
+        mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
+        sums = [weight, 0.0, 0.0, self._lr, *counts_of(self.requests)]
+        fault = any_of([*self.late_flags(), *nonfinite.values()], self.device)
+        message = status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
+        loss = self.loss.mean()
+        if loss is not None:
+            is_positive = torch.isfinite(loss) & (loss > 0)
+            message[NUM_LOSSES], message[LOSS] = 1.0, torch.where(is_positive, loss, float("inf"))
+        return message
+
+    def sent_bytes(self, parameters: Sequence[Parameter]) -> list[int]:
+        """Return the bytes that an average sends for each parameter, by the formulas of the flat collectives."""
+        return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
+
+    def _sent_bytes(self, parameter: Parameter) -> int:
+        if self.compressed is not None and self.takes(parameter):
+            return self.compressed.sent_bytes(as_real(parameter).shape)
+        nbytes = as_real(parameter).numel() * wide_dtype(parameter).itemsize
+        return all_reduce_bytes(nbytes, self.peers.num_participants)
+
+    # One average: wait and apply ------------------------------------------------------------------------------------
+
+    def _apply(self, fragment: Fragment) -> None:
+        assert fragment.work is not None
+        try:
+            with self.state_at_hand():
+                status = self._wait_and_apply_(fragment, fragment.work)
+        except BaseException:
+            self.recall()
+            raise
+        fragment.work = None
+        sums, num_ranks = status.sums, self.peers.num_ranks
+        self.agree_on(requests_of(sums[NUM_STOP], sums[NUM_SAVE]))
+        if not sums[WEIGHT]:  # no rank has trained since the last average
+            return
+        self.num_averages += 1
+        has_losses = self.weighs_samples or sums[NUM_LOSSES] >= num_ranks
+        loss = sums[LOSS] / max(sums[NUM_LOSSES], 1.0)
+        self.phase.adapt(self.when, sums[LR] / num_ranks, loss, has_losses=has_losses)
+
+    def _wait_and_apply_(self, fragment: Fragment, average: Average) -> Status:
+        """Wait for an average, and apply it, unless no rank has trained. Return the status.
+
+        Collective: all ranks, where there are integer buffers.
+
+        In place:
+            Parameters, buffers, `start`.
+
+        Raises:
+            NonFiniteGradientError, DisagreementError: on all ranks.
+        """
+        means, numbers = average.wait_for_whole()
+        status = Status.read(numbers, self.peers.num_ranks)
+        self._check(status, average)
+        if self.weighs_samples:
+            if not status.sums[WEIGHT]:
+                return status
+            if means:
+                torch._foreach_div_(list(means.values()), status.sums[WEIGHT])
+        changes = average.changes.wait()[0].dense()
+        if fragment.takes_buffers:
+            self.buffers.agree_counts(self.peers)
+        # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
+        names = {p: self.name_of(p) for p in average.parameters}
+        starts = {name: self.start[p] for p, name in names.items() if name in changes}
+        moves = [changes[name].view(start.shape) for name, start in starts.items()]
+        means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
+        self._apply_(average, [means[name] for name in names.values()], status.sums[LR] / self.peers.num_ranks)
+        if fragment.takes_buffers:
+            of_buffers = [means[f"buffer {name}"] for name in self.buffers.floating]
+            self.buffers.apply(of_buffers, average.buffer_snapshots)
+        return status
+
+    def _check(self, status: Status, average: Average) -> None:
+        counts, checksums = status.differences()
+        if counts:
+            facts = {"average begun after steps": average.step}
+            raise_at_other_batches(self.batch, self.step, self.peers.group, facts)
+        if checksums:
+            raise DisagreementError(
+                f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "
+                "with the same weights on all ranks, also of parameters that are added later."
+            )
+        if status.is_faulty:
+            nonfinite = average.nonfinite or self.nonfinite_weights(average.parameters)  # not in a state
+            own = self.describe_late_fault() or self.describe_weights(nonfinite, average.step)
+            raise_fault(first_fault(own, self.fault_group))
+
+    def _apply_(self, average: Average, means: list[Tensor], lr: float) -> None:
+        """Step from x0 to the mean, or as the outer optimizer says; with a delay, keep the steps taken meanwhile."""
+        when = self.when
+        if not average.parameters:
+            self.consensus_distance = None
+            return
+        now, before = [as_real(p.detach()) for p in average.parameters], average.snapshots
+        self.consensus_distance = relative_distance(now if before is None else before, means)
+        if self.needs_start:
+            starts, velocities = [self.start[p] for p in average.parameters], []
+            if when.outer != "none":
+                for p, start in zip(average.parameters, starts, strict=True):
+                    if p not in self.velocity:
+                        self.velocity[p] = torch.zeros_like(start)
+                velocities = [self.velocity[p] for p in average.parameters]
+            when.outer_optimizer.step_(starts, means, velocities, lr)
+        if before is None:
+            copy_all_(now, means)
+        elif when.mixing is None:  # x = x + (mean - x at the begin)
+            torch._foreach_sub_(means, before)
+            torch._foreach_add_(now, means)
+        else:  # x = mixing x + (1 - mixing) mean; one by one: half types are copied for it
+            for mean, each in zip(means, now, strict=True):
+                mean.lerp_(each.to(mean.dtype), when.mixing)
+            copy_all_(now, means)
+
+    @torch.no_grad()
+    def recall(self) -> None:
+        for fragment in self.fragments:
+            if fragment.work is not None:
+                self.torn = self.torn or f"the average that was begun after step {fragment.work.step}"
+                self._lose(fragment)
+
+    def _lose(self, fragment: Fragment) -> None:
+        """Forget an average that will not be applied, with the residuals of its tensors.
+
+        The weights still have the changes that the residuals have accumulated, and the next average measures them anew.
+        """
+        if isinstance(self.compressed, TopKExchange):
+            self.compressed.forget()
+        residuals = {} if self.compressed is None else self.compressed.residuals
+        for parameter in fragment.parameters if fragment.work is None else fragment.work.parameters:
+            if self.name_of(parameter) in residuals:
+                residuals[self.name_of(parameter)].zero_()
+        fragment.drop()
+
+    # Faults ---------------------------------------------------------------------------------------------------------
+
+    def nonfinite_weights(self, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
+        """Return of each parameter, by name, whether it has an inf or NaN: bool, scalars on the device."""
+        flags = are_not_finite([parameter.detach() for parameter in parameters])
+        return dict(zip(map(self.name_of, parameters), flags, strict=True))
+
+    def describe_weights(self, nonfinite: Mapping[str, Tensor], step: int) -> Fault | None:
+        """Return the fault that `nonfinite_weights` has found, None if none; waits for the device."""
+        name = next((name for name, flag in nonfinite.items() if flag), None)
+        if name is None:
+            return None
+        rank, shard = self.peers.rank, "" if self.peers.nodes is None else f", in the shard of rank {dist.get_rank()}"
+        return Fault(
+            4,
+            NonFiniteGradientError,
+            f"The local steps of {'node' if shard else 'rank'} {rank} up to step {step} left parameter {name!r} "
+            f"infinite or NaN{shard}. Nothing was averaged. Lower the learning rate, or clip gradients.",
+        )
+
+    @property
+    def may_have_late_faults(self) -> bool:
+        if self.compressed is None or self.compressed.fault is None:
+            return False
+        return not isinstance(self.compressed, TopKExchange) or self.device.type != "cpu"  # there decoding raises
+
+    # Memory between averages ----------------------------------------------------------------------------------------
+    # The last consensus, the outer momentum and the residuals are needed only during an average, when there are no
+    # activations on the device. From a GPU they are moved to pinned memory, which is copied at the speed of the bus.
+
+    @contextmanager
+    def state_at_hand(self) -> Iterator[None]:
+        """Have what is offloaded on the device inside a `with` block."""
+        if self.is_offloaded and not self._num_users:
+            self._move(self.device)
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self._put_away()
+
+    def _put_away(self) -> None:
+        if self.is_offloaded and not self._num_users:
+            self._move(HOST)
+
+    def _move(self, device: torch.device) -> None:
+        for kept in (self.start, self.velocity):
+            leaving = {tensor.device for tensor in kept.values() if tensor.is_cuda} if device.type == "cpu" else ()
+            kept.update({parameter: moved(tensor, device) for parameter, tensor in kept.items()})
+            for gpu in leaving:  # once, not for each tensor
+                torch.cuda.synchronize(gpu)
+        if self.compressed is not None:
+            self.compressed.to(device)
+
+    def to(self, device: torch.device) -> None:
+        self._move(device)
+        self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
+
+    # The consensus: the mean of the replicas, copied into the model for validation and saving -------------------------
+
+    @property
+    def is_consensus(self) -> bool:
+        """Whether there is nothing to average. Any forward pass may change buffers."""
+        return self.parameters_agree and not self.buffers.start
+
+    def averaged_tensors(self) -> dict[str, Tensor]:
+        """Return everything that is averaged, by name: parameters, floating buffers, counts."""
+        return {**self.by_name(), **self._averaged_buffers()}
+
+    def _averaged_buffers(self) -> dict[str, Tensor]:
+        return {**self.buffers.floating, **{f"count.{i}": count for i, count in enumerate(self.buffers.counts)}}
+
+    def _unequal(self) -> list[Parameter]:
+        """Return the parameters that may differ between ranks: those trained since their last average."""
+        unequal: dict[Parameter, None] = {}
+        for fragment in self.fragments:
+            unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
+            unequal.update(fragment.moved)
+        return list(unequal)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's own tensors that are averaged, without frozen parameters that were never trained."""
+        if self.own is not None:
+            now, kept = self.averaged_tensors(), self._unchanged()
+            return {name: kept.get(name, now[name]) for name in self.own}
+        frozen = {p for p in self.params if not p.requires_grad}.difference(self._unequal())
+        return {name: tensor for name, tensor in self.averaged_tensors().items() if tensor not in frozen}
+
+    def restart_buffers(self) -> None:
+        """Measure the changes of buffers that were set while the consensus was shown as `hide_consensus` would."""
+        if self.own is not None:
+            self.buffers.restart(self.own.keys() - self._unchanged().keys())
+
+    def _unchanged(self) -> dict[str, Tensor]:
+        """Return this rank's own of what has not been changed while the consensus was shown."""
+        return unchanged(self.averaged_tensors(), self.own or {}, self._shown)
+
+    def show_consensus(self) -> None:
+        """Put the mean of the replicas into the model, until `hide_consensus`; the training is unaffected.
+
+        Collective: all ranks; blocking. If they are equal already, as `check_late_faults`.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing is shown.
+            ValueError: on all ranks; a message that a rank has received was damaged.
+        """
+        if self.own is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
+            if self.is_consensus:
+                self.check_late_faults()
+            else:
+                self._show_mean()
+
+    def _show_mean(self) -> None:
+        parameters, changes = self._unequal(), self._buffer_changes()
+        nonfinite = self.nonfinite_weights(parameters)
+        fault = any_of([*self.late_flags(), *nonfinite.values()], self.device).float().reshape(1)
+        signal = {**{self.name_of(p): p for p in parameters}, **changes}
+        mean, num_faulty = WholeExchange(self.peers).begin(signal, fault).wait()
+        if float(num_faulty):
+            own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
+            raise_fault(first_fault(own, self.fault_group))
+        self.hold_own()
+        means = mean.dense()
+        for parameter in parameters:
+            as_real(parameter).copy_(means[self.name_of(parameter)])
+        kept = {name: start.clone() for name, start in self.buffers.start.items()}
+        self.buffers.apply([means[name] for name in changes], {})
+        self.buffers.start = kept
+        self.buffers.agree_counts(self.peers)
+        self.note_shown()
+
+    def note_shown(self) -> None:
+        """Note what the buffers have now, with the consensus in the model."""
+        self._shown = copies(self._averaged_buffers())
+
+    def hold_own(self) -> None:
+        """Keep this rank's own tensors until `hide_consensus`, because the model's are about to be overwritten."""
+        self.own = copies(self.own_tensors())
+
+    @torch.no_grad()
+    def hide_consensus(self) -> None:
+        """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile."""
+        if self.own is not None:
+            changed = put_back_(self.averaged_tensors(), self.own, self._shown)
+            self.buffers.restart(changed)
+            self.own, self._shown = None, {}
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Copy the consensus into the model inside a `with` block, to evaluate or to save it in a plain loop.
+
+        Collective: all ranks, blocking; see `show_consensus`, also for what it raises.
+        """
+        self.show_consensus()
+        self.ending.step = None  # what is evaluated and saved now is that of all ranks
+        try:
+            yield
+        finally:
+            self.hide_consensus()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leave the consensus in the model: the end of the training. Weights that are equal already are compared.
+
+        Collective: all ranks, blocking; see `show_consensus`, also for what it raises.
+
+        Raises:
+            DisagreementError: on all ranks; a rank has taken another number of steps, or nothing has been averaged and
+                it has other weights.
+        """
+        if self.meet is None:  # else ranks may have different numbers of batches
+            agree("end of the training", {"worker.step": self.step}, self.peers.group)
+        was_consensus = self.is_consensus
+        self.show_consensus()
+        self.own, self._shown = None, {}
+        self.ending.step = None
+        if was_consensus:
+            agree_on_end(self.step, self.by_name(), self.peers.group)
+        for fragment in self.fragments:
+            if fragment.work is not None:
+                with self.state_at_hand():  # what is in progress is waited for, and forgotten
+                    fragment.work.wait_for_whole()
+                    fragment.work.changes.wait()
+                    self._lose(fragment)
+            fragment.moved.clear()
+        self.steps_since_average = 0
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def equal_state(self) -> dict[str, Any]:
+        return {**super().equal_state(), **self.phase.state_dict(), "num_averages": self.num_averages}
+
+    def load_equal_state(self, state: Mapping[str, Any]) -> None:
+        super().load_equal_state(state)
+        self.phase.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: its weights, the optimizer's state, where it is in the interval.
+
+        An average that has been begun is waited for; nothing is communicated.
+        """
+        self.ending.step = None  # whoever has the state can go on
+        self.restart_buffers()
+        with self.state_at_hand():  # what arrives is decoded with the residuals
+            fragments = [
+                {
+                    "names": [self.name_of(p) for p in fragment.parameters],
+                    "steps": fragment.steps,
+                    "moved": [self.name_of(p) for p in fragment.moved],
+                    "work": None if fragment.work is None else fragment.work.state_dict(self.name_of),
+                }
+                for fragment in self.fragments
+            ]
+        return {
+            **self.equal_state(),
+            **origin(self.peers),
+            **{name: getattr(self, name) for name in COUNTERS},
+            "torn": self.torn,
+            "loss": self.loss.state_dict(),
+            "own": {} if self.parameters_agree else saved(self.own_tensors()),
+            "buffers": saved(self.buffers.start),
+            "start": saved({self.name_of(p): start for p, start in self.start.items()}),
+            "velocity": saved({self.name_of(p): u for p, u in self.velocity.items()}),
+            "residuals": {} if self.compressed is None else self.compressed.residuals.state(),
+            "exchange": None if self.compressed is None else self.compressed.state_dict(),
+            "delay": self.delay.state_dict(),
+            "fragments": fragments,
+            "optimizer": on_cpu(self.optimizer.state_dict()),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or `merge_states`.
+
+        In place:
+            The model's parameters and buffers, the optimizer's state.
+
+        Raises:
+            ConfigurationError: a tensor is missing in the model, or has another shape; or the state does not fit the
+                method.
+        """
+        parameters, device, before = self.by_name(), self.device, self.params.small_numel
+        self.params.small_numel = state["small_numel"]  # which tells what is sent
+        try:
+            self._check_state(state)
+        except ConfigurationError:
+            self.params.small_numel = before
+            raise
+        self.is_compared = False
+        self.forget_late_faults()
+        targets = self.averaged_tensors()
+        for name, own in state["own"].items():
+            targets[name].copy_(own)
+        self.load_equal_state(state)
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self.loss.load_state_dict(state["loss"], device)
+        self.buffers.start = {name: start.to(device, copy=True) for name, start in state["buffers"].items()}
+        self.start = {parameters[name]: start.to(device, copy=True) for name, start in state["start"].items()}
+        self.velocity = {parameters[name]: u.to(device, copy=True) for name, u in state["velocity"].items()}
+        if self.compressed is not None:
+            peers, keeps_parts = self.peers, self.compressed.keeps_parts
+            of = (peers.local_rank, peers.num_local_ranks) if keeps_parts else (0, 1)
+            numels = {name: as_real(p).numel() for name, p in parameters.items()}
+            parts = {name: own_part(kept, numels[name], of) for name, kept in state["residuals"].items()}
+            self.compressed.residuals.load(parts, device)
+            if state["exchange"] is not None:
+                self.compressed.load_state_dict(state["exchange"])
+        for fragment, kept in zip(self.fragments, state["fragments"], strict=True):
+            fragment.parameters = [parameters[name] for name in kept["names"]]
+            fragment.steps = kept["steps"]
+            fragment.moved = {parameters[name]: None for name in kept["moved"]}
+            fragment.work = None if kept["work"] is None else Average.from_state(kept["work"], parameters, device)
+        self.delay.load_state_dict(state["delay"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        check_origin(state, self.peers)
+        if len(state["fragments"]) != len(self.fragments):
+            raise ConfigurationError(
+                f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
+                f"{len(self.fragments)}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
+            )
+        if self.needs_start and state["own"] and not state["start"]:
+            raise ConfigurationError(
+                "The checkpoint was written between two averages, and not with an outer optimizer or a compression, "
+                "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
+                f"{WITHOUT_RESIDUALS}."
+            )
+        has_no_averages = self.peers.num_participants == 1 or self.when.schedule.is_always_synchronous
+        if state["own"] and self.peers.num_ranks > 1 and has_no_averages:
+            raise ConfigurationError(
+                "The state was written between two averages, where each rank has weights of its own, and here no "
+                f"average would ever make them equal: {self.method}. Resume with the schedule and the topology of that "
+                "run, or load what lightning_lowbw.merge_states makes of the states of all its ranks."
+            )
+        targets, parameters = self.averaged_tensors(), self.by_name()
+        shapes = {name: (own.shape, targets.get(name)) for name, own in state["own"].items()}
+        for name, start in state["start"].items():
+            parameter = parameters.get(name)
+            shapes[name] = start.shape, parameter if parameter is None else as_real(parameter)
+        for name, (shape, target) in shapes.items():
+            if target is None or target.shape != shape:
+                raise ConfigurationError(
+                    f"The checkpoint has {name!r} of shape {tuple(shape)}; this model has not. Resume with the model "
+                    f"it was written with, or {WITHOUT_RESIDUALS}."
+                )
+        for name in (name for fragment in state["fragments"] for name in fragment["names"]):
+            if name not in parameters:
+                raise ConfigurationError(
+                    f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
+                    f"was written with, or {WITHOUT_RESIDUALS}."
+                )
+        for name, residual in state["residuals"].items():
+            keeps = self.compressed is not None and self.takes(parameters[name])
+            if not keeps and residual.any():
+                raise ConfigurationError(
+                    f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
+                    f"and with {self.method.what} they never would be. Resume with the compression of that run, or "
+                    f"{WITHOUT_RESIDUALS}."
+                )
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; from a GPU to the host in pinned memory, not before the GPU has come to it."""
+    if device.type == "cpu" and tensor.is_cuda:
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())

@@ -1,0 +1,269 @@
+"""The tensors of one optimizer in one order: names, groups, sizes, and what kernels take of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.arguments import names_of
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.corrections import ErrorFeedback
+from lightning_lowbw.compress.top_k import TopK, small_numel
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
+from lightning_lowbw.kernels.reference import as_real
+from lightning_lowbw.kernels.tensors import Order, copy_in_order_, flat_in_order, in_order, order_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter that is trained in this step.
+
+    Attributes:
+        name: by which its state is kept.
+        parameter: of the optimizer.
+        group: its param group.
+        is_compressed: whether the largest elements are sent; else it is sent whole.
+    """
+
+    name: str
+    parameter: Parameter
+    group: dict[str, Any]
+    is_compressed: bool
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient, which is there."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """Return a real view of a tensor of the parameter's shape; contiguous where laid out as the parameter is."""
+        return in_order(as_real(tensor), as_real(self.parameter))
+
+    @property
+    def has_sparse_layout(self) -> bool:
+        """Whether the gradient is a sparse tensor, which cannot be summed."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient.layout != torch.strided
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no gradient that could be summed."""
+        return self.parameter.grad is None or self.has_sparse_layout
+
+
+def by_group(rows: Iterable[Row]) -> Iterator[tuple[dict[str, Any], list[Parameter]]]:
+    """Yield each param group with its parameters; those of a group are contiguous."""
+    for _, of_group in groupby(rows, key=lambda row: id(row.group)):
+        mine = list(of_group)
+        yield mine[0].group, [row.parameter for row in mine]
+
+
+class Params:
+    """All parameters of an optimizer.
+
+    Args:
+        optimizer: the user's own.
+        named_parameters: of the model.
+
+    Attributes:
+        whole_numels: elements of the parameters of which this rank has shards.
+        orders: the order of a parameter's elements in its residual, by name: that in memory.
+    """
+
+    def __init__(self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
+        self.optimizer = optimizer
+        self._names = names_of(named_parameters)
+        self.whole_numels: Mapping[Parameter, int] = {}
+        self.orders: dict[str, Order] = {}
+
+    def __iter__(self) -> Iterator[Parameter]:
+        """Yield all parameters, also frozen ones; once each, in order."""
+        yield from dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
+
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter, by which its state is kept."""
+        if parameter not in self._names:  # not in the module, for example a parameter of the loss
+            number = next(number for number, each in enumerate(self) if each is parameter)
+            name = f"optimizer.{number}"
+            while name in self._names.values():  # what another has kept, which was at this place before, is its own
+                name += "'"
+            self._names[parameter] = name
+        return self._names[parameter]
+
+    def by_name(self) -> dict[str, Parameter]:
+        """Return all parameters by name."""
+        return {self.name_of(parameter): parameter for parameter in self}
+
+    def names(self) -> Collection[str]:
+        """Return the names of the whole model."""
+        return self._names.values()
+
+    @functools.cached_property
+    def small_numel(self) -> int:
+        """The number of elements below which a tensor is small; computed once, for the tensors trained then."""
+        return small_numel(self.numel_of(parameter) for parameter in self if parameter.requires_grad)
+
+    def numel_of(self, parameter: Parameter) -> int:
+        """Return the elements of a parameter; of a sharded one, of the whole."""
+        return self.whole_numels.get(parameter, as_real(parameter).numel())
+
+    def is_compressed(self, what: TopK, parameter: Parameter) -> bool:
+        """Return whether the largest elements of a parameter are sent, not all."""
+        return what.takes(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
+
+    def numels_by_kind(self, what: TopK) -> tuple[list[int], list[int]]:
+        """Return the elements of each trained parameter whose largest are sent, and of each other one."""
+        numels: tuple[list[int], list[int]] = [], []
+        for parameter in self:
+            if parameter.requires_grad:
+                is_taken = parameter.is_floating_point() and self.is_compressed(what, parameter)
+                numels[not is_taken].append(parameter.numel())
+        return numels
+
+    def trained(self, what: TopK | None, skipped: Collection[Parameter]) -> list[Row]:
+        """Return the rows of a step; the same on all ranks, whatever gradients they happen to have.
+
+        In place:
+            `.grad` of frozen parameters is dropped.
+
+        Args:
+            what: chooses those that are compressed; None in a step that compresses none.
+            skipped: parameters that are left out.
+        """
+        rows = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in skipped:
+                    continue
+                if not parameter.requires_grad:
+                    parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
+                    continue
+                is_compressed = what is not None and parameter.is_floating_point()
+                is_compressed = is_compressed and self.is_compressed(what, parameter)  # type: ignore[arg-type]
+                rows.append(Row(self.name_of(parameter), parameter, group, is_compressed))
+        return rows
+
+    def note_order(self, row: Row, step: int, *, is_kept: bool) -> None:
+        """Note the order of a parameter's elements in memory, in which its residual will be.
+
+        Raises:
+            ConfigurationError: something is kept of it already, in another order.
+        """
+        order = order_of(as_real(row.parameter))
+        if is_kept and self.orders.get(row.name) != order:
+            raise ConfigurationError(
+                f"Step {step}: the memory format of {row.name!r} has changed (the order of its dimensions was "
+                f"{self.orders.get(row.name)}, and is {order}), and gradients that have not been sent are kept in that "
+                "order. Change the memory format before training: model.to(memory_format=...) in __init__ or "
+                f"configure_model. Or {WITHOUT_RESIDUALS}."
+            )
+        self.orders[row.name] = order
+
+
+class Velocities:
+    """The velocities u of compressed tensors: the optimizer's own state; on two levels each rank keeps its part.
+
+    Args:
+        correction: knows where the optimizer keeps u.
+        peers: say which part is this rank's.
+    """
+
+    def __init__(self, correction: ErrorFeedback, peers: Peers) -> None:
+        self._correction, self._peers = correction, peers
+        self._parts: dict[Parameter, Tensor] = {}  # on two levels, instead of the optimizer's
+
+    @property
+    def key(self) -> str | None:
+        """The name of u in the optimizer's state; None under error feedback."""
+        return self._correction.velocity_key
+
+    def fields(self, row: Row) -> dict[str, Any]:
+        """Return what a segment (`kernels.reference.Segment`) holds beside gradient and residual.
+
+        Velocity and second moment are copies where they are laid out unlike the parameter: see `write_back`.
+        """
+        parameter, correction, own = row.parameter, self._correction, self._peers.part(row.parameter.numel())
+        second_moment = correction.second_moment(parameter, row.group, own)
+        constants = correction.constants(parameter, row.group)
+        # Adam without momentum has a velocity, too, because the velocity is divided.
+        has_velocity = constants.momentum != 0 or second_moment is not None
+        return {
+            "momentum_buffer": self._part(parameter) if has_velocity else None,
+            "weight": flat_in_order(parameter.detach(), parameter)[own] if constants.weight_decay != 0 else None,
+            "second_moment": second_moment,
+            "elsewhere": correction.elsewhere(parameter, row.group, own),
+            **vars(constants),
+        }
+
+    def write_back(self, rows: Sequence[Row], fields: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write what `fields` has returned, and kernels have changed, into the optimizer's state, where it was a copy.
+
+        Args:
+            rows: any.
+            fields: by name; those of rows of which this rank has a part.
+        """
+        for row in rows:
+            velocity, moment = fields[row.name]["momentum_buffer"], fields[row.name]["second_moment"]
+            if velocity is not None and not self._peers.is_two_level:
+                whole = self._correction.velocity(row.parameter)
+                if not in_order(whole, row.parameter).is_contiguous():
+                    copy_in_order_(whole, row.parameter, velocity)
+            if moment is not None:
+                self._correction.keep_second_moment(row.parameter, self._peers.part(row.parameter.numel()), moment)
+
+    def _part(self, parameter: Parameter) -> Tensor:
+        """Return u of this rank's part: flat."""
+        if not self._peers.is_two_level:
+            return flat_in_order(self._correction.velocity(parameter), parameter)
+        if parameter not in self._parts:
+            whole = flat_in_order(self._correction.velocity(parameter), parameter)
+            self._parts[parameter] = whole[self._peers.part(parameter.numel())].clone()
+            del self._correction.optimizer.state[parameter][self.key]
+        return self._parts[parameter]
+
+    def whole(self) -> dict[Parameter, Tensor]:
+        """Return the velocities that are kept in parts, whole.
+
+        Collective: the ranks of a node, blocking.
+        """
+        whole = {}
+        for parameter, velocity in self._parts.items():
+            # In float32, which holds narrower ones exactly.
+            wide = velocity.to(torch.promote_types(velocity.dtype, torch.float32))
+            longest = self._peers.part(parameter.numel(), 0).stop
+            wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
+            gathered = self._peers.gather_parts_in_node(wide, parameter.numel())
+            whole[parameter] = torch.empty_like(parameter, requires_grad=False)
+            copy_in_order_(whole[parameter], parameter, gathered)
+        return whole
+
+    def saved(self, parameter: Parameter) -> Tensor | None:
+        """Return u of this rank's part as it is, without making one."""
+        if parameter in self._parts:
+            return self._parts[parameter]
+        velocity = None if self.key is None else self._correction.optimizer.state.get(parameter, {}).get(self.key)
+        return None if velocity is None else flat_in_order(velocity.detach(), parameter)
+
+    def load(self, parameter: Parameter, part: Tensor) -> None:
+        """Load u of this rank's part: flat, in the parameter's order."""
+        if self._peers.is_two_level:
+            self._part(parameter).copy_(part)
+        else:
+            copy_in_order_(self._correction.velocity(parameter), parameter, part)
+
+    def clear(self) -> None:
+        """Forget the parts."""
+        self._parts.clear()
+
+    def to(self, device: torch.device) -> None:
+        """Move the parts."""
+        self._parts = {parameter: part.to(device) for parameter, part in self._parts.items()}

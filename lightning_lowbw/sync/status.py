@@ -1,0 +1,177 @@
+"""Status: everything that ranks exchange apart from tensors, as one row of numbers that is summed.
+
+Some numbers are sums (the number of ranks that have a gradient, the mean loss, the number of requests to stop). Then
+each rank has two elements of its own: whether it has found a fault, such as an inf in a gradient, and a mark, which is
+equal on all ranks at the same step with the same weights. If requests to stop or to save are not among the sums, they
+are the bits above the mark, and need no extra bytes.
+
+A fault is one bit. What it is, and of which tensor, is gathered only after some rank has one (`first_fault`).
+
+Where ranks must agree and exchange nothing else, for instance after a step whose gradients DDP reduces, they exchange
+`flags` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.comm.agreement import checksum, gather
+from lightning_lowbw.kernels.table import constant, upload
+
+MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
+BY_CLIPPING = MODULUS // 2  # added to the number of the batch in an exchange before clipping by hand
+STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
+EXACT = 1 << 24  # integers below are exact in float32
+
+
+@dataclass(frozen=True)
+class Status:
+    """The sum of the messages of all ranks.
+
+    Attributes:
+        sums: over the ranks.
+        is_faulty: whether any rank has found a fault.
+        marks: of each rank.
+        requests: of any rank: `STOP` and `SAVE`.
+    """
+
+    sums: list[float]
+    is_faulty: bool
+    marks: list[int]
+    requests: int = 0
+
+    @classmethod
+    def read(cls, numbers: Tensor, num_ranks: int) -> Status:
+        """Read the sum of the ranks' messages; the one wait for the device.
+
+        Raises:
+            ValueError: they contain numbers that no rank can have written; on all ranks that have received the same.
+        """
+        values = numbers.tolist()
+        sums, faults, marks = values[: -2 * num_ranks], values[-2 * num_ranks : -num_ranks], values[-num_ranks:]
+        are_whole = all(abs(value) < EXACT and value == round(value) for value in (*faults, *marks))
+        if not (are_whole and all(0 <= mark < MODULUS**2 * ALL for mark in marks)):
+            raise ValueError(f"A damaged status: {[*faults, *marks]} are no faults and marks of {num_ranks} ranks.")
+        if any(math.isnan(number) for number in sums):
+            raise ValueError(f"A damaged status, or a NaN in what the ranks have counted: {sums}.")
+        requests, own_marks = zip(*(divmod(round(mark), MODULUS**2) for mark in marks), strict=True)
+        return cls(sums, any(faults), list(own_marks), functools.reduce(operator.or_, requests))
+
+    def differences(self) -> tuple[str, str]:
+        """Return the counts and the checksums in the marks of all ranks, for an error; each empty if all are equal."""
+        checksums, counts = zip(*(divmod(mark, MODULUS) for mark in self.marks), strict=True)
+        return _by_rank(counts), _by_rank(checksums)
+
+
+def _by_rank(numbers: Sequence[int]) -> str:
+    shown = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+    return shown if len(set(numbers)) > 1 else ""
+
+
+def status_message(
+    sums: Sequence[float],
+    fault: Tensor | float,
+    mark: Tensor | int,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    requests: int = 0,
+) -> Tensor:
+    """Return a rank's message: float32, shape (sums + 2 ranks,); summed over the ranks it is read by `Status`."""
+    numbers, own = [*sums, *[0.0] * (2 * num_ranks)], len(sums) + rank
+    places: dict[int, Tensor] = {}
+    for place, number in ((own, fault), (own + num_ranks, mark + MODULUS**2 * requests if requests else mark)):
+        if isinstance(number, Tensor):
+            places[place] = number
+        else:
+            numbers[place] = number
+    message = upload(numbers, torch.float32, device)
+    for place, number in places.items():
+        message[place] = number
+    return message
+
+
+def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
+    """Return a count of steps or batches and, where weights are given, a checksum of them, as one number."""
+    mark = count % MODULUS
+    return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+def counts_of(requests: int) -> list[float]:
+    """Return what a rank adds to the sums of a message: whether it has requested to stop, and to save."""
+    return [float(bool(requests & each)) for each in (STOP, SAVE)]
+
+
+def requests_of(num_stop: float, num_save: float) -> int:
+    """Return the requests, if the sums of a message contain the number of ranks with each."""
+    return STOP * (num_stop > 0) | SAVE * (num_save > 0)
+
+
+def flags(requests: int, device: torch.device, fault: Tensor | None = None, batch: int = 0) -> Tensor:
+    """Return a message without sums and marks: float32, shape (5,); its maximum over ranks is read by `read_flags`.
+
+    Args:
+        requests: of this rank.
+        device: of the message.
+        fault: whether this rank has found one; a scalar. None counts as False.
+        batch: the number of this rank's batch.
+    """
+    batch %= MODULUS
+    message = upload([0.0, *counts_of(requests), float(batch), -float(batch)], torch.float32, device)
+    if fault is not None:
+        message[0] = fault
+    return message
+
+
+def read_flags(message: Tensor) -> tuple[bool, int, bool]:
+    """Return whether any rank has a fault, the requests of all, and whether all are at one batch; waits for the
+    device."""
+    fault, num_stop, num_save, last, first = message.tolist()
+    return bool(fault), requests_of(num_stop, num_save), last == -first
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank has found.
+
+    Attributes:
+        rank_of_kind: of several faults that with the lowest is raised: later ones may be its consequences.
+        error: raised for it on all ranks.
+        text: of the error; says on which rank it is.
+        is_skipped: whether a step that may be skipped is skipped for it: an inf or NaN in a gradient.
+    """
+
+    rank_of_kind: int
+    error: type[Exception]
+    text: str
+    is_skipped: bool = False
+
+
+def any_of(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
+    """Return whether any of some flags is set: bool, a scalar on the device. None counts as False."""
+    nothing = constant((False,), torch.bool, device).squeeze()  # so that there is one
+    return torch.stack([nothing, *(flag.to(device) for flag in flags if flag is not None)]).any()
+
+
+def first_fault(own: Fault | None, group: dist.ProcessGroup | None) -> Fault:
+    """Return the fault that all ranks raise an error for, after a status that says that a rank has one.
+
+    Collective: all ranks of the group, blocking.
+    """
+    faults = [fault for fault in gather(own, "faults", group) if fault is not None]
+    unknown = Fault(0, ValueError, "A damaged status: it reported a fault, and no rank has found one.")
+    return min(faults, key=lambda fault: fault.rank_of_kind, default=unknown)

@@ -1,0 +1,474 @@
+"""The common part of the two drivers: one rank's side of a method for one optimizer, called for each step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp, has_step_hooks
+from lightning_lowbw.sync.exchange import Exchange, TopKExchange, WholeExchange
+from lightning_lowbw.sync.params import Params
+from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, status_message
+
+_logger = logging.getLogger(LOGGER)
+
+
+class Synchronizer:
+    """One rank's side of a method for one optimizer; it has a counter of its own.
+
+    In a plain loop `Method.attach` returns one, and `optimizer.step()`, or a GradScaler's `scaler.step(optimizer)`, is
+    all there is to call: `step` is wrapped and does the rest, also where a closure is given. Two finer tools:
+
+        worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
+        with worker.stepping():       # around a step that may be left out, on all ranks or on none
+            if worker.exchange(skip_nonfinite=True):  # methods that average weights take every step
+                optimizer.step()
+
+    Attributes:
+        method: the configuration, a `Method`; may be replaced between steps, on all ranks alike.
+        optimizer: the user's own.
+        params: its tensors.
+        peers: the participants and the ranks of the node.
+        compressed: the exchange of what the payload compresses; None if it sends whole tensors.
+        step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
+        torn: what an exception has interrupted, in words; empty when the next step is complete.
+        batch: the number of the batch in the run, counted by the caller; 0 in a plain loop. Ranks that exchange in
+            different batches, because one has left out a step that the others take, raise an error.
+        stop_requested: set it on any rank to stop all ranks.
+        stop_agreed: whether the last status contains a request to stop; equal on all ranks.
+        save_requested: set it on any rank to save on all ranks.
+        save_agreed: as `stop_agreed`.
+        ending: logs a warning if a plain loop ends with weights that differ by rank.
+        is_stepping: whether a step is being taken, inside of `stepping`.
+        is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
+        is_exchanged: whether `exchange` has been called for this step.
+        is_taken: whether the step is taken, as returned by the last `exchange`.
+        is_compared: whether a plain loop has compared the ranks since it began, or since it loaded a state.
+    """
+
+    parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
+    compressed: Exchange | None
+
+    def __init__(
+        self, method: Any, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]], peers: Peers
+    ) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates its closure several times per step, which needs whole gradients: use strategy='ddp'."
+            )
+        self.method, self.optimizer, self.peers = method, optimizer, peers
+        self.params = Params(optimizer, named_parameters)
+        self._made_for = method.what
+        self.step = self.batch = 0
+        self.torn = ""
+        self.is_prepared = self.is_exchanged = self.is_stepping = False
+        self.is_taken, self.is_compared = True, False
+        self.stop_requested = self.stop_agreed = False
+        self.save_requested = self.save_agreed = False
+        self.ending = Ending()
+
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter, by which its state is kept."""
+        return self.params.name_of(parameter)
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters of the optimizer, also frozen ones; once each, in order."""
+        return list(self.params)
+
+    def by_name(self) -> dict[str, Parameter]:
+        """Return all parameters of the optimizer by name."""
+        return self.params.by_name()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.params)).device
+
+    # What the coming step communicates, read by the strategies ------------------------------------------------------
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is communicated before the optimizer has stepped."""
+        raise NotImplementedError
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are all-reduced during backward, as DDP does."""
+        raise NotImplementedError
+
+    @property
+    def reduces_in_node(self) -> bool:
+        """Whether they are all-reduced inside each node instead, and what follows is the node's."""
+        raise NotImplementedError
+
+    @property
+    def clips_before_exchange(self) -> bool:
+        """Whether gradients are clipped before the exchange; else after it, as in DDP."""
+        raise NotImplementedError
+
+    @property
+    def clip_factor(self) -> float:
+        """What the threshold of a norm is multiplied with, where gradients are clipped before the exchange."""
+        raise NotImplementedError
+
+    # A step, in the order of its calls ------------------------------------------------------------------------------
+
+    def prepare(self, *, reduced: Collection[Parameter] = ()) -> None:
+        """List the gradients of this step and check them, before the caller clips them: both calls below."""
+        self.list_gradients(reduced=reduced)
+        self.check_gradients()
+
+    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
+        """List the tensors of this step; `exchange` calls it if the caller has not.
+
+        In place:
+            On two levels `.grad` of parameters not in `reduced` becomes the mean of the node.
+
+        Collective: on two levels the ranks of a node, where there are such parameters; else nothing is communicated.
+
+        Args:
+            reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, over the node where
+                `reduces_in_node`.
+            by_clipping: whether gradients are exchanged before the step, to be clipped by hand: on all ranks or none.
+        """
+        raise NotImplementedError
+
+    def check_gradients(self) -> None:
+        """Check the listed gradients for NaN and inf, in a pass over memory; `exchange` tells all ranks the result.
+
+        Needed before clipping, which spreads a NaN, and before a step that may be skipped: a residual must not have
+        taken its gradients. Where nothing is called, `exchange` checks them in the pass that accumulates them.
+        """
+
+    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
+        """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Count the step; average the replicas, if it is time."""
+        raise NotImplementedError
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Enclose `exchange` and the optimizer's own step; afterwards comes `after_step`."""
+        self.is_stepping = True
+        try:
+            yield
+        except BaseException:
+            self._tear()
+            raise
+        finally:
+            self.is_stepping = self.is_prepared = self.is_exchanged = False
+        self.after_step()
+        self.ending.step = None if self.parameters_agree else self.step
+
+    def give_back(self) -> None:
+        """Restore the user's settings of the optimizer, after a step or an exception."""
+
+    def _tear(self) -> None:
+        """End a step that an exception has interrupted; some weights may have been stepped already."""
+        if self.is_exchanged and self.is_taken:
+            self.torn = f"the optimizer's step after step {self.step}"
+        self.give_back()
+
+    def recall(self) -> None:
+        """Give up exchanges in progress, before a state is saved during the handling of an exception.
+
+        Communicates nothing, and does not wait.
+        """
+        self._tear()  # of a step whose gradients were exchanged to be clipped
+
+    # Requests between ranks -----------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> int:
+        """`stop_requested` and `save_requested` as one number, for a status."""
+        return STOP * self.stop_requested | SAVE * self.save_requested
+
+    @requests.setter
+    def requests(self, requests: int) -> None:
+        self.stop_requested, self.save_requested = bool(requests & STOP), bool(requests & SAVE)
+
+    def agree_on(self, requests: int) -> None:
+        """Read the requests of all ranks from a status."""
+        self.stop_agreed, self.save_agreed = bool(requests & STOP), bool(requests & SAVE)
+        if self.save_agreed:
+            self.save_requested = False
+
+    # Faults ---------------------------------------------------------------------------------------------------------
+    # The sum of finite gradients may overflow, and a message may be damaged. What an exchange finds after its status
+    # has gone is told with the next one; or by `check_late_faults`, when weights are saved or the training ends.
+
+    @property
+    def fault_group(self) -> Any:
+        """The ranks that are told of a fault: all. Where a model is sharded, the peers are some of them."""
+        return None if self.peers.nodes is not None else self.peers.group
+
+    @property
+    def here(self) -> str:
+        """This rank, for an error on all ranks."""
+        rank, nodes = self.peers.rank, self.peers.nodes
+        return f"rank {rank}" if nodes is None else f"a rank of node {rank} (ranks {list(nodes[rank])})"
+
+    def late_flags(self) -> list[Tensor]:
+        """Return what the last exchange has found after its status: bool, scalars on the device."""
+        return [] if self.compressed is None or self.compressed.fault is None else [self.compressed.fault]
+
+    def describe_late_fault(self) -> Fault | None:
+        """Return what `late_flags` stand for, None if none is set; waits for the device."""
+        if not any(self.late_flags()):
+            return None
+        if not isinstance(self.compressed, TopKExchange):
+            signal = "changes of the weights" if self.method.averages_weights else "gradients"
+            return self.overflow(3, f"what was kept of earlier {signal} on {self.here}")
+        return Fault(
+            2,
+            ValueError,
+            f"Step {self.step}: {self.here} has received a damaged message: its positions were too many, too few, or "
+            "outside their tensors, and its weights may differ from those of the others. Look at the memory and the "
+            "network of its host, and go on from an earlier checkpoint.",
+        )
+
+    def overflow(self, rank_of_kind: int, what: str) -> Fault:
+        """Return the fault of a sum that was not finite."""
+        return Fault(
+            rank_of_kind,
+            NonFiniteGradientError,
+            f"Step {self.step}: {what} has become too large for float32: a sum was not finite, or the value_dtype ends "
+            "below it (float16 at 65504). Lower the learning rate, or clip the gradients, and go on from an earlier "
+            "checkpoint.",
+        )
+
+    @property
+    def may_have_late_faults(self) -> bool:
+        """Whether the last exchange may have found something; equal on all ranks."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def check_late_faults(self) -> None:
+        """Report the faults that the last exchange has found after its status.
+
+        Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
+            ValueError: on all ranks; a message that a rank has received was damaged.
+        """
+        peers = self.peers
+        if peers.num_ranks == 1 or not self.may_have_late_faults:
+            return
+        fault = any_of(self.late_flags(), self.device)
+        message = status_message((), fault, 0, peers.rank, peers.num_ranks, self.device)
+        status = Status.read(WholeExchange(peers).begin({}, message, 1.0).wait()[1], peers.num_ranks)
+        if status.is_faulty:
+            raise_fault(first_fault(self.describe_late_fault(), self.fault_group))
+        self.forget_late_faults()
+
+    def forget_late_faults(self) -> None:
+        """Forget the flags of the last exchange: all ranks have been told, or the residuals are replaced."""
+        if self.compressed is not None:
+            self.compressed.fault = None
+
+    # Also called by the strategies ----------------------------------------------------------------------------------
+
+    def check_payload(self) -> None:
+        """Raise if the payload has been replaced by one of another kind, to which the residuals mean nothing."""
+        if type(self.method.what) is not type(self._made_for):
+            raise ConfigurationError(
+                f"{self.method.what} in place of {self._made_for}: another payload needs a worker of its own."
+            )
+        for name in ("exchange", "mean_over"):  # of `TopK`: how elements are summed
+            given, own = getattr(self.method.what, name, None), getattr(self._made_for, name, None)
+            if given != own:
+                raise ConfigurationError(
+                    f"{name}={given!r} in place of {own!r}: it cannot change during a training. Attach the method anew."
+                )
+
+    def check_schedule(self) -> None:
+        """Raise if the coming step does not fit the state; called when the training starts."""
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        """Return metrics to log after a step; those that cost a pass over memory only if `is_due`."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """End the training: average, or compare, the weights."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> None:
+        """Move this rank's own state."""
+        raise NotImplementedError
+
+    def equal_state(self) -> dict[str, Any]:
+        """Return what is the same on all ranks: numbers, for the checkpoint itself."""
+        return {"step": self.step, "small_numel": self.params.small_numel}
+
+    def load_equal_state(self, state: Mapping[str, Any]) -> None:
+        """Load what `equal_state` returned, among other values."""
+        self.step, self.params.small_numel = state["step"], state["small_numel"]
+        self.torn = state.get("torn", "")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: tensors on the CPU and primitives."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        raise NotImplementedError
+
+
+def raise_fault(fault: Fault) -> None:
+    """Raise the error of a fault."""
+    raise fault.error(fault.text)
+
+
+# The end of a plain loop ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ending:
+    """Whether a warning is due when a worker is deleted, or when Python exits.
+
+    No rank can average then, because others may have ended already.
+
+    Attributes:
+        step: the step after which the weights differ by rank and were neither averaged nor saved; None if they agree.
+    """
+
+    step: int | None = None
+
+
+def _warn_if_apart(ending: Ending) -> None:
+    if ending.step is None or getattr(sys, "last_type", None) is not None:  # an exception has ended the program
+        return
+    # No warning: as an error it would be lost in a finalizer.
+    _logger.warning(
+        f"The loop has ended after step {ending.step}, between two averages: each rank has weights of its own, and "
+        "what was saved of the model outside of worker.consensus() is those of one rank. Call worker.finish() after "
+        "the last step, on all ranks, before the model is saved."
+    )
+
+
+# A step of a plain loop -----------------------------------------------------------------------------------------------
+
+_wrapped: WeakSet[Optimizer] = WeakSet()
+
+
+def wrap_step(worker: Synchronizer) -> None:
+    """Wrap the `step` of a worker's optimizer, on the optimizer itself, as torch's schedulers do.
+
+    It then exchanges the gradients before the step, and counts it afterwards.
+
+    Raises:
+        ConfigurationError: it has been wrapped for another worker.
+    """
+    optimizer, step = worker.optimizer, worker.optimizer.step
+    if optimizer in _wrapped:
+        raise ConfigurationError(
+            f"A method is attached to this {type(optimizer).__name__} already, and each step would exchange "
+            "twice. Attach once, or make a new optimizer."
+        )
+    _wrapped.add(optimizer)
+    if worker.peers.rank == 0:  # the optimizer of a script often lives until Python exits
+        finalize(worker, _warn_if_apart, worker.ending)
+
+    @functools.wraps(getattr(step, "__func__", step))
+    def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _take_step(worker, step, args, kwargs)
+
+    optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
+    if "grad_scaler" not in inspect.signature(step).parameters:
+        # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the others wait for it.
+        # With this it always calls `step`, which does scaling and skipping, as with torch's fused optimizers.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what an optimizer's `step` does; return what it returns, or None if the step is not taken."""
+    if not worker.is_compared:
+        check_not_in_ddp(worker.parameters(), worker.peers.group)  # which may be new
+        agree_on_beginning(
+            worker.optimizer,
+            worker.by_name(),
+            worker.step,
+            worker.peers.group,
+            compares_weights=worker.parameters_agree,
+            compares_state=worker.step == 0 and not worker.is_exchanged,  # by hand, with own gradients in the state
+        )
+        worker.is_compared = True
+
+    def exchanging(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def exchanging_closure() -> Any:  # called any number of times
+            worker.is_prepared = worker.is_exchanged = False  # those were other gradients
+            result = closure()
+            _exchange_once(worker)
+            return result
+
+        return exchanging_closure
+
+    with nullcontext() if worker.is_stepping else worker.stepping():
+        scaling = _unscale(worker)
+        is_taken = True
+        if args and callable(args[0]):
+            args = (exchanging(args[0]), *args[1:])
+        elif kwargs.get("closure") is not None:
+            kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
+        else:
+            is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
+            is_taken = is_taken and (
+                scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device))
+            )
+        result = step(*args, **kwargs) if is_taken else None
+        if scaling is not None:
+            vars(worker.optimizer).update(scaling)  # the scaler deletes them
+    return result
+
+
+def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:
+    if worker.is_exchanged:  # by hand
+        return worker.is_taken
+    applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # which may read the gradients
+    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+
+
+@torch.no_grad()
+def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
+    """Unscale and find the inf for a GradScaler that calls `step`; None if none is calling.
+
+    In place:
+        `.grad`. If the scaler has found an inf, the first gradient is filled with inf, so that the exchange reports
+        it: clipping by value may have removed it.
+    """
+    optimizer = worker.optimizer
+    if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
+        return None
+    scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
+    gradients = _gradients(worker)
+    if gradients and scaling["grad_scale"] is not None:
+        torch._foreach_div_(gradients, scaling["grad_scale"])
+    if gradients and (worker.is_local or not worker.is_exchanged):
+        gradients[0].masked_fill_(scaling["found_inf"].bool(), torch.inf)  # without a wait for a GPU
+    return scaling
+
+
+def _gradients(worker: Synchronizer) -> list[Tensor]:
+    """Return the gradients of the optimizer's parameters, of sparse ones the values."""
+    gradients = [parameter.grad for parameter in worker.params if parameter.grad is not None]
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]

@@ -1,0 +1,106 @@
+"""The time model, against numbers worked out by hand; and the link is measured in time, alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_lowbw.comm.link import Link, measure_link
+from lightning_lowbw.lab import Network, launch
+from tests.lab.namespaces import needs_lab
+from tests.programs import WITHOUT_LIGHTNING
+from tests.ranks import run_ranks
+
+MAX_S = 1.0
+
+PROBE = f"""{WITHOUT_LIGHTNING}
+import os, sys, time
+import torch
+import torch.distributed as dist
+from lightning_lowbw.comm.link import measure_link
+dist.init_process_group("gloo")
+for _ in range(3):
+    dist.barrier()
+    started = time.monotonic()
+    link = measure_link()
+    took = time.monotonic() - started
+    long = torch.zeros(int(sys.argv[1]) // 4)
+    dist.barrier()
+    started = time.monotonic()
+    dist.all_reduce(long)
+    achieved = 2 * (1 - 1 / dist.get_world_size()) * long.nbytes / (time.monotonic() - started)
+    if dist.get_rank() == 0:
+        print(took, link.latency_s, link.bandwidth_bytes_per_s, achieved, flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_time_is_rounds_times_latency_plus_bytes_over_bandwidth() -> None:
+    assert Link(0.025, 1e6).time_s(rounds=4, nbytes=500_000) == pytest.approx(0.1 + 0.5)
+    assert Link(0.0, float("inf")).time_s(rounds=10, nbytes=1e12) == 0.0
+
+
+def measure() -> tuple[Link, float]:
+    dist.barrier()
+    started = time.perf_counter()
+    link = measure_link()
+    return link, time.perf_counter() - started
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_ranks_have_the_same_link(num_ranks: int) -> None:
+    links, seconds = zip(*run_ranks(measure, num_ranks), strict=True)
+    assert len(set(links)) == 1
+    assert 1e-6 < links[0].latency_s < 0.1
+    assert 1e7 < links[0].bandwidth_bytes_per_s < 1e12
+    assert max(seconds) < 3 * MAX_S  # on a busy machine
+
+
+def test_one_rank_has_no_link() -> None:
+    assert measure_link() == Link(0.0, float("inf"))
+    assert measure_link().time_s(rounds=0, nbytes=0) == 0.0
+
+
+def measure_in_a_subgroup() -> Link | None:
+    group = dist.new_group([1, 2])
+    return measure_link(group) if dist.get_rank() in (1, 2) else None
+
+
+def test_a_subgroup_measures_its_own() -> None:
+    outsider, first, second = run_ranks(measure_in_a_subgroup, 3)
+    assert outsider is None
+    assert first == second
+
+
+class TestInTheLab:
+    pytestmark = needs_lab
+
+    @pytest.mark.alone
+    @pytest.mark.parametrize(("rate", "num_nodes"), [(5e7, 2), (1e8, 4), (1e9, 2)])
+    def test_the_bandwidth_of_a_shaped_link(self, rate: float, num_nodes: int) -> None:
+        with Network([rate] * num_nodes) as network, tempfile.TemporaryFile() as output:
+            report = launch(
+                network,
+                [sys.executable, "-c", PROBE, str(int(rate / 25))],  # a third of a second
+                environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+                timeout_s=60.0,
+                output=output,
+            )
+            output.seek(0)
+            text = output.read().decode()
+        assert report.status == 0, text
+        measured = [tuple(map(float, line.split())) for line in text.splitlines()[-3:]]
+        seconds, latencies, bandwidths, achieved = zip(*measured, strict=True)
+        assert min(seconds) < MAX_S
+        assert min(latencies) < 0.01
+        assert 8 * max(bandwidths) < 1.15 * rate
+        # On a fast link the cores decide as well, which may have other work; the probe has short moments to itself.
+        assert 8 * max(bandwidths) > (0.85 if rate <= 1e8 else 0.55) * rate
+        assert max(bandwidths) > 0.8 * max(achieved)

@@ -1,0 +1,95 @@
+"""Positions: what comes out is what went in, in the size that was said, close to the entropy."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.codec import MAX_NUMEL, layout_of, pack, unpack
+
+# (k, n): one of one, the first and last sizes around powers of two, all, all but one, none of none
+AWKWARD = [(1, 1), (1, 2), (2, 2), (1, 31), (1, 32), (32, 32), (64, 64), (63, 64), (1, MAX_NUMEL), (3, MAX_NUMEL)]
+AWKWARD += [(0, 0), (0, 5), (31, 33), (999, 1000), (1000, 1000), (16, 16384), (7, 8), (5, 255), (5, 256), (5, 257)]
+
+
+def num_words(counts: list[int], numels: list[int]) -> int:
+    return layout_of(tuple(counts), tuple(numels)).num_words
+
+
+def draw(count: int, numel: int) -> Tensor:
+    """`count` distinct positions below `numel`, ascending; the first and the last are among them."""
+    if numel <= 1 << 16:
+        drawn = torch.randperm(numel)[:count]
+    else:  # no memory of that size
+        drawn = torch.tensor(random.Random(count).sample(range(1, numel - 1), count), dtype=torch.int64)
+    if count:
+        drawn = drawn.sort().values
+        if count < numel:
+            drawn[0], drawn[-1] = (0, numel - 1) if count > 1 else (numel - 1, numel - 1)
+    return drawn
+
+
+def check(sizes: list[tuple[int, int]], parts: list[Tensor]) -> Tensor:
+    counts, numels = [count for count, _ in sizes], [numel for _, numel in sizes]
+    positions = torch.cat(parts)
+    words = pack(positions, counts, numels)
+    assert words.dtype == torch.int32
+    assert words.shape == (num_words(counts, numels),)
+    (decoded,) = unpack(words.unsqueeze(0), counts, numels)
+    assert decoded.dtype == torch.int64
+    assert decoded.equal(positions)
+    return words
+
+
+@pytest.mark.parametrize("sizes", AWKWARD, ids=str)
+def test_what_comes_out_is_what_went_in(sizes: tuple[int, int]) -> None:
+    count, numel = sizes
+    check([sizes], [draw(count, numel)])
+    if numel >= count > 0:  # bunched at either end
+        check([sizes], [torch.arange(count)])
+        check([sizes], [torch.arange(numel - count, numel)])
+
+
+def test_all_tensors_of_a_step_go_into_one_stream() -> None:
+    check(AWKWARD, [draw(*sizes) for sizes in AWKWARD])
+
+
+def test_many_random_ones() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        sizes = []
+        for _ in range(chance.randint(1, 6)):
+            numel = int(2 ** chance.uniform(0, 16))
+            sizes.append((min(numel, int(2 ** chance.uniform(0, math.log2(numel) + 1))), numel))
+        check(sizes, [draw(*size) for size in sizes])
+
+
+@pytest.mark.parametrize("density", [0.9, 0.5, 0.25, 1 / 64, 0.004, 0.001])
+def test_the_size_is_near_the_entropy(density: float) -> None:
+    """At most 0.6 bits per element above log2 of n over k where few are sent, and never more than n + k in all."""
+    numel = 10_000_000
+    count = round(numel * density)
+    entropy = (math.lgamma(numel + 1) - math.lgamma(count + 1) - math.lgamma(numel - count + 1)) / math.log(2)
+    bits = 32 * num_words([count], [numel])
+    assert entropy < bits <= numel + count + 32
+    if density <= 0.25:
+        assert (bits - entropy) / count < (0.8 if density == 0.25 else 0.6)
+
+
+@pytest.mark.parametrize(("count", "numel"), [(2, 1), (-1, 5), (1, MAX_NUMEL + 1)])
+def test_sizes_that_cannot_be_are_refused(count: int, numel: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} positions in a tensor of {numel} elements"):
+        num_words([count], [numel])
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_words() -> None:
+    counts, numels = [count for count, _ in AWKWARD], [numel for _, numel in AWKWARD]
+    positions = torch.cat([draw(*sizes) for sizes in AWKWARD])
+    words = pack(positions.cuda(), counts, numels)
+    assert words.cpu().equal(pack(positions, counts, numels))
+    assert unpack(words.unsqueeze(0), counts, numels)[0].cpu().equal(positions)

@@ -1,0 +1,112 @@
+"""Dense values in few bits: sizes, exact zeros, and errors within half a step of each block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.quantization import BLOCK, NARROW_NAMES, LinearFormat, largest_integer, make_format
+from lightning_lowbw.compress.values import make_value_format
+from tests.quantized import decode, encode
+
+NUMELS = (0, 1, 2, 127, 128, 129, 1001)
+
+
+def round_trip(name: str, vectors: Tensor) -> Tensor:
+    value_format = make_format(name)
+    return decode(value_format, encode(value_format, vectors), vectors.shape[1])
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_size_shape_and_error(name: str, numel: int, dtype: torch.dtype) -> None:
+    vectors = torch.randn(3, numel, dtype=dtype) * torch.tensor([[1e-3], [1.0], [1e3]], dtype=dtype)
+    value_format = make_format(name)
+    data = encode(value_format, vectors)
+    assert data.dtype == torch.uint8
+    assert data.shape == (3, value_format.nbytes(numel))
+    decoded = decode(value_format, data, numel)
+    assert (decoded.dtype, decoded.shape) == (torch.float32, vectors.shape)
+    for row in range(3):  # each by itself
+        assert encode(value_format, vectors[row : row + 1])[0].equal(data[row])
+        for block, exact in zip(decoded[row].split(BLOCK), vectors[row].float().split(BLOCK), strict=True):
+            if isinstance(value_format, LinearFormat) and numel:
+                step = (
+                    float(exact.abs().max()) / largest_integer(value_format.bits) * (1 + 2**-7)
+                )  # the scale, rounded upwards
+                assert float((block - exact).abs().max()) <= step / 2 * (1 + 1e-5)
+            else:
+                torch.testing.assert_close(block, exact, rtol=2.0**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: torch.dtype) -> None:
+    """And a message is the same in whichever ranges it is written and read."""
+    value_format, vectors = make_format(name), torch.randn(2, 1001, dtype=dtype)
+    whole, unsent = encode(value_format, vectors), vectors.clone()
+    messages = torch.empty_like(whole)
+    for start in range(0, 1001, 3 * BLOCK):
+        value_format.write_(messages, 1001, start, unsent[:, start : start + 3 * BLOCK])
+    assert messages.equal(whole)
+    decoded = decode(value_format, whole, 1001)
+    torch.testing.assert_close(decoded.to(dtype) + unsent, vectors, rtol=1e-6, atol=1e-7)
+    assert bool(unsent.any())
+    for start, stop in ((0, BLOCK), (BLOCK, 1001), (7 * BLOCK, 1001)):
+        assert value_format.read(messages, 1001, start, stop).equal(decoded[:, start:stop])
+
+
+@pytest.mark.parametrize(("name", "numel", "nbytes"), [("int8", 128, 130), ("int8", 129, 133), ("int4", 128, 66)])
+def test_bytes_by_hand(name: str, numel: int, nbytes: int) -> None:
+    assert make_format(name).nbytes(numel) == nbytes
+
+
+def test_an_odd_number_of_half_bytes() -> None:
+    assert make_format("int4").nbytes(129) == 4 + 65
+    integers = torch.arange(-7.0, 8.0)  # every one there is: the scale is 1
+    assert round_trip("int4", integers.unsqueeze(0)).squeeze(0).equal(integers)
+    assert round_trip("int8", torch.arange(-127.0, 128.0).unsqueeze(0)[:, :128])[0, 0] == -127
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+def test_zero_stays_zero_and_signs_stay(name: str) -> None:
+    vectors = torch.randn(2, 1000)
+    vectors[:, ::3] = 0
+    vectors[1, 128:384] = 0  # whole blocks
+    decoded = round_trip(name, vectors)
+    assert not decoded[vectors == 0].any()
+    assert not decoded[(decoded.sign() != vectors.sign())].any()
+    again = round_trip(name, decoded)
+    torch.testing.assert_close(again, decoded, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NARROW_NAMES)
+def test_the_ends_of_float32(name: str) -> None:
+    large, tiny = torch.full((1, 5), torch.finfo(torch.float32).max), torch.full((1, 5), 1e-45)
+    assert round_trip(name, large).isfinite().all()
+    assert float(round_trip(name, tiny).max()) <= 1e-44
+    if name in ("int8", "int4"):
+        torch.testing.assert_close(round_trip(name, large), large, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_seen_by_all(name: str, value: float) -> None:
+    vectors = torch.randn(1, 300)
+    vectors[0, 200] = value
+    decoded = round_trip(name, vectors)
+    assert not decoded[0, 200].isfinite()
+    assert decoded[0, :128].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_closer_than_logarithmic_levels_on_dense_values(name: str) -> None:
+    """Relative errors on Gaussian values, measured once: int8 0.0065 against 0.0149, int4 0.118 against 0.285."""
+    vector = torch.randn(1 << 16)
+    levels = make_value_format(name)
+    linear = (round_trip(name, vector.unsqueeze(0))[0] - vector).norm() / vector.norm()
+    logarithmic = (levels.decode(levels.encode(vector, [len(vector)]), [len(vector)]) - vector).norm() / vector.norm()
+    assert linear < 0.5 * logarithmic
+    assert linear < {"int8": 0.0075, "int4": 0.13}[name]

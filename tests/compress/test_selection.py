@@ -1,0 +1,259 @@
+"""The k largest of a tensor are selected, on data of every shape, without looking through everything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.selection import SampledSelector, Selection, num_selected
+from lightning_lowbw.kernels import dispatch, reference
+from lightning_lowbw.kernels.reference import Segment
+from tests.kernels.bits import equal_bits
+
+NUMEL = 360 * 360  # above SampledSelector.SMALL
+K = 130  # one in a thousand
+CONSTANTS: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 1e-2, "sign": 1.0}
+
+
+def laplace(numel: int) -> Tensor:
+    return torch.empty(numel).exponential_() * torch.randn(numel).sign()
+
+
+def cauchy(numel: int) -> Tensor:
+    return torch.empty(numel).cauchy_()
+
+
+def row_scaled(numel: int) -> Tensor:
+    """Rows of a weight matrix differ by six orders of magnitude; strided samples miss most of them."""
+    side = int(numel**0.5)
+    return (torch.randn(side, side) * torch.logspace(-3, 3, side)[:, None]).reshape(-1)
+
+
+def column_scaled(numel: int) -> Tensor:
+    side = int(numel**0.5)
+    return (torch.randn(side, side) * torch.logspace(-3, 3, side)).reshape(-1)
+
+
+def ascending(numel: int) -> Tensor:
+    return torch.randn(numel).sort().values
+
+
+def largest_at_the_end(numel: int) -> Tensor:
+    return torch.randn(numel).abs().sort().values
+
+
+def mostly_zero(numel: int) -> Tensor:
+    """More candidates than k, fewer than a sample finds."""
+    return torch.randn(numel) * (torch.rand(numel) < 0.003)
+
+
+def one_huge(numel: int) -> Tensor:
+    values = torch.randn(numel)
+    values[numel // 3] = 1e30
+    return values
+
+
+def subnormal(numel: int) -> Tensor:
+    return torch.randn(numel) * 1e-40
+
+
+SPREAD = [torch.randn, laplace, cauchy, row_scaled, column_scaled, ascending, one_huge]
+DISTINCT = [*SPREAD, largest_at_the_end, mostly_zero]
+
+
+def constant(numel: int) -> Tensor:
+    return torch.full((numel,), -0.5)
+
+
+def all_zero(numel: int) -> Tensor:
+    return torch.zeros(numel)
+
+
+def nearly_dead(numel: int) -> Tensor:
+    """Fewer elements than k are not zero."""
+    values = torch.zeros(numel)
+    values[torch.randperm(numel)[: K // 2]] = 1e-3
+    return values
+
+
+def few_levels(numel: int) -> Tensor:
+    return torch.randint(-3, 4, (numel,)).float()
+
+
+WITH_TIES = [constant, all_zero, nearly_dead, few_levels, subnormal]
+
+
+def step_on(
+    v: Tensor, gradient: Tensor, u: Tensor | None = None, weight: Tensor | None = None, k: int = K, **constants: Any
+) -> Segment:
+    return Segment(residual=v, momentum_buffer=u, gradient=gradient, weight=weight, k=k, **{**CONSTANTS, **constants})
+
+
+@pytest.fixture(params=["torch", "numba"], autouse=True)
+def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in turn, whatever would be chosen."""
+    if request.param == "torch":
+        monkeypatch.setattr(dispatch, "_numba_faults", ["not now"])
+    elif dispatch.compiled_for() is None:
+        pytest.skip("needs numba")
+
+
+class Counting(SampledSelector):
+    """Counts samples that are drawn, and candidates."""
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__(threshold)
+        self.num_estimates, self.counts = 0, list[int]()
+
+    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
+        self.num_estimates += 1
+        return super()._estimate(sample, numel, k)
+
+    def _narrow(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
+        self.counts.append(0 if candidates is None else candidates.numel())
+        return super()._narrow(values, candidates, k)
+
+
+def test_the_number_that_is_selected() -> None:
+    assert num_selected(1_000_000, 0.001) == 1000
+    assert num_selected(10, 1e-6) == num_selected(1, 0.5) == 1
+    assert num_selected(0, 0.5) == 0
+
+
+@pytest.mark.parametrize("make", [*DISTINCT, *WITH_TIES])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor], nesterov: bool) -> None:
+    """In every step of an error feedback, not on the average; of equal ones the first; zeros mask nothing."""
+    chosen = Selection()
+    segment = step_on(torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL), torch.randn(NUMEL), nesterov=nesterov)
+    (twin,) = copy.deepcopy([segment])
+    for step in range(6):
+        segment.gradient.copy_(make(NUMEL))
+        twin.gradient.copy_(segment.gradient)
+        masking = step % 3 != 2
+        ((positions, values),) = chosen.compress_({"weight": segment}, masking=masking)
+        expected = reference.compress_many_([twin], masking=masking)
+        assert positions.equal(expected[0])
+        assert equal_bits(values, expected[1])
+        for one, other in zip(segment.tensors, twin.tensors, strict=True):
+            assert equal_bits(one, other)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_nothing_is_lost(masking: bool) -> None:
+    """Sent + residual is the corrected gradient to the bit; only what is sent is masked. Awkward sizes, all at once."""
+    layouts: dict[str, tuple[int, int, int | None, int]] = {
+        "scalar": (1, 1, None, 0),
+        "none": (0, 0, None, 0),
+        "all": (17, 17, None, 0),
+        "small": (1000, 1, None, 0),
+        "large": (NUMEL, K, None, 0),
+        "chunks": (1000, 3, 64, 5),
+        "a chunk": (640, 64, 64, 0),
+        "less than a chunk": (50, 3, 64, 7),
+    }
+    chosen, segments = Selection(), {}
+    for name, (numel, k, chunk, k_last) in layouts.items():
+        segments[name] = step_on(*torch.randn(4, numel).unbind(0), k=k, chunk=chunk, k_last=k_last)
+        segments[name] = segments[name].map(torch.clone)
+    for _ in range(3):
+        before = copy.deepcopy(segments)
+        parts = chosen.compress_(segments, masking=masking)
+        for (name, segment), (positions, values) in zip(segments.items(), parts, strict=True):
+            twin = before[name]
+            reference.accumulate_(twin, 0.0)
+            assert positions.shape == values.shape == (segment.num_sent,)
+            sent = torch.zeros_like(segment.residual).index_put((positions,), values)
+            assert equal_bits(sent + segment.residual, twin.residual), name
+            assert twin.momentum_buffer is not None
+            if masking:
+                twin.momentum_buffer[positions] = 0
+            assert equal_bits(segment.tensors[1], twin.momentum_buffer), name
+
+
+@pytest.mark.parametrize("numel", [1000, NUMEL])
+def test_what_is_not_a_number_does_not_vanish(numel: int) -> None:
+    """Nor does it keep others from being sent. The engine looks for faults before: this is what happens without."""
+    chosen, v = Selection(), torch.zeros(numel)
+    for step in range(3):
+        gradient = torch.randn(numel)
+        gradient[5] = float("nan") if step == 1 else 0.0
+        ((positions, _),) = chosen.compress_({"weight": step_on(v, gradient)}, masking=True)
+        assert positions.shape == (K,)
+        assert bool(v.isnan()[5]) == (step > 0)
+        assert int(v.isnan().sum()) == (step > 0)
+
+
+# The threshold --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e3, 1e20, 0.0])
+def test_an_abrupt_change_of_scale(scale: float) -> None:
+    """After a jump of the learning signal, or a death, and back: the old threshold is worth nothing."""
+    selector = SampledSelector()
+    for factor in (1.0, 1.0, scale, scale, 1.0, 1.0):
+        v = torch.zeros(NUMEL)
+        positions = selector.accumulate_(step_on(v, torch.randn(NUMEL) * factor))
+        assert positions.equal(reference.largest(v, K))
+
+
+@pytest.mark.parametrize("k", [1, 2, 17, 1000, NUMEL // 8 - 1, NUMEL // 8, NUMEL // 2, NUMEL - 1, NUMEL])
+def test_every_k(k: int) -> None:
+    selector = SampledSelector()
+    for numel in (NUMEL, NUMEL, SampledSelector.SMALL, SampledSelector.SMALL + 1):
+        v, some = torch.zeros(numel), min(k, numel)
+        assert selector.accumulate_(step_on(v, torch.randn(numel), k=some)).equal(reference.largest(v, some))
+
+
+@pytest.mark.parametrize("threshold", [1e-45, 1e-10, 1.0, 3.2, 100.0, 1e30, float("inf"), float("nan"), -1.0])
+def test_the_threshold_does_not_influence_the_result(threshold: float) -> None:
+    """Whatever a checkpoint or another step left there. A wrong one is found out after the pass, which is done once."""
+    selector, v, gradient = SampledSelector(threshold), torch.zeros(NUMEL), torch.randn(NUMEL)
+    for _ in range(2):
+        expected = v + gradient
+        positions = selector.accumulate_(step_on(v, gradient))
+        assert v.equal(expected)
+        assert positions.equal(reference.largest(expected, K))
+    assert 0 < selector.threshold < 20  # found its way back
+
+
+@pytest.mark.parametrize("make", SPREAD)
+def test_a_steady_step_is_one_pass(make: Callable[[int], Tensor]) -> None:
+    """No sample and no second search, once the threshold follows a residual that grows and levels off."""
+    selector, v = Counting(), torch.zeros(NUMEL)
+    for step in range(50):
+        positions = selector.accumulate_(step_on(v, make(NUMEL)))
+        v[positions] = 0
+        if step == 20:
+            selector.num_estimates = 0
+    assert selector.num_estimates <= 1
+    assert all(K <= count <= 16 * K for count in selector.counts[-25:] if count)
+
+
+def test_the_threshold_goes_along_with_residuals_that_grow() -> None:
+    """A signal that stays accumulates for 1 / density steps: two to four times k candidates, not fifteen."""
+    selector, signal = Counting(), torch.randn(NUMEL)
+    v, u = torch.zeros(2, NUMEL).unbind(0)
+    for _ in range(60):
+        positions = selector.accumulate_(step_on(v, signal + 0.1 * torch.randn(NUMEL), u))
+        v[positions] = u[positions] = 0
+    assert max(selector.counts[-40:]) <= 5 * K
+    assert min(selector.counts[-40:]) >= K
+
+
+def test_thresholds_are_kept_by_name() -> None:
+    chosen = Selection()
+    segments = {name: step_on(torch.randn(NUMEL), torch.randn(NUMEL)) for name in ("a", "b")}
+    chosen.compress_({**segments, "small": step_on(torch.randn(9), torch.randn(9), k=1)}, masking=True)
+    thresholds = chosen.thresholds
+    assert list(thresholds) == ["a", "b", "small"]
+    assert thresholds["a"] > 0
+    assert thresholds["small"] == 0
+    other = Selection()
+    other.thresholds = thresholds
+    assert other.thresholds == thresholds

@@ -1,0 +1,283 @@
+"""The sparse reduce-scatter: nothing is lost, replicas are equal, volumes are bounded; against sums in dictionaries."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.comm.ledger import sparse_reduce_scatter_elements
+from lightning_lowbw.compress import sparse_sum
+from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
+from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.compress.sparse_sum import (
+    COUNT_BYTES,
+    Outgoing,
+    Owned,
+    Reduced,
+    Sparse,
+    SparseSum,
+    even_boundaries,
+    gather_capacity,
+    scatter_capacity,
+    sum_in_order,
+)
+from lightning_lowbw.errors import ConfigurationError
+
+NUMELS = (1000, 0, 1, 257, 4096)
+
+
+class Round(NamedTuple):
+    """All ranks of one step, in one process."""
+
+    outgoing: list[Outgoing]
+    owned: list[Owned]
+    reduced: Reduced
+
+
+def play(plan: SparseSum, selections: list[Sparse]) -> Round:
+    outgoing = [plan.prepare(rank, selected) for rank, selected in enumerate(selections)]
+    received = [torch.stack([out.message[rank] for out in outgoing]) for rank in range(plan.num_ranks)]
+    owned = [plan.combine(rank, outgoing[rank].own, received[rank]) for rank in range(plan.num_ranks)]
+    return Round(outgoing, owned, plan.finish(torch.stack([out.message for out in owned])))
+
+
+def draw(numel: int, count: int, seed: int, begin: int = 0, dtype: torch.dtype = torch.float32) -> Sparse:
+    """Select elements at random, from `begin` on; integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = begin + torch.randperm(numel - begin, generator=generator)[:count].sort().values
+    return positions, torch.randint(-50, 50, (positions.numel(),), generator=generator).to(dtype)
+
+
+def as_dict(*vectors: Sparse) -> dict[int, float]:
+    total: dict[int, float] = {}
+    for positions, values in vectors:
+        for position, value in zip(positions.tolist(), values.tolist(), strict=True):
+            total[position] = total.get(position, 0.0) + value
+    return total
+
+
+def without_zeros(total: dict[int, float]) -> dict[int, float]:
+    return {position: value for position, value in total.items() if value}
+
+
+class Oracle:
+    """The same algorithm, element by element, in dictionaries."""
+
+    def __init__(self, numels: tuple[int, ...], boundaries: tuple[int, ...], k: int) -> None:
+        num_ranks = len(boundaries) - 1
+        self.tensor_of = [tensor for tensor, numel in enumerate(numels) for _ in range(numel)]
+        self.parts = list(pairwise(boundaries))
+        self.room = scatter_capacity(k, num_ranks)
+        self.offer = gather_capacity(k, num_ranks)
+
+    def choose(self, elements: dict[int, float], capacity: int) -> dict[int, float]:
+        """Of every tensor the same fraction, and the largest of it."""
+        by_tensor: dict[int, list[int]] = {}
+        for position in sorted(elements, key=lambda position: -abs(elements[position])):
+            by_tensor.setdefault(self.tensor_of[position], []).append(position)
+        ranked = [
+            ((place + 0.5) / len(positions), position)
+            for positions in by_tensor.values()
+            for place, position in enumerate(positions)
+        ]
+        return {position: elements[position] for _, position in sorted(ranked)[:capacity]}
+
+    def run(self, selections: list[Sparse]) -> tuple[dict[int, float], list[dict[int, float]]]:
+        """Return the mean, and what goes back to each rank."""
+        mean: dict[int, float] = {}
+        unsent: list[dict[int, float]] = [{} for _ in self.parts]
+        for owner, (begin, end) in enumerate(self.parts):
+            sums: dict[int, float] = {}
+            for rank, selected in enumerate(selections):
+                mine = {p: v for p, v in as_dict(selected).items() if begin <= p < end}
+                sent = mine if rank == owner else self.choose(mine, self.room)
+                for position, value in mine.items():
+                    if position in sent:
+                        sums[position] = sums.get(position, 0.0) + value
+                    else:
+                        unsent[rank][position] = value
+            handed = self.choose(sums, self.offer)
+            mean.update({position: value / len(self.parts) for position, value in handed.items()})
+            unsent[owner].update({position: value for position, value in sums.items() if position not in handed})
+        return mean, unsent
+
+
+def distinct_magnitudes(selected: Sparse, rank: int) -> Sparse:
+    """No two sums are equal in magnitude: which of two is larger would be a matter of taste. Powers of two apart."""
+    positions, values = selected
+    return positions, values.sign() * (1.0 + positions.float() / 2**13) * (1 + rank / 64)
+
+
+@pytest.mark.parametrize("gathered", [1, 2, 4])
+@pytest.mark.parametrize("begin", [0, 4900], ids=["spread", "skewed"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+def test_like_the_oracle(num_ranks: int, begin: int, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_sum, "GATHERED", gathered)
+    numel, k = sum(NUMELS), 400
+    boundaries = even_boundaries(NUMELS, [num_selected(n, 0.07) if n else 0 for n in NUMELS], num_ranks)
+    plan = SparseSum(NUMELS, k, boundaries, SparseCodec("float32"))
+    selections = [distinct_magnitudes(draw(numel, k, seed, begin), seed) for seed in range(num_ranks)]
+    mean, unsent = Oracle(NUMELS, boundaries, k).run(selections)
+    played = play(plan, selections)
+    assert as_dict(played.reduced.mean) == pytest.approx(mean)
+    for outgoing, owned, expected in zip(played.outgoing, played.owned, unsent, strict=True):
+        assert as_dict(outgoing.unsent, owned.unsent) == pytest.approx(without_zeros(expected))
+    if begin:  # the test is about something
+        assert num_ranks == 1 or any(outgoing.unsent[0].numel() for outgoing in played.outgoing)
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+def test_nothing_is_lost(num_ranks: int, value_dtype: str) -> None:
+    """Over many steps in which selections move, from everything in one place to everywhere."""
+    numel, k, codec = sum(NUMELS), 300, SparseCodec(value_dtype)
+    boundaries = even_boundaries(NUMELS, [k // len(NUMELS)] * len(NUMELS), num_ranks)
+    for step in range(20):
+        begin = 0 if step % 3 else 4700
+        scale = 3.0**step if value_dtype == "float32" else 1001.0  # more digits than a narrow dtype has, and overflow
+        selections = [draw(numel, k - step - rank, 100 * step + rank, begin) for rank in range(num_ranks)]
+        selections = [(positions, values * scale) for positions, values in selections]
+        plan = SparseSum(NUMELS, k, boundaries, codec)
+        played = play(plan, selections)
+        positions, mean = played.reduced.mean
+        back = [vector for r in range(num_ranks) for vector in (played.outgoing[r].unsent, played.owned[r].unsent)]
+        total = as_dict((positions, mean * num_ranks), *back)
+        given = as_dict(*selections)
+        for position in total.keys() | given.keys():
+            sent, expected = total.get(position, 0.0), given.get(position, 0.0)
+            assert math.isclose(sent, expected, rel_tol=1e-6, abs_tol=1e-6 * 50 * scale * num_ranks), position
+        boundaries = played.reduced.boundaries
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_bits_of_the_all_gather(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is kept back, and the division by N is exact."""
+    monkeypatch.setattr(sparse_sum, "GATHERED", num_ranks * 2)
+    numel, k = sum(NUMELS), 500
+    selections = [draw(numel, k, rank) for rank in range(num_ranks)]
+    selections = [(positions, torch.randn(k)) for positions, _ in selections]
+    boundaries = even_boundaries((numel,), (k,), num_ranks)
+    played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32")), selections)
+    out = torch.zeros(numel)
+    for positions, values in selections:
+        out.index_add_(0, positions, values * (1.0 / num_ranks))
+    dense = torch.zeros(numel)
+    dense[played.reduced.mean[0]] = played.reduced.mean[1]
+    assert dense.equal(out)
+
+
+def test_equal_positions_add_up_in_rank_order() -> None:
+    values = [1e8, 1.0, -1e8]  # (1e8 + 1) - 1e8 is 0 in float32, any other order gives 1
+    positions, sums = sum_in_order([(torch.tensor([7]), torch.tensor([value])) for value in values])
+    assert (positions.tolist(), sums.tolist()) == ([7], [0.0])
+
+
+def largest_by_sorting(plan: SparseSum, positions: Tensor, values: Tensor, capacity: int) -> Tensor:
+    """The slow twin: all elements in the order in which tensors and magnitudes have them sent."""
+    tensor = torch.searchsorted(torch.tensor([*accumulate(plan.numels)]), positions, right=True)
+    order = values.abs().argsort(descending=True, stable=True)
+    order = order[tensor[order].argsort(stable=True)]
+    counts = torch.bincount(tensor, minlength=len(plan.numels))
+    place = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[tensor[order]]
+    quantile = (place + 0.5).double() / counts[tensor[order]]
+    return order[quantile.argsort(stable=True)[:capacity]].sort().values
+
+
+@pytest.mark.parametrize("levels", [1, 3, 1000])
+def test_selecting_is_what_sorting_would_be(levels: int) -> None:
+    """Ties of magnitudes, and of tensors of equal counts: the first are sent."""
+    numels = (300, 0, 300, 1, 2000, 40)
+    plan = SparseSum(numels, 100, even_boundaries(numels, [1] * 6, 1), SparseCodec("float32"))
+    positions = draw(sum(numels), 900, levels)[0]
+    values = torch.randint(-levels, levels + 1, (900,)).float()
+    for capacity in (0, 1, 2, 7, 450, 899, 900, 901):
+        chosen = plan._largest(positions, values, capacity)
+        assert chosen.equal(largest_by_sorting(plan, positions, values, capacity))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 16])
+def test_parts_find_the_elements(num_ranks: int) -> None:
+    """All in the last hundredth: after a few steps the owners have equal shares, and hardly anything overflows."""
+    numel, k = 1_000_000, 4000
+    boundaries = even_boundaries((numel,), (k,), num_ranks)
+    overflow = []
+    for step in range(6):
+        selections = [draw(numel, k, 50 * step + rank, begin=990_000) for rank in range(num_ranks)]
+        played = play(SparseSum((numel,), k, boundaries, SparseCodec("float32")), selections)
+        overflow.append(sum(outgoing.unsent[0].numel() for outgoing in played.outgoing) / (num_ranks * k))
+        boundaries = played.reduced.boundaries
+        assert boundaries[0] == 0
+        assert boundaries[-1] == numel
+        assert list(boundaries) == sorted(boundaries)
+    assert overflow[0] > 0.3 * (1 - 1 / num_ranks)
+    assert overflow[-1] < 0.001
+    assert boundaries[1] > 990_000
+
+
+def test_boundaries_follow_from_the_tensors_before_anything_is_known() -> None:
+    assert even_boundaries((100, 100), (10, 30), 4) == (0, 100, 133, 166, 200)
+    assert even_boundaries((7,), (1,), 1) == (0, 7)
+    for num_ranks in (2, 5, 64):  # more ranks than elements
+        boundaries = even_boundaries((3, 0, 2), (1, 0, 1), num_ranks)
+        assert (len(boundaries), boundaries[0], boundaries[-1]) == (num_ranks + 1, 0, 5)
+        assert list(boundaries) == sorted(boundaries)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 16])  # also more ranks than elements
+@pytest.mark.parametrize("numels", [(1,), (2, 1), (3, 0, 2)])
+def test_tiny_tensors(numels: tuple[int, ...], num_ranks: int) -> None:
+    numel = sum(numels)
+    boundaries = even_boundaries(numels, [min(1, n) for n in numels], num_ranks)
+    for step in range(3):
+        k = 0 if step == 2 else numel  # nothing at all is selected
+        selections = [draw(numel, k, 7 * step + rank) for rank in range(num_ranks)]
+        plan = SparseSum(numels, numel, boundaries, SparseCodec("float32"))
+        played = play(plan, selections)
+        mean = played.reduced.mean[0], played.reduced.mean[1] * num_ranks
+        back = [vector for r in range(num_ranks) for vector in (played.outgoing[r].unsent, played.owned[r].unsent)]
+        assert without_zeros(as_dict(mean, *back)) == pytest.approx(without_zeros(as_dict(*selections)), abs=1e-3)
+        boundaries = played.reduced.boundaries
+
+
+def test_split_undoes_join() -> None:
+    plan = SparseSum(NUMELS, 10, even_boundaries(NUMELS, [1] * 5, 2), SparseCodec("float32"))
+    parts = [draw(numel, 3, numel) for numel in NUMELS]
+    starts = [*accumulate(NUMELS, initial=0)]
+    whole = plan.join(parts)
+    assert whole[0].tolist() == [p + s for (ps, _), s in zip(parts, starts, strict=False) for p in ps.tolist()]
+    for (positions, values), back in zip(parts, plan.split(whole), strict=True):
+        assert back[0].equal(positions)
+        assert back[1].equal(values)
+
+
+@pytest.mark.parametrize("k", [1024, 25_000, 1_000_003])
+def test_less_than_six_k_whatever_the_number_of_ranks(k: int) -> None:
+    for num_ranks in range(2, 65):
+        assert sparse_reduce_scatter_elements(k, num_ranks) < 6 * k
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_messages_are_as_long_as_the_formula_says(num_ranks: int) -> None:
+    numel, k, codec = 10_000, 999, SparseCodec("float32")
+    plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), codec)
+    played = play(plan, [draw(numel, k, rank) for rank in range(num_ranks)])
+    received = (num_ranks - 1) * (played.outgoing[0].message[0].numel() + played.owned[0].message.numel())
+    headers = (num_ranks - 1) * 3 * COUNT_BYTES
+    exact = [
+        SparseCodec("float32").nbytes([c], [max(c, *plan.widths)])
+        for c in (plan.scatter_capacity, plan.gather_capacity)
+    ]
+    assert received == (num_ranks - 1) * sum(exact) + headers
+    assert plan.scatter_capacity + plan.gather_capacity == sparse_reduce_scatter_elements(k, num_ranks) // (
+        num_ranks - 1
+    )
+
+
+def test_too_many_elements() -> None:
+    with pytest.raises(ConfigurationError, match="positions for 2147483647"):
+        SparseSum((MAX_NUMEL, 1), 10, (0, MAX_NUMEL, MAX_NUMEL + 1), SparseCodec("float32"))

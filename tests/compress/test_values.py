@@ -1,0 +1,208 @@
+"""Values on the wire: finite, of the same sign, near enough, and the same bits wherever they are decoded."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.values import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
+from lightning_lowbw.kernels.reference import largest
+
+EVEN_LEVELS = ["int8", "int4"]
+LEVELS = [*EVEN_LEVELS, "int2"]
+COUNTS = [[1], [2], [3, 1], [BLOCK], [BLOCK + 1, 1, BLOCK - 1], [0], [4, 0, 3], [], [1000]]
+# What rounding may cost of a value in its range
+RELATIVE_ERROR = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def code(name: str, values: Tensor, counts: list[int] | None = None) -> Tensor:
+    """What the receivers get."""
+    counts = [values.numel()] if counts is None else counts
+    value_format = make_value_format(name)
+    data = value_format.encode(values, counts)
+    assert data.dtype == torch.uint8
+    assert data.shape == (value_format.nbytes(counts),)
+    decoded = value_format.decode(data, counts)
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == values.shape
+    return decoded
+
+
+@cache
+def tail(name: str, numel: int = 2_000_000) -> Tensor:
+    """What top-k leaves of a distribution at one in a thousand; not to be changed in place."""
+    torch.manual_seed(1)
+    values = torch.randn(numel) if name == "normal" else torch.distributions.StudentT(3.0).sample((numel,))
+    return values[largest(values, numel // 1000)]
+
+
+@pytest.mark.parametrize("name", VALUE_NAMES)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_values_are_finite_and_keep_their_sign(name: str, counts: list[int]) -> None:
+    values = torch.randn(sum(counts)) * 10.0 ** torch.empty(sum(counts)).uniform_(-3, 3)
+    decoded = code(name, values, counts)
+    assert decoded.isfinite().all()
+    assert decoded.sign().equal(values.sign())
+
+
+def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
+    """The slow twin: block by block, in the order of the definition."""
+    extremes, codes = [], []
+    for block in (block for tensor in values.split(counts) for block in tensor.split(BLOCK) if block.numel()):
+        magnitudes = block.abs().view(torch.int32).clamp(max=(LARGEST << HALF) | 0xFFFF)
+        is_zero = magnitudes == 0
+        highest = ((magnitudes.amax() + 0xFFFF) >> HALF).clamp(max=LARGEST)
+        lowest = (magnitudes.masked_fill(is_zero, LARGEST << HALF).amin() >> HALF).clamp(min=1)
+        top = (1 << (bits - 1)) - 1
+        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
+        level = ((magnitudes - (lowest << HALF)) * per_bit).round().clamp(min=0, max=top).to(torch.uint8)
+        if is_zero.any():  # the lowest level is taken
+            level, lowest = level.clamp(min=1).masked_fill(is_zero, 0), -lowest
+        extremes += [lowest, highest]
+        codes.append(level + ((block < 0).to(torch.uint8) << (bits - 1)))
+    packed = torch.cat(codes)
+    if bits == 4:
+        pairs = torch.cat([packed, packed.new_zeros(packed.numel() % 2)]).view(-1, 2)
+        packed = pairs[:, 0] | (pairs[:, 1] << 4)
+    return torch.cat([torch.stack(extremes).to(torch.int16).view(torch.uint8), packed])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1000],
+        [BLOCK + 1, 1, 0, BLOCK - 1],
+        [PIECE],
+        [PIECE + 1],
+        [7, 2 * PIECE, 5],
+        [PIECE - 1, 3, 2 * PIECE + BLOCK, 9],
+    ],
+    ids=str,
+)
+def test_pieces_are_coded_as_the_whole(bits: int, counts: list[int]) -> None:
+    values = torch.randn(sum(counts)) * 10.0 ** torch.empty(sum(counts)).uniform_(-3, 3)
+    values[::1001] = 0.0
+    assert LevelFormat(bits).encode(values, counts).equal(encode_by_blocks(bits, values, counts))
+
+
+@pytest.mark.parametrize("name", VALUE_NAMES)
+def test_hard_values(name: str) -> None:
+    """Of all magnitudes float32 has, in one block: none becomes infinite, none changes its sign."""
+    largest = torch.finfo(torch.float32).max
+    edges = torch.tensor([largest, 3.395e38, 1e30, 65520.0, 65504.0, 1.0, 6e-8, 1e-9, 1e-38, 1e-40, 1.4e-45, 0.0])
+    values = torch.cat([edges, -edges])
+    decoded = code(name, values)
+    assert decoded.isfinite().all()
+    assert (decoded * values.sign() >= 0).all()
+    assert (decoded[values == 0] == 0).all()
+    if name in LEVELS:  # float16 has nothing that small
+        assert (decoded[values != 0] != 0).all()
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("scale", [1e-44, 1e-39, 1e-30, 1.0, 1e30, 3e38])
+def test_nothing_becomes_zero_at_any_scale(name: str, scale: float) -> None:
+    values = torch.tensor([1.0, -1.0, 1.01, -1.13]) * scale
+    decoded = code(name, values)
+    assert decoded.sign().equal(values.sign())
+    if scale > 1e-38:
+        torch.testing.assert_close(decoded, values, rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("name", list(RELATIVE_ERROR))
+def test_floats_are_rounded_to_nearest(name: str) -> None:
+    values = torch.randn(1000)
+    assert ((code(name, values) - values).abs() <= RELATIVE_ERROR[name] * values.abs()).all()
+    assert code(name, values).equal(values.to(getattr(torch, name)).float())
+
+
+@pytest.mark.parametrize("name", EVEN_LEVELS)
+def test_levels_are_the_nearest(name: str) -> None:
+    """Against a search through all levels, in the bits of a float32."""
+    values = tail("student")[:BLOCK]
+    bits, num_levels = values.abs().view(torch.int32).long(), LevelFormat(8 if name == "int8" else 4).num_levels
+    lowest, highest = int(bits.min()) >> 16 << 16, (int(bits.max()) + 0xFFFF) >> 16 << 16
+    levels = torch.linspace(lowest, highest, num_levels, dtype=torch.float64)
+    nearest = levels[(bits.unsqueeze(1) - levels).abs().argmin(1)].long().to(torch.int32).view(torch.float32)
+    torch.testing.assert_close(code(name, values).abs(), nearest, rtol=2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("numel", [2, 3, 60, BLOCK])
+@pytest.mark.parametrize("distribution", ["normal", "student"])
+def test_two_levels_are_the_best_two(distribution: str, numel: int) -> None:
+    """Against all ways to part the sorted values in two; the iteration may end in another of nearly the same error."""
+    torch.manual_seed(numel)
+    values = tail(distribution)[torch.randperm(2000)[:numel]]
+    decoded = code("int2", values)
+    levels = decoded.abs().unique()
+    assert levels.numel() == 2
+    nearest = levels[(values.abs().unsqueeze(1) - levels).abs().argmin(1)]
+    assert decoded.abs().equal(nearest)
+    ordered = values.abs().double().sort().values
+    errors = [ordered[:cut].var(unbiased=False) * cut for cut in range(1, numel)]
+    errors = [e + ordered[cut:].var(unbiased=False) * (numel - cut) for cut, e in enumerate(errors, start=1)]
+    assert float((decoded - values).norm() ** 2) <= 1.1 * float(min(errors)) + 1e-4 * float(values.norm() ** 2)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_blocks_end_with_their_tensor(name: str) -> None:
+    """A tensor is coded as if it were alone, whatever lies beside it."""
+    parts = [torch.randn(count) * 10.0**number for number, count in enumerate([3, BLOCK + 5, 1, 2 * BLOCK, 17])]
+    decoded = code(name, torch.cat(parts), [part.numel() for part in parts])
+    assert decoded.equal(torch.cat([code(name, part) for part in parts]))
+
+
+@pytest.mark.parametrize("name", VALUE_NAMES)
+def test_zeros_stay_beside_values(name: str) -> None:
+    """Padding of a dead tensor; the smallest of the others moves up by a level, for zero takes its own."""
+    values = torch.tensor([0.0, 2.0, -0.0, -4.0, 0.0, 2.5])
+    decoded = code(name, values)
+    assert (decoded[values == 0] == 0).all()
+    assert decoded.sign().equal(values.sign())
+    torch.testing.assert_close(decoded, values, rtol=0.42 if name == "int2" else 0.15, atol=0.0)
+    assert code(name, torch.zeros(5)).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "limit"),
+    [
+        ("int8", "normal", 0.001),
+        ("int8", "student", 0.006),
+        ("bfloat16", "normal", 0.002),
+        ("int4", "normal", 0.016),
+        ("int4", "student", 0.10),
+        ("int2", "normal", 0.07),
+        ("int2", "student", 0.30),
+    ],
+)
+def test_the_error_of_what_top_k_leaves(name: str, distribution: str, limit: float) -> None:
+    values = tail(distribution)
+    assert (code(name, values) - values).norm() < limit * values.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in VALUE_NAMES if name != "int2"])
+def test_sent_and_kept_add_up(name: str) -> None:
+    """float32 subtracts what was sent exactly: no value is rounded by a factor of two (but by two levels)."""
+    values = tail("student")
+    sent = code(name, values)
+    assert (sent.double() + (values - sent).double()).equal(values.double())
+
+
+def test_nbytes() -> None:
+    counts = [1, BLOCK, BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
+    sizes = {name: make_value_format(name).nbytes(counts) for name in VALUE_NAMES}
+    levels = {"int8": 16 + 258, "int4": 16 + 129, "int2": 16 + 65}
+    assert sizes == {"float32": 4 * 258, "bfloat16": 2 * 258, "float16": 2 * 258, **levels}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", VALUE_NAMES)
+def test_a_gpu_decodes_the_same_bits(name: str) -> None:
+    values, counts = tail("student"), [700, 300, 1000]
+    value_format = make_value_format(name)
+    data = value_format.encode(values.cuda(), counts)
+    assert value_format.decode(data, counts).cpu().equal(value_format.decode(data.cpu(), counts))

@@ -1,0 +1,277 @@
+"""What every fast backend must do: the same bits as the reference.
+
+Here numba's; `test_gpu` runs this in Triton's interpreter, and `tests/gpu` on a GPU. Where torch fuses a multiply with
+an add, and Triton's interpreter does not, the factor is a power of two: there it rounds the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.selection import SampledSelector, Selection
+from lightning_lowbw.compress.values import VALUE_NAMES
+from lightning_lowbw.kernels import dispatch, gpu, reference
+from lightning_lowbw.kernels.reference import Arrival
+from lightning_lowbw.kernels.table import BLOCK
+from tests.kernels.bits import equal_bits
+from tests.kernels.segments import (
+    BFLOAT16,
+    DECAY,
+    DEVICE,
+    FLOAT32,
+    FORMS,
+    IS_TRITON,
+    LARGE,
+    SIZES,
+    WIRE_SIZES,
+    check,
+    compress,
+    draw_parts,
+    make,
+    make_second_moment,
+    memory,
+    redraw,
+    state,
+)
+
+pytestmark = pytest.mark.skipif(not IS_TRITON and dispatch.compiled_for() is None, reason="needs numba")
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a backend take tensors that are small enough for a test."""
+    monkeypatch.setattr(gpu, "is_available", lambda device: IS_TRITON)
+    monkeypatch.setattr(SampledSelector, "SMALL", 0)
+
+
+@pytest.mark.parametrize("form", ["momentum", "all", "all bfloat16"])
+def test_awkward_sizes(form: str) -> None:
+    """Two steps: the first samples all thresholds, the second starts from steered ones."""
+    segments, of_backend = [make(numel, k, **FORMS[form]) for numel, k in SIZES], memory()
+    for _ in range(2):
+        check(segments, of_backend)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_all_forms_at_once(masking: bool) -> None:
+    segments = [make(*LARGE, **form) for form in FORMS.values()]
+    odd = torch.randn(LARGE[0] + 1).to(DEVICE)[1:]  # does not start at 16 bytes
+    segments += [replace(segments[0], residual=odd, momentum_buffer=None), make(*LARGE, momentum=0.9)]
+    of_backend = memory()
+    for _ in range(2):
+        check(segments, of_backend, masking)
+        redraw(segments)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by numpy, in Triton's interpreter
+def test_what_is_not_finite_counts_as_zero_and_is_told() -> None:
+    """In the flag of its tensor; of an infinity the largest finite number is sent. Without a flag nobody looks."""
+    forms = [{"momentum": 0.5}, {"momentum": 0.5, "gradient": BFLOAT16}, {"momentum": 0.5, **DECAY}, {}]
+    fault = torch.zeros(4, dtype=torch.bool, device=DEVICE)
+    segments = [replace(make(BLOCK + 5, 9, **form), fault=fault[i]) for i, form in enumerate(forms)]  # type: ignore[arg-type]
+    segments[0].gradient[[3, BLOCK + 4]] = torch.tensor([float("nan"), float("inf")], device=DEVICE)
+    segments[1].gradient[7] = -float("inf")
+    segments[3].residual[9], segments[3].gradient[9] = 3e38, 3e38  # their sum overflows
+    read_only = [each.gradient.clone() for each in segments]
+    twins = [replace(each, gradient=each.gradient.nan_to_num(0.0, 0.0, 0.0)) for each in copy.deepcopy(segments[:3])]
+    positions, values = compress(segments, memory())
+    expected = reference.compress_many_(twins, masking=True)
+    assert positions[:27].equal(expected[0])
+    assert values[:27].equal(expected[1])
+    for mine, theirs in zip(segments, twins, strict=False):
+        assert mine.residual.equal(theirs.residual)
+        assert mine.momentum_buffer is not None
+        assert mine.momentum_buffer.equal(theirs.momentum_buffer)  # type: ignore[arg-type]
+    assert fault.tolist() == [True, True, False, True]
+    assert all(equal_bits(mine.gradient, before) for mine, before in zip(segments, read_only, strict=True))
+    unwatched = make(*LARGE, momentum=0.5)
+    unwatched.gradient[700] = -float("inf")
+    check([unwatched], memory())
+    assert unwatched.residual[700] == -float("inf")
+
+
+def test_general_factors() -> None:
+    """To the bit, but to rounding in Triton's interpreter: of what it gives the k largest are taken all the same."""
+    numel, k = LARGE
+    segment = make(numel, k, weight=FLOAT32, momentum=0.9, nesterov=True, weight_decay=1e-4, ahead=3e-3)
+    (twin,) = copy.deepcopy([segment])
+    positions, values = compress([segment], memory(), masking=False)
+    corrected = segment.residual.index_put((positions,), values)
+    assert positions.equal(corrected.abs().topk(k).indices.sort().values)
+    reference.accumulate_(twin, 0.0)
+    rounding = 1e-6 if IS_TRITON else 0.0
+    torch.testing.assert_close(corrected, twin.residual, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(segment.momentum_buffer, twin.momentum_buffer, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_to_rounding(amsgrad: bool, dtype: torch.dtype) -> None:
+    """Beside a tensor of SGD; the k largest are those of the backend's own residual."""
+    numel, k = LARGE
+    factors = {"momentum": 0.7, "dampening": 0.7, "weight_decay": 2.0**-6, "ahead": 2.0**-5, "sign": -1.0}
+    adam = make(numel, k, dtype, dtype, dtype, **factors)
+    adam = replace(adam, second_moment=make_second_moment(numel, dtype, amsgrad))
+    segments = [adam, make(numel, k, momentum=0.5)]
+    twins = copy.deepcopy(segments)
+    positions, values = compress(segments, memory(), masking=False)
+    for segment, twin, at, sent in zip(segments, twins, positions.split(k), values.split(k), strict=True):
+        reference.accumulate_(twin, 0.0)
+        corrected = segment.residual.index_put((at,), sent)
+        assert at.equal(corrected.abs().topk(k).indices.sort().values)
+        unit = 1e-6 if dtype == FLOAT32 else 2.0**-7
+        torch.testing.assert_close(corrected, twin.residual, rtol=10 * unit, atol=1e-6)
+        for a, b in zip(segment.tensors[1:], twin.tensors[1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=unit, atol=1e-6)
+
+
+@pytest.mark.parametrize(("grid", "threshold"), [(1.0, 3.0), (0.25, 2.25)])
+def test_of_equal_magnitudes_the_first_are_taken(grid: float, threshold: float) -> None:
+    segments = [replace(make(2 * BLOCK + 5, 30), momentum_buffer=None) for _ in range(2)]
+    for segment in segments:
+        segment.residual.div_(grid).round_().mul_(grid)
+        segment.gradient.zero_()
+    segments[1].residual.copy_(torch.where(segments[1].residual > 0, 2.0, 0.5))
+    segments[1].residual[10:50] = -3.0  # 40 of the same, enough for k = 30, and room for them
+    of_backend = memory()
+    if IS_TRITON:  # what a sample would give lies among the ties too
+        of_backend.update(segments)
+        of_backend.thresholds.copy_(torch.tensor([threshold, 3.0]))
+    check(segments, of_backend)
+
+
+def test_a_dead_tensor_and_one_that_is_nearly() -> None:
+    """Fewer than k elements are not zero: the zeros that pad the message mask nothing."""
+    numel, k = LARGE[0], 10
+    dead, nearly = (make(numel, k, momentum=0.5) for _ in range(2))
+    for segment in (dead, nearly):
+        for tensor in state([segment]):
+            tensor.zero_()
+    assert nearly.momentum_buffer is not None
+    nearly.momentum_buffer[-3:] = 1.0
+    nearly.residual[5] = -2.0
+    nearly.residual[7], nearly.momentum_buffer[7] = 1.0, -2.0  # v = 0, u = -1: sent as padding, if at all
+    of_backend = memory()
+    positions, values = compress([dead, nearly], of_backend)
+    assert all(bool((part.diff() > 0).all()) for part in positions.split(k))  # distinct and ascending
+    assert not values[:k].any()
+    assert sorted(set(positions[k:][values[k:] != 0].tolist())) == [5, numel - 3, numel - 2, numel - 1]
+    assert not nearly.residual.any()
+    assert nearly.momentum_buffer.nonzero().flatten().tolist() == [7]
+    dead.gradient.normal_()
+    for _ in range(2):  # alive again
+        check([dead, nearly], of_backend)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_a_selection_is_the_one_of_plain_torch(masking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one element, none, all sent, chunked, wide and narrow among them: some go without the backend."""
+    segments = {
+        "one": make(1, 1),
+        "whole": make(7, 7),
+        "empty": make(0, 0),
+        "large": make(*LARGE, momentum=0.75),
+        "chunked": replace(make(1000, 3), chunk=300, k_last=2),
+        "narrow": make(*LARGE, momentum=0.5, gradient=BFLOAT16, momentum_buffer=BFLOAT16),
+        "wide": replace(make(*LARGE), gradient=torch.randn(LARGE[0], dtype=torch.float64, device=DEVICE)),
+        "other": make(*LARGE, nesterov=True),
+    }
+    twins, fast, plain = copy.deepcopy(segments), Selection(), Selection()
+    for _ in range(3):
+        found = fast.compress_(segments, masking=masking)
+        with monkeypatch.context() as without:
+            without.setattr(gpu, "is_available", lambda device: False)
+            without.setattr(dispatch, "_numba_faults", ["not now"])
+            expected = plain.compress_(twins, masking=masking)
+        for pair, twin in zip(found, expected, strict=True):
+            assert all(equal_bits(a, b) for a, b in zip(pair, twin, strict=True))
+        assert all(a.equal(b) for a, b in zip(state([*segments.values()]), state([*twins.values()]), strict=True))
+        for segment, twin in zip(segments.values(), twins.values(), strict=True):
+            segment.gradient.normal_()
+            twin.gradient.copy_(segment.gradient)
+    assert fast.thresholds["large"] > 0
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+# (numel, k): one of one, all, none beside others, low bits that straddle words, more than a program looks at at a time
+@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+@pytest.mark.parametrize("sizes", WIRE_SIZES, ids=str)
+def test_messages_are_those_of_plain_torch(
+    sizes: list[tuple[int, int]], value_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes, the same of them again, and the same put back into the residuals."""
+    codec, parts, numels = SparseCodec(value_dtype), draw_parts(sizes), [numel for numel, _ in sizes]
+    counts = [positions.numel() for positions, _ in parts]
+    has_room = max(numels) <= 1 << 20  # there is no memory for a residual of 2^30 elements
+    residuals = [torch.ones(numel, device=DEVICE) for numel in numels] if has_room else None
+    twins = copy.deepcopy(residuals)
+    message = codec.encode(parts, numels, residuals)
+    rows = torch.stack([message, message]).repeat(1, 2)[:, : message.numel()]  # as among those of other sizes
+    found = codec.decode(rows, counts, numels)
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    monkeypatch.setattr(dispatch, "_numba_faults", ["not now"])
+    assert message.equal(codec.encode(parts, numels, twins))
+    assert all(a.equal(b) for a, b in zip(residuals or [], twins or [], strict=True))
+    assert all(equal_bits(a, b) for a, b in zip(found, codec.decode(rows, counts, numels), strict=True))
+    assert all(row.equal(torch.cat([positions for positions, _ in parts])) for row in found[0])
+
+
+@pytest.mark.parametrize("num_messages", [1, 3])
+@pytest.mark.parametrize("steps", [False, True])
+def test_average(steps: bool, num_messages: int) -> None:
+    """Positions that several have sent and others, the first and last among them; summed in one order."""
+    numels, counts = [1, 50, 9000, 70, 30_000], [1, 20, gpu.APPLY_BLOCK + 3, 70, 2]
+    first, rows = [0, 1, 21, 0, 70], [0, 0, 0, 1, 1]
+    shape = 2, num_messages, sum(counts)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    values = torch.randn(shape) * 1000.0 ** torch.arange(num_messages).view(-1, 1)
+    values[..., ::5] = 0.0
+    for numel, count, start, row in zip(numels, counts, first, rows, strict=True):
+        for message in range(num_messages):
+            positions[row, message, start : start + count] = torch.randperm(numel)[:count].sort().values
+    positions, values = positions.to(DEVICE), values.to(DEVICE)
+
+    def average(module: Any, order: Sequence[int]) -> list[Tensor]:
+        outs = [torch.full((numel,), float("nan"), device=DEVICE) for numel in numels]
+        weights = [torch.linspace(1, 2, numel, device=DEVICE) if steps else None for numel in numels]
+        columns = zip(outs, rows, first, counts, weights, strict=True)
+        arrivals = [Arrival(*each, 2.0**-number) for number, each in enumerate(columns)]
+        module.average_many_(arrivals, positions[:, order], values[:, order])
+        return outs if not steps else weights  # type: ignore[return-value]
+
+    in_order, backwards = range(num_messages), range(num_messages)[::-1]
+    expected = average(reference, list(in_order))
+    found = average(dispatch.averages_for(DEVICE), list(in_order))
+    assert all(equal_bits(a, b) for a, b in zip(found, expected, strict=True))
+    if num_messages > 1:  # else the order would not have been tested
+        turned = average(dispatch.averages_for(DEVICE), list(backwards))
+        assert not all(a.equal(b) for a, b in zip(turned, expected, strict=True))
+
+
+# Before the training --------------------------------------------------------------------------------------------------
+
+
+def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they compute is compared; where it is something else, or they do not run, that is said."""
+    assert dispatch.prepare(DEVICE) is None
+    module = dispatch.averages_for(DEVICE)
+    monkeypatch.setattr(module, "average_many_", lambda arrivals, *messages: arrivals[0].out.fill_(9.0))
+    assert "something else than plain torch" in str(dispatch.prepare(DEVICE))
+
+    def broken(*arguments: object, **options: object) -> Any:
+        raise OSError("libllvm: cannot open shared object file\nsecond line")
+
+    monkeypatch.setattr(module, "average_many_", broken)
+    name = "Triton" if IS_TRITON else "numba"
+    reason = f"The kernels of {name} do not work on {DEVICE}: OSError: libllvm: cannot open shared object file."
+    assert dispatch.prepare(DEVICE) == reason

@@ -1,0 +1,84 @@
+"""Compile all kernels for GPUs that need not be there, and name their wide loads and stores: run by `test_gpu`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning_lowbw.kernels import gpu
+
+TARGETS = {70: "float32", 80: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and two in use
+OLDEST = min(TARGETS)  # of which the longest kernels have to do
+WARP_SIZE = 32
+POINTERS = {
+    name: f"*{type_name}"
+    for type_name, names in {
+        "i64": "table block_ends ends fields residuals sent_positions",
+        "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
+        "num_ties ends_greater ends_ties",
+        "fp32": "factors thresholds values ordered_values sent_values",
+    }.items()
+    for name in names.split()
+}
+SCALARS = {
+    **dict.fromkeys(["first", "masking", "num_tensors", "num_messages", "turns"], "i32"),
+    **dict.fromkeys(["num_elements", "message_words", "first_value", "width", "unary_bits"], "i64"),
+    **dict.fromkeys(["limit", "scale"], "fp32"),
+}
+IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection
+
+
+def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:
+    """Return the PTX of a kernel; its machine code is made too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
+    if "counts" not in kernel.arg_names:  # of the selection
+        types |= {**IN_MESSAGES, "sent_values": f"*{constants.get('V')}"}
+    assert all(param.is_constexpr or param.do_not_specialize for param in kernel.params)
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, {})
+    compiled = triton.compile(source, GPUTarget("cuda", capability, WARP_SIZE), {**gpu.OPTIONS, **options})
+    assert compiled.asm["cubin"]
+    return str(compiled.asm["ptx"])
+
+
+def main() -> None:
+    """Write a line per kernel."""
+    import triton.language as tl
+
+    from lightning_lowbw.kernels import triton_kernels
+
+    for capability, dtype_name in TARGETS.items():
+        dtype = getattr(tl, dtype_name)
+        kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
+        blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": gpu.TENSORS}
+        digits = [{"SHIFT": shift, "BITS": bits, "WIDTH": gpu.BINS} for shift, bits in gpu.DIGITS]
+        wide_options = {"num_warps": 8}
+        for name, kernel, constants, options in (
+            *(
+                (f"correct{' for Adam' * is_adam}, {'un' * (not is_aligned)}aligned,", triton_kernels.correct_kernel,
+                 {**kinds, "ADAM": is_adam, "ALIGNED": is_aligned}, wide_options)
+                for is_adam in (False, True) for is_aligned in (True, False)
+            ),
+            ("order,", triton_kernels.order_kernel, {"BLOCK": gpu.ORDER_BLOCK}, {"num_warps": 1}),
+            ("plan,", triton_kernels.plan_kernel, blocks, {}),
+            ("digits,", triton_kernels.digits_kernel, {**digits[0], **blocks}, {}),
+            ("choose, first,", triton_kernels.choose_kernel, {**digits[0], "IS_FIRST": True}, {}),
+            ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
+            ("count,", triton_kernels.count_kernel, blocks, {}),
+            ("take,", triton_kernels.take_kernel, blocks, {}),
+            ("pack,", triton_kernels.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
+            ("unpack,", triton_kernels.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
+            ("apply,", triton_kernels.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
+        ):  # fmt: skip
+            if capability == OLDEST and kernel not in (triton_kernels.correct_kernel, triton_kernels.take_kernel):
+                continue
+            ptx = assembly(kernel, capability, constants, **options)
+            wide = [name for name in ("ld.global.v4.b32", "st.global.v4.b32") if name in ptx]
+            sys.stdout.write(f"sm_{capability} {dtype} {name} {' '.join(wide)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""What only the Triton kernels do; `test_gpu` runs this in Triton's interpreter, `tests/gpu` on a GPU.
+
+What all backends do is in `backend_cases`, which runs there as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbw.compress.codec import SparseCodec, layout_of
+from lightning_lowbw.compress.selection import SampledSelector, Selection
+from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.kernels.dispatch import Uses
+from lightning_lowbw.kernels.gpu import SELECT_BLOCK
+from lightning_lowbw.kernels.reference import Arrival
+from lightning_lowbw.kernels.table import BLOCK, Kind, Workspace
+from tests.kernels.segments import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FORMS,
+    LARGE,
+    check,
+    draw_parts,
+    make,
+    make_second_moment,
+    redraw,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
+KERNELS = tuple(
+    f"{n}_kernel" for n in ["correct", "order", "plan", "digits", "choose", "count", "take", "pack", "unpack", "apply"]
+)
+
+
+def missed(workspace: Workspace) -> list[int]:
+    """Return the tensors whose threshold did not fit in the last step, so that all of them was looked through."""
+    counts = zip(workspace.rows, workspace.counts.tolist(), strict=True)
+    return [number for number, (row, count) in enumerate(counts) if not row.k <= count <= row.capacity]
+
+
+def cubic(numel: int) -> Tensor:
+    """A heavy tail: what exceeds x falls as x ** -3."""
+    return torch.rand(numel).pow(-1 / 3) * torch.randn(numel).sign()
+
+
+class CountingSelector(SampledSelector):
+    """Counts the samples it draws; for tensors of any size."""
+
+    SMALL, num_estimates = 0, 0
+
+    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
+        self.num_estimates += 1
+        return super()._estimate(sample, numel, k)
+
+
+# compress_many_ -------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_lie_together_and_thresholds_fit() -> None:
+    """In an order that lays their blocks otherwise than the tensors themselves."""
+    segments = [make(*LARGE, **form) for form in FORMS.values()]
+    workspace = Workspace()
+    for _ in range(2):
+        check(segments, workspace)
+        redraw(segments)
+    assert missed(workspace) == []
+    assert len(workspace.launches) == len({*workspace.kinds}) == 5
+
+
+def test_ties_of_many_candidates() -> None:
+    """More than a program looks at at a time: 100 larger ones, all at the end, and the first 2124 of 2500 others."""
+    segment = replace(make(64 * BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
+    segment.gradient.zero_()
+    segment.residual.clamp_(-0.9, 0.9)[::10][:2500] = -1.0
+    segment.residual[-100:] = 2.0
+    workspace = Workspace()
+    workspace.update([segment])
+    workspace.thresholds.fill_(1.0)
+    check([segment], workspace)
+    assert missed(workspace) == []
+
+
+@pytest.mark.parametrize("threshold", [1e-3, 1e30, float("inf"), float("nan"), 0.0])
+def test_a_wrong_threshold_costs_time_only(threshold: float) -> None:
+    """Too low: more candidates than there is room for. Too high: fewer than k. One of two tensors each."""
+    segments = [make(*LARGE, momentum=0.9) for _ in range(3)]
+    workspace = Workspace()
+    check(segments, workspace)
+    redraw(segments)
+    workspace.thresholds[1] = threshold
+    check(segments, workspace)
+    assert missed(workspace) == [1]
+    redraw(segments)
+    check(segments, workspace)
+    assert missed(workspace) == []
+
+
+def test_as_many_candidates_as_there_is_room_for() -> None:
+    """One more is too many; k are enough, one less is not."""
+    numel, k = LARGE
+    segments = [replace(make(numel, k), momentum_buffer=None) for _ in range(4)]
+    workspace = Workspace()
+    workspace.update(segments)
+    capacity = workspace.rows[0].capacity
+    assert capacity < numel // 2
+    for segment, count in zip(segments, (capacity, capacity + 1, k, k - 1), strict=True):
+        segment.gradient.zero_()
+        segment.residual.tanh_().mul_(0.9)[torch.randperm(numel)[:count].to(DEVICE)] = 1.0 + torch.rand(count).to(
+            DEVICE
+        )
+    workspace.thresholds.fill_(1.0)
+    check(segments, workspace)
+    assert missed(workspace) == [1, 3]
+
+
+def test_more_tensors_than_a_program_looks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TENSORS", 4)
+    segments, workspace = [make(numel, 3) for numel in (9, 5, 300, 7, BLOCK + 1, 3, 8, 50, 20, 4)], Workspace()
+    for _ in range(2):
+        check(segments, workspace)
+        redraw(segments)
+
+
+def test_thresholds_are_found_and_steered() -> None:
+    """Two digits of all magnitudes tell how many reach what: the count that follows is near the one that is wanted."""
+    numel, k = 16 * BLOCK, 40
+    segment = replace(make(numel, k), momentum_buffer=None)
+    workspace = Workspace()
+    check([segment], workspace)
+    assert missed(workspace) == [0]  # no threshold was known
+    aim = workspace.rows[0].aim
+    for _ in range(2):
+        segment.residual.normal_()
+        check([segment], workspace)
+        assert missed(workspace) == []
+        assert abs(int(workspace.counts) - aim) < 6 * aim**0.5
+    workspace.thresholds.mul_(1.05)
+    segment.residual.normal_()
+    high, selector, (twin,) = float(workspace.thresholds), SampledSelector(), copy.deepcopy([segment])
+    check([segment], workspace)
+    assert k < int(workspace.counts) < 0.95 * aim
+    assert float(workspace.thresholds) < high
+    # As a CPU's, which aims at fewer.
+    selector.SMALL, selector.SURPLUS, selector.threshold = 0, aim / k, high  # type: ignore[misc]
+    selector.accumulate_(twin)
+    assert float(workspace.thresholds) == pytest.approx(selector.threshold, rel=1e-5)
+
+
+@pytest.mark.parametrize(("tail", "momentum"), [(torch.randn, 0.6), (cubic, 0.0)])
+def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: float) -> None:
+    """Error feedback cuts the tail off in each step: what comes lies close behind the last step's k-th magnitude."""
+    segments = [make(3 * BLOCK, k, momentum=momentum) for k in (12, 100)]
+    twins, selectors = copy.deepcopy(segments), [CountingSelector() for _ in segments]
+    for segment in (*segments, *twins):
+        segment.residual.zero_()
+        assert segment.momentum_buffer is not None
+        segment.momentum_buffer.zero_()
+    workspace, num_missed = Workspace(), [0, 0]
+    for step in range(12):
+        for number, (segment, twin) in enumerate(zip(segments, twins, strict=True)):
+            segment.gradient.copy_(tail(segment.gradient.numel()))
+            u = twin.momentum_buffer
+            positions = selectors[number].accumulate_(replace(twin, gradient=segment.gradient))
+            assert u is not None
+            twin.residual[positions] = u[positions] = 0
+        gpu.compress_many_(segments, masking=True, workspace=workspace)
+        for number in missed(workspace):
+            num_missed[number] += 1
+        if step > 8:  # the velocity no longer grows
+            assert missed(workspace) == []
+            for count, row in zip(workspace.counts.tolist(), workspace.rows, strict=True):
+                assert row.k <= count <= row.capacity
+                assert 0.5 * row.aim < count < 3 * row.aim
+    for count, selector in zip(num_missed, selectors, strict=True):
+        # On a CPU there is room for 16 k candidates; of the second tensor here for less than 4 k.
+        assert count <= selector.num_estimates + 6
+
+
+def test_tensors_come_and_go() -> None:
+    """Another k, another order, one more, one less, gradients elsewhere, other factors: with one workspace."""
+    a, b, c = (make(*LARGE, momentum=0.9) for _ in range(3))
+    workspace = Workspace()
+    check([a, b], workspace)
+    known = workspace.thresholds.tolist()
+    workspace.update([c, b, a])
+    assert workspace.thresholds.tolist() == [0.0, known[1], known[0]]
+    check([c, b, a], workspace)
+    check([replace(c, k=9), a], workspace)
+    check([a, b, c], workspace)
+    for changed in ({"gradient": torch.randn_like(a.gradient)}, {"momentum": 0.5}, {"momentum_buffer": None}):
+        a = replace(a, **changed)
+        before = workspace.table, workspace.factors
+        check([a, b, c], workspace)
+        after = workspace.table, workspace.factors
+        assert any(one is not other for one, other in zip(before, after, strict=True))
+        check([a, b, c], workspace)
+        assert workspace.table is after[0]
+        assert workspace.factors is after[1]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the order of programs is not ours to choose on a GPU")
+def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    run_at = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: run_at(builder.grid_dim[0] - 1 - x, y, z))
+    segments, workspace = [make(*size, momentum=0.9) for size in [(4 * BLOCK + 100, 40), LARGE]], Workspace()
+    for _ in range(2):
+        redraw(segments)
+        check(segments, workspace)
+    assert workspace.block_bases[0] > 0  # it was the other way round
+    assert missed(workspace) == []
+
+
+class Launched:
+    """Stands for a kernel, and counts."""
+
+    def __init__(self, count: Count, name: str, kernel: Any) -> None:
+        self.count, self.name, self.kernel = count, name, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.count.launched.append(self.name)
+            self.count.is_inside = True
+            self.kernel[grid](*args, **kwargs)
+            self.count.is_inside = False
+
+        return launch
+
+
+class Count(TorchDispatchMode):
+    """Counts the kernels' launches, and the operations of torch beside them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+        self.num_operations = self.num_waits = 0
+        self.is_inside = False  # Triton's interpreter moves tensors about
+        from lightning_lowbw.kernels import triton_kernels
+
+        for name in KERNELS:
+            monkeypatch.setattr(triton_kernels, name, Launched(self, name, getattr(triton_kernels, name)))
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += not self.is_inside
+        self.num_waits += not self.is_inside and "_local_scalar_dense" in str(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that finds the thresholds and in one that knows them."""
+    seen = []
+    for num_tensors in (2, 6):
+        segments, workspace = [make(*LARGE, momentum=0.9) for _ in range(num_tensors)], Workspace()
+        workspace.update(segments)
+        for _ in range(2):
+            with monkeypatch.context() as patch, Count(patch) as count:
+                gpu.compress_many_(segments, masking=True, workspace=workspace)
+            redraw(segments)
+            assert count.num_waits == 0
+            seen.append((len(count.launched), count.num_operations))
+    assert seen[:2] == seen[2:]
+    assert [num_launches for num_launches, _ in seen[:2]] == [11, 11]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient": torch.randn(LARGE[0], 2)[:, 0]},
+        {"gradient": torch.randn(LARGE[0], dtype=torch.float64)},
+        {"weight": torch.randn(LARGE[0] + 1)},
+        {"residual": torch.randn(LARGE[0]).bfloat16()},
+        {"second_moment": make_second_moment(LARGE[0]), "momentum_buffer": None},
+        {"k": 0},
+        {"chunk": 64},
+    ],
+)
+def test_what_the_kernels_do_not_take(changes: dict[str, Any]) -> None:
+    on_device = {name: each.to(DEVICE) if isinstance(each, Tensor) else each for name, each in changes.items()}
+    segment = replace(make(*LARGE), **on_device)
+    with pytest.raises(ValueError, match=r"contiguous|must be|leave this one to the reference"):
+        gpu.compress_many_([segment], masking=True, workspace=Workspace())
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU raises, the flag is set, and only there; what comes out can be used as an index."""
+    sizes = [(1000, 3), (7, 0), (40, 33), (300, 70)]
+    codec, parts, numels = SparseCodec("bfloat16"), draw_parts(sizes), [numel for numel, _ in sizes]
+    counts, chance = [k for _, k in sizes], torch.Generator().manual_seed(0)
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    whole = codec.encode(parts, numels).cpu()
+    words_bytes = 4 * layout_of(tuple(counts), tuple(numels)).num_words
+    num_refused = 0
+    for number in range(24):
+        message = whole.clone()
+        places = torch.randint(words_bytes, (number % 6,), generator=chance)
+        message[places] = torch.randint(256, places.shape, generator=chance, dtype=torch.uint8)
+        if number in (22, 23):  # no position, and only positions
+            message[:words_bytes] = 255 * (number % 2)
+        row, is_refused = message.unsqueeze(0), False
+        try:
+            expected = codec.decode(row, counts, numels)[0]
+        except ValueError:
+            is_refused = True
+        with monkeypatch.context() as kernels:
+            kernels.setattr(gpu, "is_available", lambda device: True)
+            flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
+            positions, values = (each.cpu() for each in codec.decode(row.to(DEVICE), counts, numels, flag))
+            assert bool(flag) == is_refused
+            assert positions.shape == values.shape == (1, sum(counts))
+            for numel, mine in zip(numels, positions[0].split(counts), strict=True):
+                assert ((mine >= 0) & (mine < numel)).all()
+            if is_refused:
+                with pytest.raises(ValueError, match="A damaged message: its positions are too many, too few, or"):
+                    codec.decode(row.to(DEVICE), counts, numels)
+            else:
+                assert positions.equal(expected)
+        num_refused += is_refused
+    assert 8 < num_refused < 22
+
+
+def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a tensor with as many bits, and a few elements more."""
+    codec, positions = SparseCodec("float32"), torch.tensor([1, 2, 1010])
+    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    message = codec.encode([(positions, torch.ones(3))], [1023]).to(DEVICE)
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for numel, expected in ((1023, 1010), (1011, 1010), (1010, 1009), (1000, 999)):
+        found, _ = codec.decode(message.unsqueeze(0), [3], [numel], flag)
+        assert found.tolist() == [[1, 2, expected]]
+        assert bool(flag) == (numel < 1011)
+
+
+def test_averages_are_wide_and_contiguous() -> None:
+    positions, values = torch.zeros(1, 1, 1, dtype=torch.int64, device=DEVICE), torch.ones(1, 1, 1, device=DEVICE)
+    for out in (torch.ones(4, device=DEVICE).bfloat16(), torch.ones(4, 2, device=DEVICE)[:, 0]):
+        with pytest.raises(ValueError, match="float32 and contiguous"):
+            gpu.average_many_([Arrival(out, 0, 0, 1)], positions, values)
+
+
+# Before the training, and in a selection ------------------------------------------------------------------------------
+
+
+def test_all_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    with monkeypatch.context() as patch, Count(patch) as count:
+        assert dispatch.prepare(torch.device(DEVICE)) is None
+    assert set(count.launched) == set(KERNELS)
+
+
+@pytest.mark.parametrize("value_dtype", [*WIRE_DTYPES, None])
+@pytest.mark.parametrize("is_adam", [False, True])
+def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The specification agrees with the kernels: otherwise all ranks would go without."""
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16,) * 3]
+    dtypes += [] if is_adam else [(BFLOAT16, FLOAT32, BFLOAT16), (FLOAT16, FLOAT32, FLOAT16)]
+    uses = Uses(
+        kinds=tuple(
+            Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)
+        ),
+        value_dtypes=(value_dtype,),
+        num_messages=(1, 3) if value_dtype is None else (),
+    )
+    assert dispatch.prepare(torch.device(DEVICE), uses) is None
+
+
+def test_a_tensor_is_in_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that begin during backward have one each; where the groups change, the old ones go."""
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    a, b, c = (make(*LARGE) for _ in range(3))
+    selection = Selection()
+    selection.compress_({"a": a}, masking=True)
+    selection.compress_({"b": b, "c": c}, masking=True)
+    assert set(selection._workspaces) == {("a",), ("b", "c")}
+    selection.compress_({"a": a, "b": b}, masking=True)
+    assert set(selection._workspaces) == {("a", "b")}
+    selection.thresholds = {"a": 1.0}
+    assert selection.thresholds == {"a": 1.0}
+    assert not selection._workspaces

@@ -1,0 +1,120 @@
+"""Whole steps with the Triton kernels, in Triton's interpreter: run by `test_gpu`, as `kernel_cases` is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.kernels import gpu
+from lightning_lowbw.presets import DGC
+from lightning_lowbw.sync.exchange import Layout
+from tests.ranks import run_ranks
+
+# All factors are powers of two, or the interpreter, which fuses no multiply with an add, would round otherwise.
+EXACT = {"lr": 0.25, "momentum": 0.5, "weight_decay": 2.0**-7}
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (SGD, EXACT),
+    "nesterov": (SGD, {**EXACT, "nesterov": True, "maximize": True}),
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True}),
+}
+NUM_STEPS = 4
+
+
+def train(uses_kernels: bool, name: str, changes: dict[str, Any], nodes: Any) -> tuple[list[Tensor], list[Tensor], str]:
+    """Train in a plain loop; return weights, residuals and states of the optimizer, and a digest of the weights."""
+    gpu.is_available = lambda device: uses_kernels  # put back by `run_ranks`
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 130), nn.Tanh(), nn.Linear(130, 17), nn.Tanh(), nn.Linear(17, 3))
+    kind, options = OPTIMIZERS[name]
+    optimizer = kind(model.parameters(), **options)
+    method = DGC(**{"sparsity": (0.9, 0.97), "rampup_step": 2, "min_numel": 1000, **changes})
+    worker = method.attach(optimizer, model.named_parameters(), topology=nodes)
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        for parameter in model.parameters():  # drawn: a backward pass would not round alike on all machines
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        with worker.stepping():
+            worker.exchange()
+            optimizer.step()
+    assert worker.state_dict()
+    weights = [parameter.detach() for parameter in model.parameters()]
+    kept = [state for parameter in model.parameters() for state in optimizer.state[parameter].values()]
+    return weights, [*worker.residuals.values(), *kept], digest(weights)  # type: ignore[attr-defined]
+
+
+NODES = ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "nodes"),
+    [
+        ("sgd", {}, NODES),
+        ("nesterov", {"value_dtype": "int4"}, "flat"),
+        ("sgd", {"exchange": "reduce_scatter", "value_dtype": "float16"}, "flat"),
+        # Adam's first steps are of one size: which are the largest is then a matter of rounding.
+        ("adam", {"rampup_begin_step": 2}, NODES),
+    ],
+    ids=str,
+)
+def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: Any) -> None:
+    """To the bit with SGD, to rounding with Adam; and the replicas are one."""
+    num_ranks = 2 if nodes == "flat" else 4
+    found, expected = (run_ranks(train, num_ranks, each, name, changes, nodes) for each in (True, False))
+    assert len({of_weights for _, _, of_weights in found}) == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine[1]
+        for a, b in zip([*mine[0], *mine[1]], [*theirs[0], *theirs[1]], strict=True):
+            if name in ("sgd", "nesterov"):
+                assert a.equal(b)
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def receive_damage(ends: bool) -> tuple[list[str], bool]:
+    """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
+    gpu.is_available = lambda device: True  # put back by `run_ranks`
+    decode = Layout.decode
+
+    def decode_flipped(layout: Layout, gathered: Tensor, damaged: Tensor) -> Any:
+        gathered = gathered.clone()
+        if dist.get_rank() == 1:
+            gathered[0, 0, 0] ^= 1  # of the unary part: a position more, or one less
+        return decode(layout, gathered, damaged)
+
+    model = nn.Linear(300, 17)
+    optimizer = SGD(model.parameters(), **EXACT)
+    worker = DGC(sparsity=(0.9,), min_numel=1000).attach(optimizer, model.named_parameters())
+    said = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        Layout.decode = decode_flipped if step == 1 else decode  # type: ignore[method-assign]
+        try:
+            if step == 2 and ends:
+                worker.check_late_faults()
+            with worker.stepping():
+                worker.exchange(applies=True)
+                optimizer.step()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+        finally:
+            Layout.decode = decode  # type: ignore[method-assign]
+    return said, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_damaged_message_is_told_on_all_ranks_without_a_wait(ends: bool) -> None:
+    """By the next control message, or where the weights are saved; until then nothing is written outside a tensor."""
+    for said, is_finite in run_ranks(receive_damage, 2, ends):
+        assert said[:2] == ["", ""]
+        assert "Step 2: rank 1 has received a damaged message" in said[2]
+        assert is_finite

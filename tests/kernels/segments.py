@@ -1,0 +1,123 @@
+"""Segments for tests of the kernels, and what compares a backend with the reference."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.selection import Selection
+from lightning_lowbw.kernels import gpu, reference
+from lightning_lowbw.kernels.reference import SecondMoment, Segment
+from lightning_lowbw.kernels.table import BLOCK, Workspace
+from tests.kernels.bits import equal_bits
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IS_TRITON = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+# (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
+SIZES = [(1, 1), (7, 3), (200, 1), (BLOCK - 1, 5), (BLOCK, 3), (BLOCK + 1, 4), (BLOCK + 8, 600), (3 * BLOCK + 13, 6)]
+LARGE = (2 * BLOCK, 4)
+WIRE_SIZES = [[(1, 1)], [(70, 70)], [(5, 0), (1000, 3), (33, 31)], [(BLOCK + 1, 4), (300, 1), (64, 64), (9, 2)]]
+WIRE_SIZES += [[(1 << 30, 37), (100_000, 1500)]]
+
+
+def draw_parts(sizes: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    positions = [torch.randint(numel, (4 * k,)).unique()[:k] if k < numel // 2 else torch.randperm(numel)[:k].sort()[0]
+                 for numel, k in sizes]  # fmt: skip
+    return [(each.to(DEVICE), torch.randn(each.numel()).mul_(1e3).to(DEVICE)) for each in positions]
+
+
+def make(
+    numel: int,
+    k: int,
+    gradient: torch.dtype = FLOAT32,
+    momentum_buffer: torch.dtype | None = FLOAT32,
+    weight: torch.dtype | None = None,
+    **factors: Any,
+) -> Segment:
+    def draw(dtype: torch.dtype) -> Tensor:
+        return torch.randn(numel).to(dtype).to(DEVICE)
+
+    return Segment(
+        residual=draw(FLOAT32),
+        momentum_buffer=None if momentum_buffer is None else draw(momentum_buffer),
+        gradient=draw(gradient),
+        weight=None if weight is None else draw(weight),
+        k=k,
+        **factors,
+    )
+
+
+def make_second_moment(numel: int, dtype: torch.dtype = FLOAT32, amsgrad: bool = False) -> SecondMoment:
+    square = torch.rand(numel).to(dtype).to(DEVICE)
+    largest = torch.rand(numel).to(dtype).to(DEVICE) if amsgrad else None
+    return SecondMoment(square=square, largest=largest, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.5, 0.1))
+
+
+def state(segments: Sequence[Segment]) -> list[Tensor]:
+    return [tensor for segment in segments for tensor in segment.tensors if tensor is not segment.weight]
+
+
+def redraw(segments: Sequence[Segment]) -> None:
+    """Replace the state by one of the same distribution, as that of a long run is: thresholds go on fitting."""
+    for segment in segments:
+        for tensor in (segment.residual, segment.momentum_buffer):
+            if tensor is not None:
+                tensor.normal_()
+
+
+def compress(segments: Sequence[Segment], memory: Any, masking: bool = True) -> tuple[Tensor, Tensor]:
+    """Compress by the backend; the memory is `memory()`."""
+    if isinstance(memory, Workspace):
+        return gpu.compress_many_(segments, masking=masking, workspace=memory)
+    parts = memory.compress_({str(number): each for number, each in enumerate(segments)}, masking=masking)
+    positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return positions, values
+
+
+def memory() -> Any:
+    return Workspace() if IS_TRITON else Selection()
+
+
+def check(segments: Sequence[Segment], of_backend: Any, masking: bool = True) -> Tensor:
+    """Compress; compare all results with the reference; return the positions."""
+    twins = copy.deepcopy(list(segments))
+    positions, values = compress(segments, of_backend, masking)
+    expected = reference.compress_many_(twins, masking=masking)
+    assert equal_bits(positions, expected[0])
+    assert equal_bits(values, expected[1])
+    assert all(a.equal(b) for a, b in zip(state(segments), state(twins), strict=True))
+    return positions
+
+
+# Correct, select, take ------------------------------------------------------------------------------------------------
+
+DECAY = {"weight": FLOAT32, "weight_decay": 2.0**-6}
+FORMS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9},
+    "error feedback": {"momentum_buffer": None},
+    "nesterov": {"momentum": 0.5, "nesterov": True},
+    "nesterov without momentum": {"momentum_buffer": None, "nesterov": True},
+    "decay": {"momentum": 0.9, **DECAY},
+    "decay of nothing": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 0.0},
+    "decay ahead": {"momentum": 0.9, **DECAY, "ahead": 2.0**-5},
+    "climbing": {"momentum": 0.9, **DECAY, "sign": -1.0},
+    "dampened": {"momentum": 0.5, "dampening": 0.5},
+    "all": {"momentum": 0.5, "nesterov": True, "sign": -1.0, **DECAY, "ahead": 2.0**-5},
+    "bfloat16": {"momentum": 0.75, "gradient": BFLOAT16, "momentum_buffer": BFLOAT16},
+    "float16": {"momentum": 0.75, "gradient": FLOAT16, "momentum_buffer": FLOAT16},
+    "bfloat16 gradient": {"momentum": 0.9, "gradient": BFLOAT16},
+    "float16 gradient": {"momentum": 0.9, "gradient": FLOAT16},
+    "all bfloat16": {
+        **dict.fromkeys(("gradient", "momentum_buffer", "weight"), BFLOAT16),
+        "momentum": 0.5,
+        "nesterov": True,
+        "weight_decay": 2.0**-6,
+        "sign": -1.0,
+    },
+}

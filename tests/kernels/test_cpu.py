@@ -1,0 +1,142 @@
+"""Searches on a CPU, by each module that selects; and what only numba's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels import dispatch, reference
+from lightning_lowbw.kernels.reference import Segment
+from tests.kernels.bits import equal_bits
+from tests.programs import run_without_lightning
+
+CPU = dispatch.compiled_for()
+MODULES = [reference, pytest.param(CPU, marks=pytest.mark.skipif(CPU is None, reason="needs numba"))]
+KINDS = ("normal", "ties", "zeros", "not finite", "denormal", "one magnitude", "all bits")
+SIZES = [1, 2, 63, 64, 65, 1000, 70_001]
+# Of one element; all sent; ending within the tensor; longer than it; SparseLoCo's.
+CHUNKS = [(1, 1, 0), (16, 1, 1), (7, 7, 3), (50, 2, 5), (1 << 20, 4096, 3), (4096, 64, 64), (300, 9, 40)]
+
+
+def make(kind: str, numel: int) -> Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    if kind == "ties":
+        values = (2.0 * values).round()
+    elif kind == "zeros":
+        values = values.where(values.abs() > 1.5, 0.0)
+    elif kind == "not finite":
+        values[:: max(1, numel // 3)] = torch.inf
+        values[-1] = torch.nan
+    elif kind == "denormal":
+        values *= 1e-39
+    elif kind == "one magnitude":
+        values = values.sign()
+    elif kind == "all bits":  # a NaN than which nothing is larger
+        values = torch.full((numel,), -1, dtype=torch.int32).view(torch.float32)
+    return values
+
+
+def by_sorting(values: Tensor, k: int) -> Tensor:
+    """Sort; of equal ones take the first."""
+    return values.abs().sort(descending=True, stable=True).indices[:k].sort().values
+
+
+def by_sorting_chunks(values: Tensor, chunk: int, k: int, k_last: int) -> Tensor:
+    found = [torch.empty(0, dtype=torch.int64)]
+    for start in range(0, len(values), chunk):
+        mine = values[start : start + chunk]
+        found.append(by_sorting(mine, k if len(mine) == chunk else k_last) + start)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("module", MODULES)
+def test_the_largest_are_those_of_a_stable_sort(module: ModuleType, kind: str) -> None:
+    for numel in SIZES:
+        values = make(kind, numel)
+        for k in {0, 1, max(1, numel // 100), numel // 2, numel - 1, numel}:
+            assert module.largest(values, k).equal(by_sorting(values, k)), (numel, k)
+        for chunk, k, k_last in CHUNKS:
+            if numel <= 1000 * chunk:  # the slow twin goes from chunk to chunk
+                sizes = chunk, k, min(k_last, numel % chunk)
+                assert module.largest(values, k, chunk, sizes[2]).equal(by_sorting_chunks(values, *sizes)), sizes
+    assert reference.largest(values.double(), 9, 64, 7).equal(by_sorting_chunks(values, 64, 9, 7))
+
+
+@pytest.mark.parametrize("threshold", [0.7, float("nan"), float("inf"), 1e39, 3.4e38, 1e-45, 1e-60])
+@pytest.mark.parametrize("module", MODULES)
+def test_what_reaches_a_threshold(module: ModuleType, threshold: float) -> None:
+    """More candidates than are of use are not told."""
+    for kind in KINDS:
+        for numel in (64, 70_001):
+            values = make(kind, numel)
+            expected = (values.abs() >= torch.tensor(threshold)).nonzero().squeeze(1)
+            assert module.reach(values, threshold).equal(expected)
+            for most in (len(expected), len(expected) - 1, 1):
+                found = module.reach(values, threshold, most)
+                assert found is None if len(expected) > most else found.equal(expected)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_accumulating_tells_the_same(module: ModuleType) -> None:
+    """A sample is what will be there; of too many candidates only the number is of use."""
+    for numel in (1, 64, 65, 1023, 1024, 1025, 5 * 1024 + 3 * 64 + 3):
+        v, u, gradient, weight = torch.randn(4, numel).unbind(0)
+        factors = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "sign": -1.0}
+        segments = [
+            Segment(residual=v.clone(), momentum_buffer=u.clone(), gradient=gradient, weight=weight, k=1, **factors)  # type: ignore[arg-type]
+            for _ in range(4)
+        ]
+        sample = module.sample_accumulated(segments[0], 7)
+        assert equal_bits(segments[0].residual, v)
+        for segment, threshold in zip(segments, (0.0, 1e-45, 2.0, float("nan")), strict=True):
+            found = module.accumulate_(segment, threshold)
+            assert found.equal(reference.reach(segment.residual, threshold) if threshold > 0 else found[:0])
+            assert equal_bits(segment.residual, segments[0].residual)
+        assert sample.equal(segments[0].residual[::7].abs())
+        assert module.accumulate_(segments[1], 1e-45, numel - 1) is None
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(CPU, "MIN_PER_THREAD", 100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(CPU is None, reason="needs numba")
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("numel", [0, 99, 199, 200, 301, 10_001])
+def test_several_threads(numel: int) -> None:
+    """Chunks are not torn apart; a fault is told from each thread."""
+    assert CPU is not None
+    values = make("ties", max(1, numel))[:numel]
+    for chunk in (1, 64, 301, 5000):
+        k_last = min(1, numel % chunk)
+        assert CPU.largest(values, 1, chunk, k_last).equal(by_sorting_chunks(values, chunk, 1, k_last))
+    for where in {None, 0, numel - 1} if numel else {None}:
+        v, gradient, fault = torch.zeros(numel), values.clone(), torch.zeros((), dtype=torch.bool)
+        if where is not None:
+            gradient[where] = torch.nan
+        step = Segment(residual=v, momentum_buffer=None, gradient=gradient, weight=None, k=1, fault=fault)
+        assert CPU.accumulate_(step, 2.0).equal(reference.reach(gradient, 2.0))
+        assert bool(fault) == (where is not None)
+        assert CPU.accumulate_(step, 1e-45, 3) is None or numel < 10
+
+
+@pytest.mark.skipif(CPU is None, reason="needs numba")
+def test_what_is_compiled_is_kept_where_the_user_says_and_works_where_it_cannot_be(tmp_path: Path) -> None:
+    program = (
+        "import torch\nfrom lightning_lowbw.kernels import cpu\nassert cpu.largest(torch.ones(9), 1).tolist() == [0]"
+    )
+    run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "mine"))
+    assert list((tmp_path / "mine").glob("**/*.nbc"))
+    (tmp_path / "file").write_text("")
+    run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))

@@ -1,0 +1,54 @@
+"""Which twin runs, found out before the training starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from lightning_lowbw.kernels import dispatch, gpu, reference
+from lightning_lowbw.kernels.dispatch import compiled_for, kernels_for
+
+CPU = torch.device("cpu")
+needs_numba = pytest.mark.skipif(compiled_for() is None, reason="needs numba")
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_numba_faults", [])
+    monkeypatch.setattr(gpu, "_faults", [])
+
+
+@needs_numba
+def test_which_one_runs() -> None:
+    v, narrow = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    assert kernels_for(v) is kernels_for(v, v) is compiled_for(v, narrow) is compiled_for()
+    for others in ((v, narrow), (v, v[::2]), (torch.zeros(8, device="meta"),)):
+        assert kernels_for(*others) is reference
+    dispatch.disable(CPU, "no compiler")
+    assert kernels_for(v) is reference
+    assert dispatch.prepare(CPU) is None  # nothing to be tried any more
+
+
+def test_a_device_without_kernels_has_nothing_to_say() -> None:
+    assert dispatch.prepare(torch.device("meta")) is None
+
+
+@needs_numba
+def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed, but not for this numpy, say; or not installed."""
+    monkeypatch.setattr(dispatch, "_import_cpu", dispatch._import_cpu.__wrapped__)
+    monkeypatch.setitem(sys.modules, "lightning_lowbw.kernels.cpu", None)  # as an import that fails
+    assert kernels_for(torch.zeros(8)) is reference
+    assert "Error" in str(dispatch.prepare(CPU))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert dispatch.prepare(CPU) == "numba is not installed: pip install numba."
+
+
+def test_disabling_one_device_leaves_the_other() -> None:
+    dispatch.disable(torch.device("cuda"), "no compiler")
+    assert gpu._faults == ["no compiler"]
+    assert dispatch._numba_faults == []
+    assert not gpu.is_available(torch.device("cuda"))

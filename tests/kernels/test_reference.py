@@ -1,0 +1,275 @@
+"""The arithmetic on one tensor, against the equations and to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.kernels.reference import (
+    SecondMoment,
+    Segment,
+    accumulate_,
+    compress_many_,
+    correct_,
+    flat,
+    scatter_mean_,
+    take_,
+)
+from tests.kernels.bits import equal_bits
+
+CHANNELS_LAST = (3, 4, 5, 2)
+
+
+def hard_values() -> Tensor:
+    """Values of all magnitudes, subnormal ones and zeros among them, and the largest."""
+    spread = torch.randn(500) * 10.0 ** torch.empty(500).uniform_(-45, 7)
+    positive = torch.tensor([torch.finfo(torch.float32).max, 1e-40, 3e-42, 1.4e-45, 1 + 2.0**-23])
+    return torch.cat([spread, positive, -positive, torch.tensor([0.0, -0.0])])
+
+
+# correct_ -------------------------------------------------------------------------------------------------------------
+
+
+def test_correct_is_equation_7() -> None:
+    momentum_buffer, residual, gradient = torch.randn(3, 7, 11).unbind(0)
+    u, v = momentum_buffer.clone(), residual.clone()
+    before = gradient.clone()
+    correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
+    assert equal_bits(momentum_buffer, 0.9 * u + before)
+    assert equal_bits(residual, v + (0.9 * u + before))
+    assert equal_bits(gradient, before)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
+def test_correct_nesterov_is_the_papers_form(momentum: float) -> None:
+    """u = m (u + g); v = v + u + g, where the paper's u is m times torch's buffer; over several steps."""
+    momentum_buffer, residual = torch.randn(2, 40, dtype=torch.float64).unbind(0)
+    u, v = momentum * momentum_buffer, residual.clone()
+    for _ in range(5):
+        gradient = torch.randn(40, dtype=torch.float64)
+        correct_(residual, momentum_buffer, gradient, momentum=momentum, nesterov=True)
+        u = momentum * (u + gradient)
+        v = v + u + gradient
+        torch.testing.assert_close(momentum * momentum_buffer, u, rtol=0, atol=1e-13)
+        torch.testing.assert_close(residual, v, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_correct_accumulates_what_torch_would_step_with(nesterov: bool) -> None:
+    """With nothing ever sent, v is the sum of the updates of torch's own SGD."""
+    weight = torch.nn.Parameter(torch.zeros(30, dtype=torch.float64))
+    sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9, nesterov=nesterov)
+    residual, momentum_buffer = torch.zeros(2, 30, dtype=torch.float64).unbind(0)
+    for _ in range(4):
+        weight.grad = torch.randn(30, dtype=torch.float64)
+        correct_(residual, momentum_buffer, weight.grad, momentum=0.9, nesterov=nesterov)
+        sgd.step()
+    torch.testing.assert_close(residual, -weight.detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(momentum_buffer, sgd.state[weight]["momentum_buffer"], rtol=0, atol=1e-13)
+
+
+def test_correct_without_a_buffer_is_error_feedback() -> None:
+    residual, gradient = torch.randn(2, 50).unbind(0)
+    expected = residual + gradient
+    correct_(residual, None, gradient, momentum=0.0, nesterov=False)
+    assert equal_bits(residual, expected)
+
+
+def test_correct_with_narrow_and_permuted_memory() -> None:
+    """A bfloat16 channels_last parameter: the residual is float32 and contiguous, positions are logical ones."""
+    momentum_buffer = torch.randn(CHANNELS_LAST).bfloat16().contiguous(memory_format=torch.channels_last)
+    gradient = torch.randn(CHANNELS_LAST).bfloat16()
+    residual = torch.randn(CHANNELS_LAST)
+    u, v = momentum_buffer.clone(memory_format=torch.contiguous_format), residual.clone()
+    correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
+    u = u * 0.9 + gradient
+    assert equal_bits(momentum_buffer, u)
+    assert momentum_buffer.is_contiguous(memory_format=torch.channels_last)
+    assert residual.dtype == torch.float32
+    assert equal_bits(residual, v + u.float())  # nothing of the buffer is rounded away on the way into v
+
+
+def segment_of(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Segment:
+    """A step that adds nothing."""
+    gradient = torch.zeros_like(values)
+    return Segment(
+        residual=values, momentum_buffer=None, gradient=gradient, weight=None, k=k, chunk=chunk, k_last=k_last
+    )
+
+
+# take_ ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_take_loses_nothing(momentum: bool) -> None:
+    """What is sent has the bits that were there, and nothing else has changed."""
+    residual = hard_values()
+    corrected = residual.clone()
+    momentum_buffer = torch.randn_like(residual) if momentum else None
+    positions = torch.randperm(residual.numel())[: residual.numel() * 3 // 4].sort().values
+    values = take_(residual, momentum_buffer, positions, masking=True)
+    assert equal_bits(values, corrected[positions])
+    others = torch.ones(residual.numel(), dtype=torch.bool)
+    others[positions] = False
+    assert equal_bits(residual[others], corrected[others])
+    assert not residual[positions].any()
+
+
+def test_take_of_infinities_and_of_float64() -> None:
+    """What is sent stays finite; what is left tells that the sum has overflowed, and what was rounded away."""
+    largest, infinity = torch.finfo(torch.float32).max, float("inf")
+    residual = torch.tensor([infinity, -infinity, largest, -largest])
+    values = take_(residual, None, torch.arange(4), masking=True)
+    assert values.tolist() == [largest, -largest, largest, -largest]
+    assert residual.tolist() == [infinity, -infinity, 0.0, 0.0]
+    wide = torch.tensor([1 + 1e-12], dtype=torch.float64)
+    assert take_(wide, None, torch.arange(1), masking=True).tolist() == [1.0]
+    assert float(wide) == pytest.approx(1e-12, rel=1e-3)
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("masking", [False, True])
+def test_masking_clears_the_velocity_of_what_was_sent(masking: bool, zero: float) -> None:
+    """What goes out as zero, the padding of a dead tensor, masks nothing: its velocity goes on."""
+    residual = torch.tensor([zero, 3.0, zero, 2.0, 1.0])
+    momentum_buffer = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    values = take_(residual, momentum_buffer, torch.arange(4), masking=masking)
+    assert values.tolist() == [0.0, 3.0, 0.0, 2.0]
+    assert momentum_buffer.tolist() == ([1.0, 0.0, 3.0, 0.0, 5.0] if masking else [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert residual.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_all_tensors_lie_behind_one_another() -> None:
+    segments = [segment_of(torch.tensor([1.0, 3.0]), 1), segment_of(torch.arange(6.0), 1, chunk=4, k_last=1)]
+    positions, values = compress_many_(segments, masking=True)
+    assert positions.tolist() == [1, 3, 5]
+    assert values.tolist() == [3.0, 3.0, 5.0]
+    assert segments[1].residual.tolist() == [0.0, 1.0, 2.0, 0.0, 4.0, 0.0]
+    assert [segment.num_sent for segment in segments] == [1, 2]
+
+
+# accumulate_ ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.02])
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_decay_then_correction_then_comparison(has_buffer: bool, ahead: float) -> None:
+    v, u, gradient, w = torch.randn(4, 1000).unbind(0)
+    buffer = u.clone() if has_buffer else None
+    expected_v, expected_u = v.clone(), None if buffer is None else buffer.clone()
+    correct_(expected_v, expected_u, -gradient + 0.1 * (w - ahead / 0.1 * v), momentum=0.9, nesterov=True)
+    segment = Segment(
+        residual=v, momentum_buffer=buffer, gradient=gradient, weight=w, k=1, momentum=0.9, nesterov=True,
+        weight_decay=0.1, sign=-1.0, ahead=ahead,
+    )  # fmt: skip
+    positions = accumulate_(segment, 1.0)
+    torch.testing.assert_close(v, expected_v)
+    torch.testing.assert_close(buffer, expected_u)
+    assert positions is not None
+    assert positions.tolist() == (v.abs() >= 1.0).nonzero().flatten().tolist()
+
+
+def test_the_decay_is_not_lost_in_a_narrow_gradient() -> None:
+    v, ones = torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)
+    accumulate_(Segment(residual=v, momentum_buffer=None, gradient=ones, weight=ones, k=1, weight_decay=1e-4), 0.0)
+    torch.testing.assert_close(v, torch.full((3,), 1.0001))
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adams_step_is_accumulated(amsgrad: bool) -> None:
+    v, u, gradient, square, largest = torch.rand(5, 1000).unbind(0)
+    moment = SecondMoment(
+        square=square.clone(), largest=largest.clone() if amsgrad else None, beta2=0.99, share=0.5, eps=1e-8,
+        corrections=(0.7, 0.3),
+    )  # fmt: skip
+    q = 0.99 * square + 0.5 * (1 - 0.99) * gradient**2
+    expected_u = 0.9 * u + (1 - 0.9) * gradient
+    root = torch.maximum(largest, q) if amsgrad else q
+    expected_v = v + expected_u / 0.7 / ((root / 0.3).sqrt() + 1e-8)
+    segment = Segment(
+        residual=v, momentum_buffer=u, gradient=gradient, weight=None, k=1, momentum=0.9, dampening=0.9,
+        second_moment=moment,
+    )  # fmt: skip
+    accumulate_(segment, 0.0)
+    torch.testing.assert_close(moment.square, q)
+    torch.testing.assert_close(u, expected_u)
+    torch.testing.assert_close(v, expected_v)
+
+
+# scatter_mean_ --------------------------------------------------------------------------------------------------------
+
+
+def part(**values: float) -> tuple[Tensor, Tensor]:
+    """A sparse vector from `i3=1.5`: 1.5 at position 3."""
+    return torch.tensor([int(name[1:]) for name in values], dtype=torch.int64), torch.tensor(list(values.values()))
+
+
+def test_equal_positions_add_up_and_n_counts_the_silent() -> None:
+    out = torch.full((5,), float("nan"))  # overwritten, whatever was there
+    scatter_mean_(out, [part(i0=4.0, i3=1.0), part(i0=8.0, i4=-2.0), part(), part(i3=3.0)])
+    assert out.tolist() == [3.0, 0.0, 0.0, 1.0, -0.5]
+
+
+def test_padding_at_position_zero_leaves_the_value_of_another_rank() -> None:
+    out = torch.empty(3)
+    scatter_mean_(out, [part(i0=6.0), part(i0=0.0)])
+    assert out.tolist() == [3.0, 0.0, 0.0]
+
+
+def test_the_sum_runs_in_rank_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.randn(7, 1000, generator=generator) * 10.0 ** torch.randint(-4, 4, (7, 1000), generator=generator)
+    parts = [(torch.arange(1000), column) for column in columns]
+    out, again, backwards = torch.empty(3, 1000).unbind(0)
+    scatter_mean_(out, parts)
+    scatter_mean_(again, parts)
+    scatter_mean_(backwards, parts[::-1])
+    expected = torch.zeros(1000)
+    for column in columns:
+        expected = expected + column * (1.0 / 7)
+    assert equal_bits(out, expected)
+    assert equal_bits(again, out)
+    assert not equal_bits(backwards, out)  # else the order would not have been tested
+
+
+def test_no_overflow_on_the_way_to_the_mean() -> None:
+    out = torch.empty(2)
+    scatter_mean_(out, [part(i1=3e38), part(i1=3e38)])
+    assert out.tolist() == [0.0, torch.tensor(3e38).item()]
+
+
+@pytest.mark.parametrize("value_dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_are_averaged_in_full_precision(value_dtype: torch.dtype) -> None:
+    values = torch.randn(3, 20).to(value_dtype)
+    out = torch.empty(20)
+    scatter_mean_(out, [(torch.arange(20), row) for row in values])
+    torch.testing.assert_close(out, values.float().mean(0), rtol=1e-6, atol=1e-7)
+
+
+# flat -----------------------------------------------------------------------------------------------------------------
+
+
+def test_flat_is_a_view_in_logical_order() -> None:
+    contiguous = torch.arange(24.0).view(2, 3, 2, 2)
+    assert flat(contiguous).data_ptr() == contiguous.data_ptr()
+    assert flat(contiguous.contiguous(memory_format=torch.channels_last)).equal(torch.arange(24.0))
+    assert flat(torch.tensor(5.0)).tolist() == [5.0]
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same_bits() -> None:
+    residual, momentum_buffer, gradient = torch.randn(3, 1000).unbind(0)
+    indices = torch.randperm(1000)[:100].sort().values
+    results = []
+    for device in ("cpu", "cuda"):
+        v, u, g, i = (tensor.to(device, copy=True) for tensor in (residual, momentum_buffer, gradient, indices))
+        correct_(v, u, g, momentum=0.5, nesterov=False)  # 0.5: a fused multiply-add rounds the same
+        values = take_(v, u, i, masking=True)
+        out = torch.empty(1000, device=device)
+        scatter_mean_(out, [(i, values), (i, values)])
+        results.append([tensor.cpu() for tensor in (v, u, values, out)])
+    assert all(equal_bits(on_gpu, on_cpu) for on_cpu, on_gpu in zip(*results, strict=True))

@@ -1,0 +1,62 @@
+"""The room that the kernels take on a device, for the tensors of a real model."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.kernels.table import BLOCK, FREE_ROOM, MOST_ROOM, Workspace
+from tests.shapes import resnet50_shapes
+
+BYTES_PER_CANDIDATE = 16
+BYTES_PER_BLOCK = 20
+BYTES_OF_DIGITS = 8192  # of a tensor
+
+
+def workspace_for(numels: list[int], sparsity: float) -> Workspace:
+    workspace = Workspace()
+    workspace.update(
+        [
+            Segment(
+                residual=torch.empty(numel),  # never written: it takes no memory
+                momentum_buffer=torch.empty(numel),
+                gradient=torch.empty(numel),
+                weight=None,
+                k=num_selected(numel, 1 - sparsity),
+            )
+            for numel in numels
+        ]
+    )
+    return workspace
+
+
+@pytest.mark.parametrize("sparsity", [0.75, 0.9375, 0.984375, 0.996, 0.999])
+def test_the_room_is_a_byte_per_parameter_at_most(sparsity: float) -> None:
+    """At every stair of the warm-up; without a bound it was 8 bytes at a sparsity of 0.9375, 4 at 0.75."""
+    numels = [prod(shape) for shape in resnet50_shapes()]
+    assert len(numels) == 161
+    assert sum(numels) == 25_557_032
+    workspace = workspace_for(numels, sparsity)
+    num_blocks = sum(-(-numel // BLOCK) for numel in numels)
+    room = sum(row.capacity for row in workspace.rows)
+    assert room <= sum(max(FREE_ROOM, numel * MOST_ROOM) for numel in numels)
+    nbytes = sum(each.nbytes for each in vars(workspace).values() if isinstance(each, torch.Tensor))
+    of_tables = nbytes - BYTES_PER_CANDIDATE * room - BYTES_PER_BLOCK * num_blocks
+    assert 0 < of_tables < (200 + BYTES_OF_DIGITS) * len(numels)
+    assert nbytes <= 1.03 * sum(numels) + BYTES_OF_DIGITS * len(numels)
+    large = [row for row in workspace.rows if row.numel >= 16384]
+    assert {row.capacity == 0 for row in large} == {sparsity < 0.98}
+
+
+def test_rows_lie_behind_one_another() -> None:
+    workspace = workspace_for([5, 70_000, 3, 100_000], 0.99)
+    candidates = outputs = 0
+    for row in workspace.rows:
+        assert (row.first_candidate, row.first_output) == (candidates, outputs)
+        assert row.capacity == 0 or row.capacity >= 1.5 * row.aim > row.k
+        candidates, outputs = candidates + row.capacity, outputs + row.k
+    assert workspace.positions.numel() == workspace.ordered_values.numel() == candidates

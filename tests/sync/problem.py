@@ -1,0 +1,246 @@
+"""A training problem whose gradients are known in closed form, for loops in plain PyTorch on real ranks.
+
+The loss of a rank in a step is ``sum_i <c_i, w_i> + |w_i|^2 / 2`` with random c of the rank, the step and the tensor;
+its gradient is c + w.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw import DGC
+from lightning_lowbw.comm.topology import part_of
+from lightning_lowbw.sync.synchronizer import Synchronizer
+from tests.oracle import OracleDGC
+from tests.ranks import run_ranks
+
+Shape = tuple[int, ...]
+Parameters = dict[str, Parameter]
+Nodes = tuple[tuple[int, ...], ...]  # the ranks of each
+Result = TypeVar("Result")
+
+FLAT: Nodes = ((0,), (1,))  # nodes of one rank are one level
+NODES: dict[str, Nodes] = {
+    "blocks": ((0, 1), (2, 3)),
+    "strided": ((0, 2), (1, 3)),
+    "crossed": ((0, 3), (1, 2)),  # the second ranks are in another order than the first
+    "three nodes": ((0, 1), (2, 3), (4, 5)),
+    "three each": ((0, 1, 2), (3, 4, 5)),
+}
+
+AWKWARD: dict[str, Shape] = {
+    "scalar": (),
+    "single": (1,),
+    "empty": (0,),
+    "empty_matrix": (3, 0),
+    "vector": (17,),
+    "cube": (5, 6, 7),
+    "conv": (8, 4, 3, 3),  # channels_last
+    "pointwise": (12, 10, 1, 1),  # channels_last and contiguous at once
+    "matrix": (30, 20),
+    "transposed": (20, 30),  # strides of its transpose
+}
+
+
+# As the equations have it.
+EXACT: dict[str, Any] = {"value_dtype": "float32"}
+DENSE_THEN_SPARSE = DGC(rampup_begin_step=2, rampup_step=4, sparsity=[0.5, 0.9], min_numel=1, **EXACT)
+DENSITIES = {step: DENSE_THEN_SPARSE.when.density(step) for step in range(8)}
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
+
+
+def message_of(function: Callable[[], object], kind: type[Exception]) -> str | None:
+    """Return what `function` says when it raises `kind`; None where it does not."""
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def run_each(num_ranks: int, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
+    """Start the ranks once for several functions; return what each returns on each rank."""
+    by_rank = run_ranks(_call_each, num_ranks, list(calls.values()))
+    return {name: [of_rank[number] for of_rank in by_rank] for number, name in enumerate(calls)}
+
+
+def _call_each(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    return [call() for call in calls]
+
+
+def each(function: Callable[..., Result], cases: Iterable[tuple[Any, ...]]) -> list[Result]:
+    """Return the results of all cases; on ranks, so that all of them are one start."""
+    return [function(*case) for case in cases]
+
+
+def node_of(rank: int, nodes: Nodes) -> int:
+    """Return the number of a rank's node."""
+    return next(number for number, node in enumerate(nodes) if rank in node)
+
+
+def mean_of_nodes(parts: Sequence[Tensor], nodes: Nodes) -> Tensor:
+    """Return the mean over the nodes of a tensor of which each rank has its part, flat, in the order of the ranks."""
+    return torch.stack([torch.cat([parts[rank] for rank in node]) for node in nodes]).mean(0)
+
+
+def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    weight = torch.randn(shape, generator=_generator(name, 0, 0)).to(dtype)
+    if name == "transposed":
+        return weight.t().contiguous().t()
+    return weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight
+
+
+def in_memory(tensor: Tensor, name: str) -> Tensor:
+    """Return the elements of a tensor, flat, in the order in which those of `make_weight` lie in memory."""
+    if tensor.dim() == 4:
+        tensor = tensor.permute(0, 2, 3, 1)
+    return (tensor.t() if name == "transposed" else tensor).reshape(-1)
+
+
+def from_memory(flat: Tensor, name: str, shape: Shape) -> Tensor:
+    """Return what `in_memory` was made of: contiguous."""
+    numbers = in_memory(torch.arange(flat.numel()).view(shape), name)
+    return torch.empty_like(flat).index_copy_(0, numbers, flat).view(shape)
+
+
+def make_parameters(shapes: Mapping[str, Shape], dtype: torch.dtype = torch.float32) -> Parameters:
+    return {name: Parameter(make_weight(name, shape, dtype)) for name, shape in shapes.items()}
+
+
+def coefficients(name: str, like: Tensor, rank: int, step: int) -> Tensor:
+    return torch.randn(like.shape, generator=_generator(name, rank + 1, step)).to(like.dtype)
+
+
+def _generator(name: str, rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(map(ord, name)) * 1_000_003 + rank * 1009 + step)
+
+
+def weights_of(parameters: Parameters) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+class _Loss(torch.autograd.Function):
+    """What a tensor adds to the loss. Its gradient alone is computed: by ten operations a backward took as long as the
+    rest of a step."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, c: Tensor) -> Tensor:
+        context.gradient = c + weight
+        return weight.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(context: Any, sign: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return context.gradient * sign, None
+
+
+def loss_of(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = ()) -> Tensor:
+    """Return this rank's loss in a step, whose gradients alone are right."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    loss = torch.zeros(())
+    for name, parameter in parameters.items():
+        if name not in unused and parameter.requires_grad:
+            loss = loss + _Loss.apply(parameter, coefficients(name, parameter, rank, step))
+    return loss
+
+
+def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = (), sign: float = 1.0) -> None:
+    """Compute this rank's own gradients; those of `unused` stay None."""
+    loss = loss_of(parameters, step, unused)
+    if loss.requires_grad:
+        (sign * loss).backward()
+
+
+def take_step(
+    worker: Synchronizer,
+    parameters: Mapping[str, Parameter],
+    step: int,
+    unused: Collection[str] = (),
+    sign: float = 1.0,
+) -> None:
+    """The loop that the documentation shows."""
+    worker.optimizer.zero_grad()
+    backward(parameters, step, unused, sign)
+    with worker.stepping():
+        worker.exchange()
+        worker.optimizer.step()
+
+
+def by_the_paper(
+    shapes: Mapping[str, Shape],
+    nodes: Nodes,
+    densities: Mapping[int, float],
+    *,
+    min_numel: int = 1,
+    clip: Mapping[str, float] = {},
+    users: Collection[int] | None = None,
+    settings: Callable[[int], Mapping[str, float]] = lambda step: {},
+    **options: Any,
+) -> tuple[dict[str, Tensor], dict[tuple[str, int], OracleDGC]]:
+    """Train in one process: each part of a tensor by one rank of the paper per node, with the node's mean gradient.
+
+    Args:
+        densities: of each step.
+        clip: the whole gradient, by "norm" or "value".
+        users: the ranks that use the tensors; the gradient of others is 0. None is all.
+        settings: fields of the oracles that change with the step.
+        **options: of the oracles.
+
+    Returns:
+        The weights; and the oracles, by name and local rank.
+    """
+    weights = {name: in_memory(make_weight(name, shape), name).clone() for name, shape in shapes.items()}
+    oracles = {
+        (name, local_rank): OracleDGC(
+            len(nodes), min_numel=1 if weight.numel() >= min_numel else weight.numel() + 1, **{"lr": 0.05, **options}
+        )
+        for name, weight in weights.items()
+        for local_rank in range(len(nodes[0]))
+    }
+
+    def gradient_of(name: str, node: tuple[int, ...], step: int) -> Tensor:
+        like = torch.empty(shapes[name])
+        own = [in_memory(coefficients(name, like, rank, step), name) + weights[name] for rank in node]
+        used = [g if users is None or rank in users else g * 0 for rank, g in zip(node, own, strict=True)]
+        return sum(used, torch.zeros(())) / len(node)
+
+    for step, density in densities.items():
+        of_nodes = [{name: gradient_of(name, node, step) for name in weights} for node in nodes]
+        if density == 1.0:  # clipped after the mean
+            of_nodes = [{name: sum(each[name] for each in of_nodes) / len(nodes) for name in weights}] * len(nodes)  # type: ignore[misc]
+        of_nodes = [_clipped(each, clip, 1.0 if density == 1.0 else len(nodes) ** 0.5) for each in of_nodes]
+        for (name, local_rank), oracle in oracles.items():
+            vars(oracle).update(settings(step))
+            part = part_of(weights[name].numel(), local_rank, len(nodes[0]))
+            own = [[each[name][part]] for each in of_nodes]
+            if part.stop > part.start and density == 1.0:
+                oracle.dense_step([weights[name][part]], own)
+            elif part.stop > part.start:
+                oracle.sparse_step([weights[name][part]], own, density)
+    return {name: from_memory(weight, name, shapes[name]) for name, weight in weights.items()}, oracles
+
+
+def _clipped(gradients: dict[str, Tensor], clip: Mapping[str, float], factor: float) -> dict[str, Tensor]:
+    if "norm" in clip:
+        norm = sum(float((g * g).sum()) for g in gradients.values()) ** 0.5
+        gradients = {name: g * min(1.0, clip["norm"] * factor / (norm + 1e-6)) for name, g in gradients.items()}
+    if "value" in clip:
+        gradients = {name: g.clamp(-clip["value"], clip["value"]) for name, g in gradients.items()}
+    return gradients
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())

@@ -1,0 +1,186 @@
+"""DGC for Adam and AdamW on real gloo ranks, against its equations in one process; on one level and on two."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
+
+from lightning_lowbw import DGC, ConfigurationError, Method
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.topology import part_of
+from lightning_lowbw.compress.corrections import AdamCorrection
+from lightning_lowbw.namespaces import LOGGER
+from tests.adam_oracle import OracleAdam
+from tests.ranks import run_ranks
+from tests.sync.problem import (
+    AWKWARD,
+    EXACT,
+    FLAT,
+    NODES,
+    Nodes,
+    Said,
+    coefficients,
+    each,
+    from_memory,
+    in_memory,
+    make_parameters,
+    make_weight,
+    message_of,
+    take_step,
+)
+
+BEGIN, STEPS, LR, MIN_NUMEL = 4, 12, 0.01, 100
+SHAPES = {**AWKWARD, "large": (40, 30)}
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+
+
+def method_for(**changes: Any) -> Method:
+    stairs = {"rampup_begin_step": BEGIN, "rampup_step": 4, "sparsity": [0.5, 0.9]}
+    return DGC(**{**stairs, **EXACT, "min_numel": MIN_NUMEL, **changes})
+
+
+def train(
+    kind: str, options: dict[str, Any], changes: dict[str, Any], nodes: Nodes = FLAT, sign: float = 1.0
+) -> dict[str, Any]:
+    parameters = make_parameters(SHAPES)
+    optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
+    worker = method_for(**changes).attach(optimizer, parameters.items(), topology=nodes)
+    for step in range(STEPS):
+        take_step(worker, parameters, step, sign=sign)
+        assert "_init_group" not in vars(optimizer)
+    return {
+        "digest": digest(parameters.values()),
+        "weights": {name: p.detach().clone() for name, p in parameters.items()},
+        "steps": {float(optimizer.state[each_parameter]["step"]) for each_parameter in parameters.values()},
+        "squares": digest([optimizer.state[p]["exp_avg_sq"] for p in parameters.values()]),
+    }
+
+
+def by_the_equations(
+    kind: str, options: dict[str, Any], changes: dict[str, Any], nodes: Nodes = FLAT
+) -> dict[str, Tensor]:
+    """Return the weights: of each part of a tensor, trained by one rank per node."""
+    options = {key: value for key, value in options.items() if key in ("betas", "eps", "weight_decay", "amsgrad")}
+    if kind == "AdamW":
+        options = {"weight_decay": 0.01, **options}  # torch's default
+    density_at = method_for(**changes).when.density
+    weights = {name: in_memory(make_weight(name, shape), name) for name, shape in SHAPES.items()}
+    oracles = {
+        (name, local_rank): OracleAdam(
+            len(nodes),
+            LR,
+            is_decoupled=kind == "AdamW",
+            min_numel=1 if weight.numel() >= changes.get("min_numel", MIN_NUMEL) else weight.numel() + 1,
+            masking=changes.get("momentum_masking", False),
+            **options,
+        )
+        for name, weight in weights.items()
+        for local_rank in range(len(nodes[0]))
+    }
+    for step in range(STEPS):
+        for name, weight in weights.items():
+            like = torch.empty(SHAPES[name])
+            random = [[in_memory(coefficients(name, like, rank, step), name) for rank in n] for n in nodes]
+            of_nodes = [sum(c + weight for c in of_node) / len(of_node) for of_node in random]
+            for local_rank in range(len(nodes[0])):
+                part = part_of(weight.numel(), local_rank, len(nodes[0]))
+                own = [[gradient[part]] for gradient in of_nodes]
+                if part.stop > part.start and density_at(step) == 1.0:
+                    oracles[name, local_rank].dense_step([weight[part]], own)
+                elif part.stop > part.start:
+                    oracles[name, local_rank].sparse_step([weight[part]], own, density_at(step))
+    return {name: from_memory(weight, name, SHAPES[name]) for name, weight in weights.items()}
+
+
+CASES: list[Case] = [
+    ("AdamW", {}, {}),
+    ("AdamW", {"eps": 1e-3}, {"rampup_begin_step": 0, "min_numel": 1}),
+    ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"momentum_masking": True}),
+    ("AdamW", {"betas": (0.0, 0.95)}, {}),
+    ("Adam", {"weight_decay": 0.05}, {}),
+    ("Adam", {"amsgrad": True, "eps": 1e-3}, {}),
+    ("AdamW", {"foreach": True}, {}),
+    ("AdamW", {"fused": True}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cases"), [(FLAT, CASES), (NODES["blocks"], [CASES[0], CASES[1], CASES[5]])], ids=["flat", "two levels"]
+)
+def test_equals_the_equations(nodes: Nodes, cases: list[Case]) -> None:
+    by_rank = run_ranks(each, sum(map(len, nodes)), train, [(*case, nodes) for case in cases])
+    for case, *results in zip(cases, *by_rank, strict=True):
+        assert len({result["digest"] for result in results}) == 1
+        for name, weight in by_the_equations(*case, nodes).items():
+            there = results[0]["weights"][name].contiguous()
+            torch.testing.assert_close(there, weight, rtol=1e-4, atol=2e-5, msg=f"{case} {name}")
+        assert all(result["steps"] == {STEPS} for result in results), "also of parts of no elements"
+        for node in nodes:  # whose ranks keep the second moments of all parts
+            assert len({results[rank]["squares"] for rank in node}) == 1
+
+
+def test_climbing_is_descending_the_negative() -> None:
+    cases = [("AdamW", {}, {}, FLAT, 1.0), ("AdamW", {"maximize": True}, {}, FLAT, -1.0)]
+    down, up = run_ranks(each, 2, train, cases)[0]
+    for name, weight in down["weights"].items():
+        torch.testing.assert_close(up["weights"][name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_what_cannot_be_corrected_is_refused() -> None:
+    parameters = make_parameters({"large": (40, 30)})
+    optimizer = AdamW(parameters.values(), differentiable=True)
+    message = message_of(lambda: method_for().attach(optimizer, parameters.items()), ConfigurationError)
+    assert "differentiable=True" in str(message)
+
+
+def attach_and_listen(kind: type, options: dict[str, Any]) -> list[str]:
+    parameters, said, logger = make_parameters({"large": (40, 30)}), Said(), logging.getLogger(LOGGER)
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
+    method_for().attach(kind(parameters.values(), **options), parameters.items())
+    logger.removeHandler(said)
+    return [each for each in said.messages if "beta1" in each]
+
+
+def test_a_lowered_beta1_is_told_once() -> None:
+    optimizers: list[tuple[type, dict[str, Any]]] = [(AdamW, {}), (AdamW, {"betas": (0.7, 0.99)}), (SGD, {"lr": 0.1})]
+    first, second = run_ranks(each, 2, attach_and_listen, optimizers)
+    assert ["beta1=0.9 is lowered to 0.7" in each for each in first[0]] == [True]
+    assert [*first[1:], *second] == [[]] * 5
+
+
+def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
+    """In place, as torch.distributed.checkpoint loads it."""
+    parameter = torch.nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    optimizer = AdamW([parameter], lr=LR)
+    correction, group = AdamCorrection(optimizer, 2), optimizer.param_groups[0]
+    for expected in (1, 2, 101, 102):
+        if expected == 101:
+            optimizer.state[parameter]["step"].fill_(100)
+        moment = correction.second_moment(parameter, group, slice(0, 8))
+        assert moment.corrections[1] == 1.0 - group["betas"][1] ** expected
+        correction.give_back()
+        assert optimizer.state[parameter]["step"].item() == expected
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_amsgrad_is_that_of_the_param_group(has_stepped: bool) -> None:
+    """Also where a dense step of Adam's own has made the state."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = Adam([{"params": parameters[:1], "amsgrad": True}, {"params": parameters[1:]}], lr=LR)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    if has_stepped:
+        optimizer.step()
+    correction = AdamCorrection(optimizer, 2)
+    for parameter, group in zip(parameters, optimizer.param_groups, strict=True):
+        moment = correction.second_moment(parameter, group, slice(0, 4))
+        assert (moment.largest is not None) == group["amsgrad"]
+        correction.keep_second_moment(parameter, slice(0, 4), moment)
+        assert ("max_exp_avg_sq" in optimizer.state[parameter]) == group["amsgrad"]

@@ -1,0 +1,669 @@
+"""What goes wrong in a step or an average is told on all ranks; a state names a torn step, and training goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+from lightning_lowbw import (
+    DGC,
+    ConfigurationError,
+    DisagreementError,
+    EveryStep,
+    LocalSGD,
+    Method,
+    NonFiniteGradientError,
+    Quantized,
+    QuantizedGradients,
+    TopK,
+    Where,
+)
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.collectives import Collectives, TensorWork
+from lightning_lowbw.compress import codec
+from lightning_lowbw.compress.quantization import NARROW_NAMES
+from lightning_lowbw.compress.selection import SampledSelector
+from lightning_lowbw.compress.top_k import Compression
+from lightning_lowbw.compress.values import VALUE_NAMES
+from lightning_lowbw.sync import exchange as exchanges
+from lightning_lowbw.sync.local import LocalSync
+from tests.local_oracle import mean_of
+from tests.ranks import run_ranks
+from tests.sync.problem import FLAT, NODES, Nodes, Parameters, backward, each, make_parameters, message_of, run_each
+from tests.sync.problem import take_step as take_gradient_step
+from tests.sync.replica_problem import SHAPES as OF_REPLICAS
+from tests.sync.replica_problem import attach, residuals_of, train_on, with_base
+
+SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
+METHOD = DGC(sparsity=[0.9], min_numel=100)
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "adamw": partial(AdamW, lr=0.02),
+    "rmsprop": partial(RMSprop, lr=0.002),
+}
+CULPRIT = 1
+
+
+def make_synchronizer(method: Method = METHOD, kind: str = "sgd", nodes: Nodes = FLAT) -> tuple[Any, Parameters]:
+    parameters = make_parameters(SHAPES)
+    optimizer = OPTIMIZERS[kind](parameters.values())
+    return method.attach(optimizer, parameters.items(), topology=None if nodes == FLAT else nodes), parameters
+
+
+def everything(worker: Any, parameters: Parameters) -> list[Tensor]:
+    """Return all that a step commits."""
+    states = [value for state in worker.optimizer.state.values() for value in state.values()]
+    return [*parameters.values(), *worker.residuals.values(), *(each for each in states if isinstance(each, Tensor))]
+
+
+# Gradients that are not finite ----------------------------------------------------------------------------------------
+
+
+def poison(method: Method, value: float, name: str, skips: bool) -> dict[str, Any]:
+    """Two good steps, one with a bad element on one rank, which is looked for before clipping, two good ones."""
+    worker, parameters = make_synchronizer(method)
+    for step in range(2):
+        take_gradient_step(worker, parameters, step)
+    before, groups = digest(everything(worker, parameters)), [dict(group) for group in worker.optimizer.param_groups]
+    worker.optimizer.zero_grad()
+    backward(parameters, 2)
+    if dist.get_rank() == CULPRIT:
+        parameters[name].grad[(1,) * parameters[name].dim()] = value  # type: ignore[index]
+    taken = []
+
+    def exchange() -> None:
+        with worker.stepping():
+            worker.prepare()  # clipping spreads a NaN to all tensors: whose fault it was is known then
+            torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            taken.append(worker.exchange(skip_nonfinite=skips))
+
+    message = message_of(exchange, NonFiniteGradientError)
+    assert digest(everything(worker, parameters)) == before
+    assert [dict(group) for group in worker.optimizer.param_groups] == groups
+    assert worker.state_dict()["torn"] == ""
+    steps = worker.step
+    for step in (3, 4):
+        take_gradient_step(worker, parameters, step)
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    return {"message": message, "taken": taken, "steps": steps, "digest": digest(parameters.values())}
+
+
+def test_a_bad_gradient_on_one_rank_is_told_on_all_or_skipped_by_all() -> None:
+    bad = [(math.nan, "conv"), (math.inf, "matrix"), (-math.inf, "bias")]
+    methods = [METHOD, DGC(rampup_begin_step=100), QuantizedGradients()]
+    cases = [(method, *case, skips) for method in methods for case in bad for skips in (False, True)]
+    for (method, _, name, skips), *by_rank in zip(cases, *run_ranks(each, 2, poison, cases), strict=True):
+        assert len({facts["digest"] for facts in by_rank}) == 1
+        for facts in by_rank:
+            if skips:  # counted, as `trainer.global_step` does
+                assert (facts["message"], facts["taken"], facts["steps"]) == (None, [False], 3)
+                continue
+            assert f"Step 2: the gradient of '{name}' on rank {CULPRIT} is not finite" in facts["message"]
+            assert facts["steps"] == 2
+            assert ("give it a warm-up (there is none" in facts["message"]) == (method == METHOD and name != "bias")
+
+
+def test_a_bad_step_is_skipped_by_a_single_rank() -> None:
+    """As the loop in the docstring of `Synchronizer` has it, which then trains on one GPU, too."""
+    parameters = make_parameters({"matrix": (3, 2), "table": (4, 2), "unused": (3,)})
+    worker = METHOD.attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    for value, is_taken in ((1.0, True), (math.inf, False), (math.nan, False), (3e38, True)):
+        for is_sparse in (False, True):  # on a single rank sparse ones are not refused
+            parameters["matrix"].grad = torch.ones(3, 2)
+            gradient = torch.zeros(4, 2).index_fill_(0, torch.tensor([2]), value)
+            parameters["table"].grad = gradient.to_sparse() if is_sparse else gradient
+            assert worker.exchange(skip_nonfinite=True) == is_taken
+            assert worker.exchange()
+
+
+def meet_a_fault(kind: str, name: str, nodes: Nodes) -> dict[str, Any]:
+    """A NaN that the pass finds which accumulates; by hand, without `stepping`; and what the next exchange sends."""
+    worker, parameters = make_synchronizer(METHOD, kind, nodes)
+    for step in range(3):
+        worker.optimizer.zero_grad()
+        backward(parameters, step)
+        worker.optimizer.step()
+    before = digest(parameters.values())
+    backward(parameters, 3)
+    if dist.get_rank() == CULPRIT:
+        parameters[name].grad.view(-1)[0] = torch.nan  # type: ignore[union-attr]
+    message = message_of(worker.exchange, NonFiniteGradientError)
+    found = {"message": message, "torn": worker.state_dict()["torn"], "stays": digest(parameters.values()) == before}
+    found["finite"] = all(bool(tensor.isfinite().all()) for tensor in everything(worker, parameters))
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    parameters["matrix"].grad[7, 7] = 1000.0  # type: ignore[index]
+    worker.exchange()
+    found["sent"] = parameters["matrix"].grad[7, 7].item()  # type: ignore[index]
+    worker.optimizer.step()
+    return {**found, "digest": digest(parameters.values()), "whole": worker.state_dict()["torn"] == ""}
+
+
+@pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]], ids=["flat", "two levels"])
+def test_what_is_not_finite_enters_no_state_and_what_was_selected_is_not_sent(nodes: Nodes) -> None:
+    cases = [(kind, name, nodes) for kind in OPTIMIZERS for name in ("matrix", "bias")]
+    results = run_ranks(each, sum(map(len, nodes)), meet_a_fault, cases)
+    for (kind, name, _), *of_case in zip(cases, *results, strict=True):
+        assert len({(found["message"], found["digest"]) for found in of_case}) == 1
+        for found in of_case:
+            assert f"Step 3: the gradient of '{name}'" in str(found["message"])
+            assert found["torn"] == "the exchange of gradients after step 3"
+            assert found["stays"], kind
+            assert found["finite"], kind
+            assert found["whole"]
+            assert kind != "rmsprop" or 900 < found["sent"] < 1100
+
+
+def add_up_too_much(checks_now: bool, nodes: Nodes, ends: bool) -> tuple[list[str], bool]:
+    """Return what is said in each step, and whether weights are finite; rank 1 has gradients as large as float32."""
+    worker, parameters = make_synchronizer(METHOD, "sgd", nodes)
+    said: list[str] = []
+    for step in range(3):
+        worker.optimizer.zero_grad()
+        backward(parameters, step)
+        if dist.get_rank() == CULPRIT and (step or not ends):
+            parameters["matrix"].grad.fill_(3e38)  # type: ignore[union-attr]
+        try:
+            with worker.stepping():
+                if checks_now:
+                    worker.prepare()
+                worker.exchange()
+                worker.optimizer.step()
+            if ends and step == 2:
+                worker.check_late_faults()
+            said.append("")
+        except NonFiniteGradientError as error:
+            said.append(str(error))
+            break
+    return said, all(bool(weight.isfinite().all()) for weight in parameters.values())
+
+
+@pytest.mark.fault(
+    "gradients of 3e38, which are finite, and whose sum with earlier ones is not",
+    "an error on all ranks that names the rank and the parameter, in the next step, or at the end of the fit",
+)
+@pytest.mark.parametrize("nodes", [FLAT, NODES["blocks"]], ids=["flat", "two levels"])
+def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:
+    """In the step that adds them up; where gradients are looked at before, in the next one, or where the run ends."""
+    cases = [(False, nodes, False), (True, nodes, False), (True, nodes, True)]
+    for at_once, late, at_the_end in run_ranks(each, sum(map(len, nodes)), add_up_too_much, cases):
+        who = "on rank 1" if nodes == FLAT else "of node 0 (ranks [0, 1])"
+        assert f"'matrix' {who} is not finite, or too large to be added to the residual" in at_once[0][-1]
+        assert at_once[1]
+        for said, _ in (late, at_the_end):
+            assert "the gradient of 'matrix' on rank " in said[-1]
+            assert "added to the residual, has become too large for float32" in said[-1]
+        assert len(at_the_end[0]) == 3
+
+
+def overflow_gradients(dtype: str, value: float) -> list[str]:
+    weight = Parameter(torch.zeros(300))
+    optimizer = SGD([weight], lr=1e-39)
+    QuantizedGradients(dtype).attach(optimizer, [("weight", weight)])
+    said = []
+    for _ in range(3):
+        weight.grad = torch.full((300,), value)
+        said.append(message_of(optimizer.step, NonFiniteGradientError) or "")  # type: ignore[arg-type]
+    return said
+
+
+def overflow_changes(value_dtype: str, ends: str, nodes: Nodes) -> list[str]:
+    """Return what each period says, until one fails, where ranks move by 3e38 in the first one: with float16 rank 1."""
+    weight = Parameter(torch.zeros(600))
+    optimizer = SGD([weight], lr=1.0)
+    worker: Any = LocalSGD(2, 0, compression=value_dtype).attach(optimizer, [("w", weight)], topology=nodes or None)
+    is_large, said = value_dtype != "float16" or dist.get_rank() == 1, []
+    for period in range(3):
+        try:
+            for _ in range(2):
+                weight.grad = torch.full_like(weight, -1.5e38 if is_large and period == 0 else -1.0)
+                optimizer.step()
+            if ends == "finish":
+                worker.finish()
+            elif ends == "consensus":
+                with worker.consensus():
+                    pass
+            said.append("")
+        except NonFiniteGradientError as error:
+            return [*said, str(error)]
+    return said
+
+
+@pytest.mark.fault(
+    "local steps that change weights by 3e38, which overflows in the residual of an average in few bits",
+    "an error on all ranks that names the rank, at the next average, at the end, or before the weights are saved",
+)
+def test_what_is_kept_of_changes_too_large_is_told() -> None:
+    """The weights agree then, and may be finite: of 3e38 float16 sends 65504, and the rest adds up to an infinity."""
+    cases = [(name, ends, ()) for name in NARROW_NAMES for ends in ("next", "finish", "consensus")]
+    for (name, ends, _), first, second in zip(cases, *run_ranks(each, 2, overflow_changes, cases), strict=True):
+        assert first == second
+        *before, said = first
+        assert before == ([""] if ends == "next" else [])
+        who = "rank 1" if name == "float16" else "rank 0"
+        assert f"what was kept of earlier changes of the weights on {who} has become too large for float32" in said
+        assert f"Step {4 if ends == 'next' else 2}: " in said
+    for said in run_ranks(overflow_changes, 4, "float16", "next", NODES["blocks"]):
+        assert said[0] == ""
+        assert "what was kept of earlier changes of the weights on rank 0 has become too large for float32" in said[1]
+
+
+def test_what_is_kept_of_gradients_too_large_is_told() -> None:
+    """The sum of two is not finite, or what is kept of them grows until it is not: never silently."""
+    cases = [(dtype, value) for dtype in NARROW_NAMES for value in (3e38, 1e30)]
+    for results in run_ranks(each, 2, overflow_gradients, cases):
+        for (_, value), said in zip(cases, results, strict=True):
+            told = "what was kept of earlier gradients on rank 0 has become too large for float32. " in said[-1]
+            assert told or (value < 1e31 and said == ["", "", ""]) or "a sum was not finite" in said[-1]
+            assert said[0] == ""
+
+
+# Damaged messages -----------------------------------------------------------------------------------------------------
+
+WITH_MESSAGES = {"dgc": METHOD, "local_sgd": LocalSGD(2, 0, compression={"min_numel": 100, "value_dtype": "float32"})}
+
+
+def take_steps(worker: Any, parameters: Parameters) -> None:
+    """Take the steps of an exchange."""
+    for _ in range(2 if isinstance(worker, LocalSync) else 1):
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter).add_(0.1 * dist.get_rank())
+        worker.optimizer.step()
+
+
+def receive_damage(name: str) -> list[str | None]:
+    """Return what each exchange says, where a bit flips in what rank 1 receives in the second one."""
+    worker, parameters = make_synchronizer(WITH_MESSAGES[name])
+    receive, said = TensorWork.wait, [message_of(partial(take_steps, worker, parameters), ValueError)]
+
+    def receive_flipped(work: Any) -> Tensor:
+        gathered = receive(work).clone()
+        if gathered.dtype == torch.uint8:
+            gathered.view(-1)[0] ^= dist.get_rank()  # of the unary part: a position more, or one less
+        return gathered
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorWork, "wait", receive_flipped)
+        return [*said, message_of(partial(take_steps, worker, parameters), ValueError)]
+
+
+def note_damage(name: str, ends: bool) -> list[str | None]:
+    """Return what each exchange says, where rank 1 notes in the second one what a GPU would."""
+    worker, parameters = make_synchronizer(WITH_MESSAGES[name])
+    said = [message_of(partial(take_steps, worker, parameters), ValueError) for _ in range(2)]
+    assert not worker.compressed.fault
+    worker.compressed.fault.fill_(dist.get_rank() == 1)
+    last = worker.check_late_faults if ends else partial(take_steps, worker, parameters)
+    return [*said, message_of(last, ValueError)]
+
+
+def test_a_damaged_message_raises_where_it_is_received_and_on_a_gpu_in_the_next_step_on_all() -> None:
+    """The others learn of it as of any error of a rank."""
+    for name in WITH_MESSAGES:
+        first, second = run_ranks(receive_damage, 2, name)
+        assert first == [None, None]
+        assert second[0] is None
+        assert "positions; " in str(second[1])
+    for said in run_ranks(each, 2, note_damage, [("dgc", False), ("dgc", True), ("local_sgd", False)]):
+        for of_case in said:
+            assert of_case[:2] == [None, None]
+            assert "rank 1 has received a damaged message: its positions were too many" in str(of_case[2])
+
+
+# Steps and averages that fail -----------------------------------------------------------------------------------------
+
+
+class LinkLost(RuntimeError):
+    pass
+
+
+def lose_the_link(*_: Any, **__: Any) -> None:
+    raise LinkLost
+
+
+def failing_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that raises when it is called for the so many-th time."""
+    calls: list[None] = []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number:
+            raise MemoryError
+        return function(*args, **kwargs)
+
+    return called
+
+
+FAILING: dict[str, tuple[Any, str, int]] = {
+    "the second tensor's selection": (SampledSelector, "accumulate_", 2),
+    "the positions": (codec, "pack", 1),
+}
+
+
+def fail_in_the_exchange(method: Method, where: str) -> tuple[str, int, str]:
+    """Fail in the second step, on all ranks, and go on."""
+    worker, parameters = make_synchronizer(method)
+    take_gradient_step(worker, parameters, 0)
+    weights, groups = digest(parameters.values()), [dict(group) for group in worker.optimizer.param_groups]
+    worker.optimizer.zero_grad()
+    backward(parameters, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if where:
+            owner, name, number = FAILING[where]
+            patch.setattr(owner, name, failing_at(number, getattr(owner, name)))
+        else:
+            is_quantized = isinstance(method.what, Quantized)
+            patch.setattr(*(Collectives, "all_to_all") if is_quantized else (TensorWork, "wait"), lose_the_link)
+        with pytest.raises((LinkLost, MemoryError)):
+            worker.optimizer.step()
+    assert digest(parameters.values()) == weights
+    assert [dict(group) for group in worker.optimizer.param_groups] == groups
+    torn = worker.state_dict()["torn"]
+    for step in (1, 2):
+        take_gradient_step(worker, parameters, step)
+    assert all(tensor.isfinite().all() for tensor in everything(worker, parameters))
+    return torn, worker.step, worker.state_dict()["torn"] + digest(parameters.values())
+
+
+def test_an_exchange_that_fails_is_named_and_the_next_one_is_whole() -> None:
+    """What had been selected is lost."""
+    methods = [
+        METHOD,
+        METHOD.replace(value_dtype="int8"),
+        METHOD.replace(exchange="reduce_scatter"),
+        QuantizedGradients(),
+    ]
+    cases = [(method, "") for method in methods] + [(METHOD, where) for where in FAILING]
+    for first, second in zip(*run_ranks(each, 2, fail_in_the_exchange, cases), strict=True):
+        assert first == second
+        assert first[:2] == ("the exchange of gradients after step 1", 3)
+
+
+def fail_inside_a_step() -> list[dict[str, Any]]:
+    worker, parameters = make_synchronizer()
+    take_gradient_step(worker, parameters, 0)
+    backward(parameters, 1)
+    seen = []
+
+    def step() -> None:
+        with worker.stepping():
+            worker.exchange()
+            seen.append({key: worker.optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")})
+            raise KeyError("in the middle")
+
+    assert message_of(step, KeyError) == "'in the middle'"
+    seen.append({key: worker.optimizer.param_groups[0][key] for key in ("momentum", "weight_decay")})
+    assert worker.step == 1
+    assert worker.state_dict()["torn"] == "the optimizer's step after step 1", "others may have taken it"
+    take_gradient_step(worker, parameters, 1)
+    assert worker.state_dict()["torn"] == ""
+    return seen
+
+
+def test_the_users_values_come_back_though_the_step_raised() -> None:
+    for inside, after in run_ranks(fail_inside_a_step, 2):
+        assert inside == {"momentum": 0.0, "weight_decay": 0.0}
+        assert after == {"momentum": 0.9, "weight_decay": 0.1}
+
+
+PULL = torch.linspace(1, 2, 2560)
+
+
+def fail_in_an_average(options: dict[str, Any], where: str) -> dict[str, Any]:
+    """Average once, fail in the second average, take the step again; nothing is forgotten but what was kept then."""
+    weight = Parameter(torch.zeros(2560))
+    method = LocalSGD(3, 0, **options)
+    worker: Any = method.attach(SGD([weight], lr=1.0), [("w", weight)])
+
+    def step() -> None:
+        weight.grad = -PULL.roll(400 * dist.get_rank())
+        worker.optimizer.step()
+
+    for _ in range(5):
+        step()
+    kept = residuals_of(worker).get("w", torch.zeros(2560))
+    with pytest.MonkeyPatch.context() as patch:
+        if where:
+            patch.setattr(codec, where, failing_at(1, getattr(codec, where)))
+        else:
+            is_quantized = isinstance(method.what, Quantized)
+            patch.setattr(*(Collectives, "all_to_all") if is_quantized else (TensorWork, "wait"), lose_the_link)
+        for _ in range(worker.delay_steps):
+            step()
+        with pytest.raises((LinkLost, MemoryError)):
+            step()
+    state = worker.state_dict()
+    assert torch.equal(state["own"]["w"], weight.detach())
+    assert not worker.parameters_agree
+    num_steps = 5 + 1 + worker.delay_steps
+    for _ in range(4):
+        step()
+    own = weight.detach().clone()
+    state_after = worker.state_dict()
+    worker.finish()
+    return {
+        "torn": (state["torn"], state_after["torn"]),
+        "lost": kept,
+        "own": own,
+        "kept": state_after["residuals"].get("w", torch.zeros(2560)),
+        "steps": num_steps + 4,
+        "counted": worker.step,
+        "end": digest([weight]),
+    }
+
+
+TOP_K = {"compression": Compression(decay=1.0, density=0.1, min_numel=1, value_dtype="float32", mean_over="ranks")}
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [({}, ""), (TOP_K, ""), (TOP_K, "pack"), ({**TOP_K, "delay_steps": 2}, ""), ({"compression": "int8"}, "")],
+    ids=["whole", "sparse", "sparse, in the begin", "hidden", "narrow"],
+)
+def test_an_average_that_fails_leaves_each_rank_what_it_had(options: dict[str, Any], where: str) -> None:
+    """Its step is taken again. Weights and residuals are together what the steps have done, but what had been kept."""
+    results = run_ranks(fail_in_an_average, 2, options, where)
+    assert len({result["end"] for result in results}) == 1
+    done = mean_of([result["steps"] * PULL.roll(400 * rank) for rank, result in enumerate(results)])
+    there = mean_of([result["own"] + result["kept"] + result["lost"] for result in results])
+    torch.testing.assert_close(there, done, rtol=1e-3, atol=1e-3)
+    for result in results:
+        assert "the average" in result["torn"][0]
+        assert result["torn"][1] == ""
+        assert result["counted"] == result["steps"] - 1
+
+
+# Replicas that are not finite, or at another step ---------------------------------------------------------------------
+
+
+def poison_a_replica(choices: dict[str, Any], value: float) -> tuple[int, str]:
+    worker, parameters = attach(LocalSGD(**{"k_steps": 3, "begin_step": 0, **choices}), "sgd", OF_REPLICAS)
+    for step in range(9):
+        if step == 4 and dist.get_rank() == 1:
+            with torch.no_grad():
+                parameters["matrix"][1, 2] = value
+        before = digest(parameters.values())
+        try:
+            train_on(worker, parameters, [step])
+        except NonFiniteGradientError as error:
+            assert dist.get_rank() == 1 or all(parameter.isfinite().all() for parameter in parameters.values()), before
+            return step, str(error)
+    return -1, ""
+
+
+def test_a_rank_that_is_not_finite_is_named_on_all_and_nothing_is_averaged() -> None:
+    cases: list[dict[str, Any]] = [with_base({"compression": {"value_dtype": name}}) for name in VALUE_NAMES]
+    cases += [with_base({"delay_steps": 1}), {}, {"compression": "int8"}, {"outer": "nesterov", "num_fragments": 2}]
+    calls = {
+        f"{case}, {value}": partial(poison_a_replica, case, value) for case in cases for value in (math.nan, math.inf)
+    }
+    for case, (first, second) in run_each(2, calls).items():
+        assert first == second
+        step, message = first
+        assert step >= 4, case
+        assert "rank 1 up to step " in message
+        assert "left parameter 'matrix'" in message
+
+
+def fall_out_of_step() -> str | None:
+    worker, parameters = attach(LocalSGD(k_steps=4, begin_step=0), shapes={"a": (3,)})
+    train_on(worker, parameters, range(1))  # in which ranks at different steps would be told
+    worker.step += dist.get_rank()
+    return message_of(lambda: train_on(worker, parameters, range(1, 4)), DisagreementError)
+
+
+def reach_the_exchange_in_another_batch(topology: Any) -> str | None:
+    parameters = make_parameters({"a": (40, 30)})
+    where = Where(topology=topology, inter_dtype="float32" if topology == "flat" else "bfloat16")
+    method = Method(when=EveryStep(1), what=TopK(min_numel=1), where=where)
+    worker = method.attach(SGD(parameters.values(), lr=0.05), parameters.items())
+    backward(parameters, 0)
+    worker.batch = 300 + (dist.get_rank() == 3)
+    worker.prepare()
+    return message_of(worker.exchange, DisagreementError)
+
+
+def train_with_weights_that_differ() -> str | None:
+    worker, parameters = make_synchronizer(DGC(min_numel=1))
+    worker.is_compared = True
+    with torch.no_grad():
+        parameters["matrix"][0, 0] += 1e-6 * dist.get_rank()
+    return message_of(lambda: take_gradient_step(worker, parameters, 0), DisagreementError)
+
+
+def test_ranks_out_of_step_or_with_other_weights_are_found_out() -> None:
+    """Half types between nodes round no number of the status."""
+    for message in run_ranks(fall_out_of_step, 2):
+        assert "optimizer steps: rank 0 has 4, rank 1 has 5" in str(message)
+    for messages in run_ranks(each, 4, reach_the_exchange_in_another_batch, [(NODES["blocks"],), ("flat",)]):
+        for message in messages:
+            assert "batch: rank 0 has 300, rank 1 has 300, rank 2 has 300, rank 3 has 301" in str(message)
+    for message in run_ranks(train_with_weights_that_differ, 2):
+        assert "the weights differ between the ranks" in str(message)
+
+
+# What is refused in a step --------------------------------------------------------------------------------------------
+
+
+def meet_a_sparse_layout_on_one_rank(clips: bool, averages: bool) -> str | None:
+    group = dist.new_group(timeout=timedelta(seconds=5))  # so that a rank left behind says so soon
+    embedding = torch.nn.Embedding(50, 10, sparse=True)
+    method = LocalSGD(k_steps=2, begin_step=5) if averages else METHOD
+    worker = method.attach(SGD(embedding.parameters(), lr=0.1), embedding.named_parameters(), process_group=group)
+    if dist.get_rank() == CULPRIT:  # the other rank's batch does not need this layer
+        embedding(torch.tensor([1, 2])).sum().backward()
+
+    def step() -> None:
+        with worker.stepping():
+            if clips:
+                worker.prepare()
+                torch.nn.utils.clip_grad_norm_(embedding.parameters(), 1.0)
+            worker.exchange()
+
+    return message_of(step, ConfigurationError)
+
+
+def test_a_sparse_layout_on_one_rank_is_refused_on_all() -> None:
+    cases = [(False, False), (True, False), (False, True)]
+    for messages in run_ranks(each, 2, meet_a_sparse_layout_on_one_rank, cases):
+        for (_, averages), message in zip(cases, messages, strict=True):
+            assert ("sparse=False" if averages else f"'weight' on rank {CULPRIT} is sparse") in str(message)
+
+
+TURN_DENSE: list[dict[str, Any]] = [{"rampup_begin_step": 100}, {"min_numel": 500}, {"exclude": ["mat*"]}]
+
+
+def turn_dense() -> list[str | None]:
+    worker, parameters = make_synchronizer()
+    for step in range(2):
+        take_gradient_step(worker, parameters, step)
+    before, said = digest(everything(worker, parameters)), []
+    for change in TURN_DENSE:
+        worker.method = METHOD.replace(**change)
+        said.append(message_of(lambda: take_gradient_step(worker, parameters, 2), ConfigurationError))
+        assert digest(everything(worker, parameters)) == before
+    worker.method = METHOD.replace(sparsity=[0.5])  # other densities are fine
+    take_gradient_step(worker, parameters, 2)
+    return said
+
+
+def dampen_later() -> str | None:
+    worker, parameters = make_synchronizer()
+    worker.optimizer.param_groups[0]["dampening"] = 0.5
+    return message_of(lambda: take_gradient_step(worker, parameters, 0), ConfigurationError)
+
+
+def exclude_a_giant(exclude: list[str]) -> str | None:
+    exchanges.MAX_NUMEL = 500  # the matrix has more
+    worker, parameters = make_synchronizer(METHOD.replace(exclude=exclude))
+    return message_of(lambda: take_gradient_step(worker, parameters, 0), ConfigurationError)
+
+
+def test_what_cannot_be_sent_is_refused_on_all_ranks() -> None:
+    """The residual of a tensor that turns dense would never be sent, and its velocity differs from rank to rank."""
+    calls: dict[str, Any] = {"dense": turn_dense, "dampening": dampen_later}
+    calls |= {"giant": partial(exclude_a_giant, []), "excluded": partial(exclude_a_giant, ["matrix"])}
+    results = run_each(2, calls)
+    for schedule, min_numel, exclude in results["dense"]:
+        assert "Step 2 would be dense" in schedule
+        assert "Step 2 would send 'conv' dense" in min_numel
+        assert "Step 2 would send 'matrix' dense" in exclude
+    assert all("dampening=0.5" in message for message in results["dampening"])
+    assert all("exclude=['matrix']" in message for message in results["giant"])
+    assert results["excluded"] == [None, None]
+
+
+# Smaller promises -----------------------------------------------------------------------------------------------------
+
+
+def small_promises() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    worker, parameters = make_synchronizer(DGC(rampup_begin_step=5))
+    backward(parameters, 0)
+    before = digest([p.grad for p in parameters.values() if p.grad is not None])
+    with worker.stepping():
+        worker.prepare(reduced=list(parameters.values()))  # a list compares tensors by value
+        worker.exchange()
+    found["reduced"] = digest([p.grad for p in parameters.values() if p.grad is not None]) == before
+    worker, parameters = make_synchronizer()
+    sum((parameter**3).sum() for parameter in parameters.values()).backward(create_graph=True)  # type: ignore[union-attr]
+    parameters["conv"].requires_grad_(False)  # frozen after the backward pass
+    worker.optimizer.step()
+    found["graph"] = any(tensor.requires_grad for tensor in everything(worker, parameters)[len(parameters) :])
+    found["equal"] = digest(parameters.values())
+    worker, parameters = make_synchronizer(METHOD, "rmsprop")
+    backward(parameters, 1)
+    worker.prepare()
+    torch.nn.utils.clip_grad_norm_(parameters.values(), 1e-3 * worker.clip_factor)
+    worker.exchange()
+    norms = [float(torch.cat(list(worker.residuals.values())).norm())]
+    norms += [sum(float(p.grad.norm()) ** 2 for p in parameters.values() if p.grad is not None) ** 0.5]
+    found["clipped"] = worker.clip_factor == math.sqrt(2) and 0 < max(norms) <= 1e-3 * math.sqrt(2)
+    parameters = make_parameters(SHAPES)
+    worker = METHOD.attach(SGD(parameters.values(), lr=1e-38), parameters.items())
+    for parameter in parameters.values():  # finite, though their squares and their sum are not: no cause for alarm
+        parameter.grad = torch.full_like(parameter, 3e38)
+    worker.optimizer.step()
+    found["large"] = digest(parameters.values())
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_smaller_promises() -> None:
+    """Parameters that are reduced; no graph is left behind; clipping comes before the residual; large gradients."""
+    first, second = run_ranks(small_promises, 2)
+    assert first == second
+    assert first["reduced"]
+    assert not first["graph"]
+    assert first["clipped"]

@@ -1,0 +1,179 @@
+"""All that Triton would compile in a sparse step has been compiled at the start, on all ranks together.
+
+Kernels are stubs that note what Triton compiles a kernel for: constexprs, dtypes, and what it specialises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.plan import Measured, measure
+from lightning_lowbw.presets import DGC, LocalSGD
+from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from tests.ranks import run_ranks
+
+pytest.importorskip("triton")
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+SHAPES = [(33, 37), (64, 40), (40,), (17, 128), (16, 80)]  # large ones of odd and even sizes, and a small one
+NODES = ((0, 2), (1, 3))
+NUM_STEPS = 6
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda parameters: SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
+    "decay of some": lambda parameters: SGD(
+        [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}],
+        lr=0.1,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+    ),
+    "AdamW": lambda parameters: AdamW(parameters, lr=1e-3),
+    "Adam": lambda parameters: Adam(parameters, lr=1e-3, weight_decay=0.01, amsgrad=True),
+    "RMSprop": lambda parameters: RMSprop(parameters, lr=1e-3),
+}
+STAIRS: dict[str, Any] = {"sparsity": (0.75, 0.9, 0.999), "rampup_step": NUM_STEPS, "min_numel": 1000}
+
+
+class Stub:
+    """Stands for a kernel."""
+
+    def __init__(self, kernel: Any, name: str, seen: set[str]) -> None:
+        self.kernel, self.name, self.seen = kernel, name, seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """Note the variant, and write positions that are inside of their tensors."""
+        values = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}
+        compiled_for = [f"{each.name}={_compiled_for(each, values.pop(each.name))}" for each in self.kernel.params]
+        self.seen.add(f"{self.name}: {', '.join(compiled_for)}, {values}")
+        written = dict(zip(self.kernel.arg_names, args, strict=False))
+        for name in {"take_kernel": ("sent_positions", "sent_values"), "unpack_kernel": ("positions", "values")}.get(
+            self.name, ()
+        ):
+            out = written[name]
+            out.copy_(torch.arange(out.shape[-1]) if "positions" in name else torch.zeros(()))
+
+
+def _compiled_for(parameter: Any, value: Any) -> str:
+    """Return what Triton compiles a kernel for, of an argument."""
+    if parameter.is_constexpr:
+        return str(value)
+    if value is None or isinstance(value, float):
+        return type(value).__name__
+    if isinstance(value, Tensor):
+        dtype, number = str(value.dtype), value.data_ptr()
+    else:
+        dtype, number = parameter.annotation_type or ("i32" if abs(value) < 1 << 31 else "i64"), value
+    if not parameter.do_not_specialize:
+        dtype += " aligned" * (number % 16 == 0) + " one" * (value is number and number == 1)
+    return dtype
+
+
+def note_launches() -> set[str]:
+    """Replace the kernels by stubs, until the call of the rank has ended; return where they note their variants."""
+    from lightning_lowbw.kernels import triton_kernels
+
+    seen: set[str] = set()
+    for module in (triton_kernels,):
+        for name, kernel in [*vars(module).items()]:
+            if name.endswith("_kernel"):
+                setattr(module, name, Stub(kernel.kernel if isinstance(kernel, Stub) else kernel, name, seen))
+    gpu.is_available = lambda device: True
+    dispatch._compare = lambda *args, **kwargs: None  # stubs compute nothing
+    return seen
+
+
+def make_parameters(dtypes: list[torch.dtype]) -> list[Parameter]:
+    return [Parameter(torch.zeros(shape, dtype=dtypes[number % len(dtypes)])) for number, shape in enumerate(SHAPES)]
+
+
+def draw_gradient(parameter: Parameter, step: int) -> Tensor:
+    """In every other step one that starts somewhere in a bucket."""
+    start = step % 2
+    return torch.randn(parameter.numel() + start, dtype=parameter.dtype)[start:].view(parameter.shape)
+
+
+def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) -> tuple[set[str], set[str]]:
+    """Return the variants that are launched before the first step, and in the steps."""
+    seen = note_launches()
+    parameters = make_parameters(dtypes)
+    ours = OPTIMIZERS[optimizer](parameters)
+    at_nodes, named = method.at(nodes), [(str(i), each) for i, each in enumerate(parameters)]
+    worker: Any = at_nodes.make_synchronizer(ours, named, at_nodes.make_peers())
+    prepare_kernels(worker.device, uses_of([worker]))
+    assert gpu.is_available(torch.device("cpu"))
+    at_start = {*seen}
+    seen.clear()
+    for step in range(NUM_STEPS):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = draw_gradient(parameter, step)
+            if number == step and dist.get_rank() == 0:
+                parameter.grad = None  # this rank has one tensor less
+        with worker.stepping():
+            if worker.exchange(applies=step % 3 == 0):
+                ours.step()
+    return at_start, {*seen}
+
+
+LOCAL = LocalSGD(k_steps=2, compression=TopK(density=0.01, min_numel=1000))
+CASES: dict[str, tuple[str, list[torch.dtype], Any, Any]] = {
+    "SGD": ("SGD", [FLOAT32], DGC(**STAIRS), "flat"),
+    "decay of some in bfloat16": ("decay of some", [BFLOAT16], DGC(**STAIRS), "flat"),  # masks at some densities
+    "AdamW in float16": ("AdamW", [FLOAT16], DGC(**STAIRS), "flat"),
+    "mixed dtypes": ("momentum", [FLOAT32, BFLOAT16, FLOAT16], DGC(**STAIRS), "flat"),
+    "Adam on two levels": ("Adam", [FLOAT32], DGC(**STAIRS), NODES),
+    "AdamW in bfloat16 on two levels": ("AdamW", [BFLOAT16], DGC(**STAIRS, value_dtype="float16"), NODES),
+    "momentum on two levels": ("decay of some", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), NODES),
+    "int8": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), "flat"),
+    "float32": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="float32"), "flat"),
+    "reduce-scatter": ("momentum", [FLOAT32], DGC(**STAIRS, exchange="reduce_scatter"), "flat"),
+    "error feedback": ("RMSprop", [BFLOAT16], DGC(**STAIRS), "flat"),
+    "local SGD": ("AdamW", [BFLOAT16], LOCAL, "flat"),
+    "local SGD on two levels": ("momentum", [FLOAT32], LOCAL, NODES),
+}
+
+
+@pytest.mark.filterwarnings("ignore:RMSprop")
+@pytest.mark.parametrize("name", CASES)
+def test_what_steps_launch_has_been_tried(name: str) -> None:
+    for at_start, in_steps in run_ranks(train, 2 if CASES[name][-1] == "flat" else 4, *CASES[name]):
+        assert {each.partition("_kernel")[0] for each in in_steps} >= {"pack", "unpack", "apply"}
+        assert in_steps - at_start == set()
+        assert len(at_start) <= len(in_steps) + 4  # of kinds, of averages with and without steps: both of each
+
+
+def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
+    """Return the variants that are launched before the first step, and where steps are timed for `sparsity="auto"`."""
+    seen = note_launches()
+    parameters, method = make_parameters([dtype]), DGC(sparsity="auto")
+    peers = method.make_peers()
+    worker = method.make_synchronizer(
+        AdamW(parameters, lr=1e-3), [(str(i), each) for i, each in enumerate(parameters)], peers
+    )
+    assert dispatch.prepare(worker.device, uses_of([worker], measures=True)) is None
+    at_start = {*seen}
+    seen.clear()
+    assert isinstance(method.what, TopK)
+    timed = Measured(1.0, 2.0, {}, Link(0.0, 1.0))
+    measure(method.what, ("dgc",), ([2000, 3000], [7]), peers, worker.device, timed)
+    return at_start, {*seen}
+
+
+def test_what_is_launched_to_choose_a_schedule_has_been_tried() -> None:
+    for at_start, in_measurement in run_ranks(measured, 2, BFLOAT16):
+        assert in_measurement
+        assert in_measurement - at_start == set()

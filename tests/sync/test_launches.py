@@ -1,0 +1,449 @@
+"""What a sparse step on a GPU launches and waits for, counted without one.
+
+Tensors are fake, on a device "cuda" of which nothing but shapes exists; kernels of Triton are stubs. What is counted is
+each operation of torch that computes or copies something, each kernel, and each wait of the host for the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.side_queue import SideQueue
+from lightning_lowbw.comm.topology import Topology
+from lightning_lowbw.compress import codec as positions
+from lightning_lowbw.compress.corrections import MomentumCorrection
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.kernels import gpu, table
+from lightning_lowbw.method import Method
+from lightning_lowbw.presets import DGC, LocalSGD
+from lightning_lowbw.strategies.scaling import exchange_unscaled_
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from tests.shapes import resnet50_shapes, transformer_shapes
+
+triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
+HEADING = "| | launches | waits |\n| --- | --- | --- |\n"
+# Operations that only look at a tensor otherwise, or make room for one.
+FREE = (
+    "view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes", "unbind", "detach", "expand",
+    "unsqueeze", "squeeze", "t", "transpose", "permute", "alias", "as_strided", "empty", "empty_like", "empty_strided",
+    "new_empty", "lift_fresh", "unfold", "view_as_real", "flatten", "unflatten", "new_empty_strided", "diagonal",
+    "narrow", "is_pinned", "resize_",
+)  # fmt: skip
+
+
+def stand_in_for_the_device(monkeypatch: pytest.MonkeyPatch, count: Counter[str], num_ranks: int) -> None:
+    """Let fake tensors answer what only a device could, and count what the host waits for."""
+
+    def replace(name: str, answer: Callable[..., Any]) -> None:
+        monkeypatch.setattr(FakeTensor, name, answer, raising=False)
+
+    def wait(name: str, answer: Any) -> Callable[..., Any]:
+        def waiting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.is_cuda:
+                count[f"wait: {name}"] += 1
+            return answer(tensor) if callable(answer) else answer
+
+        return waiting
+
+    def on_host_or_uploaded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device") or next((each for each in args if isinstance(each, torch.device)), None)
+        if tensor.is_cuda or device is None or device.type != "cuda":
+            return Tensor.to(tensor, *args, **kwargs)
+        count["upload" if kwargs.get("non_blocking") else "wait: upload from pageable memory"] += 1
+        dtype = next((each for each in args if isinstance(each, torch.dtype)), tensor.dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device="cuda")
+
+    def set_item(tensor: Tensor, index: Any, value: Any) -> None:
+        target = indexed(tensor, index)
+        copy(target, value) if isinstance(value, Tensor) else target.fill_(value)
+
+    # Read are only control messages: all ranks have all gradients, none has a fault.
+    replace("tolist", wait("tolist", lambda each: [1.0] * (each.numel() - 2 * num_ranks) + [0.0] * 2 * num_ranks))
+    for name, answer in (("item", 1.0), ("__bool__", True), ("__float__", 1.0), ("__int__", 1), ("nonzero", None)):
+        replace(name, wait(name, answer))
+    replace("data_ptr", lambda each: 16 * each.untyped_storage()._cdata + each.storage_offset() * each.itemsize)
+    replace("pin_memory", lambda each: each)
+    replace("to", on_host_or_uploaded)
+    replace("copy_", copy)
+    replace("__getitem__", indexed)
+    replace("__setitem__", set_item)
+
+
+def copy(target: Tensor, source: Tensor) -> Tensor:
+    """Do what `copy_` does: torch's own would ask for the device."""
+    return target.mul_(source)
+
+
+def indexed(tensor: Tensor, index: Any) -> Tensor:
+    """Return what indexing does, by operations: Python's own would ask for the device."""
+    indices, dim = list(index) if isinstance(index, tuple) else [index], 0
+    if Ellipsis in indices:
+        place, missing = indices.index(Ellipsis), tensor.dim() - len(indices) + 1
+        indices[place : place + 1] = [slice(None)] * missing
+    for each in indices:
+        if isinstance(each, slice):
+            start, stop, step = each.indices(tensor.shape[dim])
+            if (start, stop, step) != (0, tensor.shape[dim], 1):
+                tensor = torch.ops.aten.slice.Tensor(tensor, dim, start, stop, step)
+            dim += 1
+        elif isinstance(each, int):
+            tensor = torch.ops.aten.select.int(tensor, dim, each)
+        elif each is None:
+            tensor, dim = tensor.unsqueeze(dim), dim + 1
+        else:
+            raise NotImplementedError(f"an index {each!r}")
+    return tensor
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch launches on the device."""
+
+    def __init__(self, count: Counter[str]) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        name = str(operation).split(".")[1 if str(operation).startswith("aten") else 0]
+        if name not in FREE and str(operation).startswith("aten"):
+            flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            if any(isinstance(each, Tensor) and each.is_cuda for each in flat):
+                self.count[name] += launches_of(name, args)
+        return result
+
+
+def launches_of(name: str, args: Any) -> int:
+    """Return 1, or the number of tensors of a list that CUDA processes one by one.
+
+    It does where the tensors of one place in the lists differ in dtype or strides, or one is not dense; of a copy the
+    dtypes may differ, if they do so everywhere in the same way.
+    """
+    lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
+    if not (name.startswith("_foreach") and lists):
+        return 1
+    for together in zip(*lists, strict=True):
+        dtypes, strides = [each.dtype for each in together], {each.stride() for each in together}
+        alike = dtypes == [each[0].dtype for each in lists] and (len(set(dtypes)) == 1 or name == "_foreach_copy_")
+        if not (alike and len(strides) == 1 and all(map(is_dense, together))):
+            return len(lists[0])
+    return 1
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has no gaps in memory, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Stub:
+    """Stands for a kernel."""
+
+    def __init__(self, count: Counter[str], name: str) -> None:
+        self.count, self.name = count, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(each > 0 for each in grid)
+        return lambda *args, **kwargs: self.count.update([self.name])
+
+
+class Done:
+    """Work that has ended."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+class Event:
+    """Stands for an event of CUDA."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
+    """Replace the device, its kernels and its queues; return what counts what they would have done."""
+    count: Counter[str] = Counter()
+    for module in (triton_kernels,):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Stub(count, name))
+    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(gpu, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(SideQueue, "begin", run_now)
+    stand_in_for_the_device(monkeypatch, count, num_ranks)
+    return count
+
+
+def fake_parameters(model: str) -> list[Parameter]:
+    """Return the parameters of a model on a device that is not there; inside of `FakeTensorMode`."""
+    last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
+    formats = [last if len(shape) == 4 else torch.contiguous_format for shape in shapes_of(model)]
+    empty = [
+        torch.empty(shape, device="cuda", memory_format=each)
+        for shape, each in zip(shapes_of(model), formats, strict=True)
+    ]
+    parameters = [Parameter(each, requires_grad=False) for each in empty]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    return parameters
+
+
+def fake_buffers(model: str) -> dict[str, Tensor]:
+    """Return the buffers of the batch norms of a model, which have a weight and a bias of one dimension each."""
+    widths = [shape for shape in shapes_of(model) if len(shape) == 1]
+    buffers = {}
+    for number, shape in enumerate(widths[: -1 if len(widths) % 2 else None : 2]):
+        for name in ("running_mean", "running_var"):
+            buffers[f"{number}.{name}"] = torch.empty(shape, device="cuda")
+        buffers[f"{number}.num_batches_tracked"] = torch.empty((), dtype=torch.int64, device="cuda")
+    return buffers
+
+
+def count_step(
+    monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
+) -> Counter[str]:
+    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer."""
+    has_scaler = also == GRAD_SCALER
+    count = stand_in(monkeypatch, peers.num_ranks)
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        parameters = fake_parameters(model)
+        ours = optimizer(parameters)
+        worker = GradientSync(
+            DGC(exchange="all_gather"),
+            ours,
+            [(str(i), each) for i, each in enumerate(parameters)],
+            peers,
+        )
+        scale = torch.ones((), device="cuda")
+        scaler = SimpleNamespace(is_enabled=lambda: has_scaler, _get_scale_async=lambda: scale)
+        precision = SimpleNamespace(scaler=scaler)
+        for _ in range(2):  # the first makes what is kept
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            count.clear()
+            with worker.stepping():
+                reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
+
+                def exchange(skip_nonfinite: bool, worker: GradientSync = worker, reduced: Any = reduced) -> bool:
+                    worker.list_gradients(reduced=reduced)
+                    if has_scaler:
+                        worker.check_gradients()
+                    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=True)
+
+                exchange_unscaled_(precision, ours, exchange)
+        return count
+
+
+def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method, peers: Any) -> Counter[str]:
+    """Return what one average has launched and waited for, from its begin to the weights that it changes."""
+    count, of_average = stand_in(monkeypatch, peers.num_ranks), Counter[str]()
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        parameters = fake_parameters(model)
+        named = [(str(i), each) for i, each in enumerate(parameters)]
+        worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, fake_buffers(model))
+        for step in range(2 * K_STEPS + 1):  # the first average makes what is kept
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            with worker.stepping():
+                worker.exchange()
+                count.clear()
+            if step > K_STEPS:
+                of_average.update(count)
+        assert worker.num_averages == 2
+        return of_average
+
+
+def run_now(queue: Any, collectives: Callable[[], object], result: Tensor, *reads: Any, in_thread: bool) -> Done:
+    collectives()
+    return Done(result)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Nothing fake stays in the caches."""
+    yield
+    for cached in (table.constant, positions.fields_of, gpu._tile_owners):
+        cached.cache_clear()
+
+
+def make_peers(num_ranks: int, num_nodes: int) -> Any:
+    if num_ranks == num_nodes:
+        return Peers()
+    size = num_ranks // num_nodes
+    nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
+    return Peers.on_nodes(
+        Topology(nodes),
+        algorithm="sharded",
+        inter_dtype=None,
+        ledger=TrafficLedger(),
+        timeout=None,
+        purpose="gradients",
+    )
+
+
+MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}
+CHANNELS_LAST = " in channels_last"
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    return MODELS[model.removesuffix(CHANNELS_LAST)]()
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
+    "SGD": (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 40),
+    "AdamW": (lambda parameters: AdamW(parameters, lr=1e-3), 60),
+    "AdamW(fused=True)": (lambda parameters: AdamW(parameters, lr=1e-3, fused=True), 60),
+    "AdamW(capturable=True)": (
+        lambda parameters: AdamW(parameters, lr=torch.empty((), device="cuda"), capturable=True),
+        60,
+    ),
+}
+PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
+GRAD_SCALER = "GradScaler"
+CELLS = [
+    *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
+    *(("AdamW", "ResNet-50", where, "") for where in ("64 ranks", "8 nodes of 8")),
+    ("SGD", "transformer", "8 nodes of 8", ""),
+    ("SGD", f"ResNet-50{CHANNELS_LAST}", "8 ranks", ""),
+    ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", ""),
+    ("SGD", "ResNet-50", "8 nodes of 8", GRAD_SCALER),
+    ("AdamW", "transformer", "8 ranks", GRAD_SCALER),
+    ("AdamW(fused=True)", "ResNet-50", "8 ranks", GRAD_SCALER),
+    ("AdamW(capturable=True)", "ResNet-50", "8 ranks", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """The rows of the table, as the document has them; with --rewrite-golden as they are found now."""
+    head, *written = DOCUMENT.read_text().split(HEADING)
+    if not request.config.getoption("--rewrite-golden"):
+        yield {row.split(" |")[0].removeprefix("| "): row for row in "".join(written).splitlines() if row}
+        return
+    found: dict[str, str] = {}
+    yield found
+    DOCUMENT.write_text(head + HEADING + "\n".join(found.values()) + "\n")
+
+
+@pytest.mark.parametrize(("optimizer", "model", "where", "also"), CELLS, ids=str)
+def test_launches(
+    optimizer: str,
+    model: str,
+    where: str,
+    also: str,
+    rows: dict[str, str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one more than the table in docs/launches.md says, and never more than is promised."""
+    (make, most), (num_ranks, num_nodes) = OPTIMIZERS[optimizer], PLACES[where]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        count = count_step(monkeypatch, model, make, make_peers(num_ranks, num_nodes), also=also)
+    finally:
+        dist.destroy_process_group()
+    num_waits = sum(number for name, number in count.items() if name.startswith("wait"))
+    num_launches = count.total() - num_waits
+    assert num_launches <= most, count
+    assert num_waits == 1, count
+    name = ", ".join([optimizer, model, where, *[also] * bool(also)])
+    check_row(name, num_launches, num_waits, rows, request)
+
+
+def check_row(
+    name: str, num_launches: int, num_waits: int, rows: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    row = f"| {name} | {num_launches} | {num_waits} |"
+    if request.config.getoption("--rewrite-golden"):
+        rows[name] = row
+    assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
+
+
+K_STEPS = 2
+AVERAGES = {
+    "local SGD": LocalSGD(K_STEPS, 0),
+    "local SGD, outer Nesterov": LocalSGD(K_STEPS, 0, outer="nesterov"),
+    "local SGD, hidden by a step": LocalSGD(K_STEPS, 0, delay_steps=1),
+    "top-k": LocalSGD(K_STEPS, 0, compression=TopK(density=0.01)),
+}
+
+
+@pytest.mark.parametrize("method", AVERAGES)
+def test_launches_of_an_average(
+    method: str, rows: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the table says, and none that depends on the number of tensors; the checksum takes some for 4M elements."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        count = count_average(monkeypatch, "ResNet-50", AVERAGES[method], Peers())
+    finally:
+        dist.destroy_process_group()
+    num_waits = sum(number for name, number in count.items() if name.startswith("wait"))
+    num_launches = count.total() - num_waits
+    assert num_waits == 1, count
+    assert num_launches <= 135 < len(shapes_of("ResNet-50")), count
+    check_row(f"an average of {method}, ResNet-50, 8 ranks", num_launches, num_waits, rows, request)
+
+
+def test_a_learning_rate_on_the_device_is_read_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    count: Counter[str] = Counter()
+    stand_in_for_the_device(monkeypatch, count, 0)
+    with torch.no_grad(), FakeTensorMode():
+        rate = torch.empty((), device="cuda")
+        optimizer = SGD([Parameter(torch.empty(3, device="cuda"))])
+        correction, (group,) = MomentumCorrection(optimizer, 2), optimizer.param_groups
+        group["lr"] = rate
+        for expected in (1, 1):
+            correction.rate_of(group)
+            assert count["wait: __float__"] == expected
+        rate.fill_(0.1)  # as torch's schedulers do
+        correction.rate_of(group)
+        group["lr"] = torch.empty((), device="cuda")
+        correction.rate_of(group)
+        assert len(correction._rates) == 1, "a rate that has been replaced is kept"
+    assert count["wait: __float__"] == 3
+
+
+def test_the_count_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    count: Counter[str] = Counter()
+    stand_in_for_the_device(monkeypatch, count, 0)
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        tensor = torch.empty(3, device="cuda").mul_(2.0)
+        bool(tensor.view(3)[0] > 0)
+        torch.empty(2).to("cpu").to(torch.device("cuda"))
+        torch.empty(2).to(torch.device("cuda"), non_blocking=True)
+    assert count == {"mul_": 1, "gt": 1, "wait: __bool__": 1, "wait: upload from pageable memory": 1, "upload": 1}

@@ -1,0 +1,285 @@
+"""A method is one value; a cell that makes no sense is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw import (
+    DGC,
+    AdaptiveLocalSGD,
+    ConfigurationError,
+    EveryK,
+    EveryStep,
+    Hierarchical,
+    LocalSGD,
+    LowRank,
+    Method,
+    Quantized,
+    TopK,
+    Topology,
+    Where,
+    Whole,
+)
+from lightning_lowbw.method import as_method
+from lightning_lowbw.presets import PRESETS, preset
+from tests.ranks import run_ranks
+
+NODES = ((0, 1), (2, 3))
+BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
+VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, LowRank, Quantized, TopK, Topology, Where, Whole)}
+METHODS = {
+    "ddp": Method(),
+    "bfloat16 gradients": Method(what=Quantized(value_dtype="bfloat16")),
+    "int4 averages": Method(when=EveryK(k_steps=4), what=Quantized(value_dtype="int4")),
+    "chunked gradients": Method(when=EveryStep(rampup_begin_step=10), what=TopK(chunk=64, density=0.1)),
+    "nodes": DGC(sparsity=[0.75, 0.999], rampup_step=10, exclude=["*.bias"], topology=Topology(NODES)),
+    "lists": Method(where=Where(topology=[[0, 1], [2, 3]], algorithm="leader", inter_dtype="bfloat16")),
+    "ranks per node": DGC(topology=2),
+    **{name: preset(name) for name in PRESETS},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_a_value(name: str) -> None:
+    method = METHODS[name]
+    assert method == replace(method)
+    assert hash(method) == hash(replace(method))
+    assert pickle.loads(pickle.dumps(method)) == method
+    assert eval(repr(method), VALUES) == method
+    assert [other for other in METHODS.values() if other == method] == [method]
+    description = method.describe()
+    assert Method(**description) == method
+    assert Method(**json.loads(json.dumps(description))) == method  # as YAML has it: lists, no tuples
+    assert {key.split(".")[0] for key in method.facts()} == {"when", "what", "where"}
+
+
+def test_a_topology_is_one_value_however_it_is_written() -> None:
+    written: list[Any] = [NODES, [[0, 1], [2, 3]], [(1, 0), (3, 2)], Topology(NODES)]
+    assert len({Method(where=topology) for topology in written}) == 1
+    assert Method().at(NODES) == Method(where=NODES) != Method()  # type: ignore[arg-type]
+    assert Method().at(None) == Method()
+
+
+def test_replacing_knobs() -> None:
+    method = DGC(sparsity=[0.9]).replace(rampup_begin_step=5, min_numel=7)
+    assert (method.when, method.what) == (EveryStep(rampup_begin_step=5, sparsity=(0.9,)), TopK(min_numel=7))
+    with pytest.raises(
+        ConfigurationError, match=r"The method has no k_steps: choose among rampup_begin_step, .*density"
+    ):
+        method.replace(k_steps=5)
+    with pytest.raises(ConfigurationError, match="The method has no min_numel"):
+        Method().replace(min_numel=5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"where": BFLOAT16},
+        {"where": Where(topology="auto", algorithm="leader")},
+        {"when": EveryK(), "where": Where(topology=NODES, algorithm="leader")},
+        {"what": TopK(), "when": EveryStep(rampup_begin_step=1), "where": BFLOAT16},
+        {"what": TopK(), "when": EveryStep(sparsity="auto"), "where": BFLOAT16},  # begins dense, and may stay so
+        {"what": TopK(), "where": Where(algorithm="sharded")},
+    ],
+)
+def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
+    assert Method(**Method(**arguments).describe()) == Method(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"what": Quantized(), "when": EveryStep(sparsity=(0.9,))},
+            r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)",
+        ),
+        ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
+        ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
+        ({"what": Quantized(), "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
+        ({"what": Quantized(), "when": EveryK(delay_steps="auto")}, r"delay_steps='auto' with Quantized\("),
+        ({"what": Quantized(), "when": EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
+        ({"what": TopK(), "when": EveryK(k_steps=1)}, r"k_steps=1 with TopK\(.*use when=EveryStep\(\)"),
+        ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
+        ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
+        ({"where": Where(topology=1, inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology=1"),
+        ({"where": Where(algorithm="leader")}, r"algorithm='leader' with topology='flat'"),
+        ({"where": Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
+        (
+            {"when": EveryK(), "where": BFLOAT16},
+            r"inter_dtype='bfloat16' every k steps.*Quantized\(value_dtype='bfloat16'\)",
+        ),
+        (
+            {"what": Quantized(), "where": BFLOAT16},
+            r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*rampup_begin_step > 0",
+        ),
+        ({"what": TopK(), "where": BFLOAT16}, r"inter_dtype='bfloat16' with TopK\(.*from step 0"),
+        *(
+            (
+                {"what": what, "when": when, "where": Where(topology="auto", algorithm="leader")},
+                "'leader' with .*'sharded'",
+            )
+            for what in (Quantized(), TopK())
+            for when in (EveryStep(), EveryK())
+        ),
+        (
+            {"what": TopK(exchange="reduce_scatter"), "where": NODES},
+            r"exchange='reduce_scatter' does not exist on two levels",
+        ),
+        ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
+        ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, top_k, quantized, low_rank"),
+        ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),
+        ({"what": {"payload": "quantized", "bits": 8}}, r"what has no bits: choose among value_dtype"),
+        ({"what": {"payload": "quantized", "value_dtype": "int2"}}, r"value_dtype='int2': choose one of bfloat16"),
+        ({"when": {"every": "step", "k_steps": 8}}, r"when has no k_steps: choose among"),
+        ({"where": {"nodes": 2}}, r"where has no nodes: choose among topology, algorithm, inter_dtype"),
+        ({"where": "two"}, r"topology='two': give 'flat', 'auto'"),
+        ({"where": [[0, 1], [1, 2]]}, r"each rank from 0 on belongs to exactly one node"),
+        ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
+        ({"where": {"inter_dtype": "int8"}}, r"inter_dtype='int8': choose one of float32, bfloat16\."),
+        ({"where": {"topology": 2, "inter_dtype": "float16"}}, r"inter_dtype='float16': .*65504.*Take 'bfloat16'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Method(**arguments)
+
+
+def test_an_unknown_axis_raises() -> None:
+    with pytest.raises(ConfigurationError, match=r"argument 'how'\. Its arguments are: when, what, where"):
+        Method(how="fast")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DGC(k_steps=8), r"DGC has no k_steps: choose among rampup_begin_step"),
+        *(
+            (lambda given=given: DGC(**given), message)
+            for given, message in (
+                ({"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
+                ({"min_numel": True}, r"min_numel=True: "),
+                ({"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
+                ({"exclude": [1]}, r"exclude=\[1\]: "),
+                ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
+                ({"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
+                ({"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
+                ({"sparsity": [1.0]}, r"outside \[0, 1\)"),
+                ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers"),
+                ({"rampup_step": 0}, r"rampup_step=0: "),
+                ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: "),
+            )
+        ),
+        (lambda: DGC(density=0.1, sparsity=[0.9]), r"both say how much is sent; give one"),
+        (lambda: LocalSGD(sparsity=[0.9]), r"LocalSGD has no sparsity"),
+        (lambda: LocalSGD(value_dtype="int8"), r"LocalSGD has no value_dtype"),
+        (lambda: LocalSGD(compression="int2"), r"value_dtype='int2': choose one of .*int4"),
+        (lambda: LocalSGD(compression={"bits": 2}), r"compression has no bits: choose among density"),
+        (lambda: AdaptiveLocalSGD(rule="fixed"), r"rule='fixed': use LocalSGD\(k_steps=...\)"),
+        (lambda: AdaptiveLocalSGD(k_steps=2), r"k_steps=2: the first k is init_k_steps here"),
+        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, float16, int8, int4, "),
+    ],
+)
+def test_presets_refuse(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_a_process_group_and_a_topology_exclude_each_other() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigurationError, match="a topology is of all ranks"):
+        Method().attach(
+            torch.optim.SGD([parameter], lr=0.1),
+            [("weight", parameter)],
+            topology=NODES,
+            process_group=object(),  # type: ignore[arg-type]
+        )
+
+
+def attach_on_nodes_of_one_rank() -> list[str]:
+    os.environ["GROUP_RANK"] = str(dist.get_rank())  # as torchrun says it
+    weight = torch.nn.Parameter(torch.ones(8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Hierarchical(inter_dtype="bfloat16").attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
+    return [str(each.message) for each in caught]
+
+
+def test_half_types_between_nodes_that_are_ranks_are_not_ignored_silently() -> None:
+    (warning,), others = run_ranks(attach_on_nodes_of_one_rank, 2)
+    assert "inter_dtype='bfloat16' has no effect" in warning
+    assert others == []
+
+
+def attach_what_differs() -> list[str]:
+    weight, messages = torch.nn.Parameter(torch.ones(8)), []
+    own = {"dampening": 0.5 * dist.get_rank()}
+    attempts: list[tuple[Method, dict[str, float]]] = [
+        (Method(what=Quantized(value_dtype=("int4", "int8")[dist.get_rank()])), {}),
+        (DGC(), {"momentum": 0.9, **own}),
+    ]
+    for method, knobs in attempts:
+        with pytest.raises(ConfigurationError) as refused:
+            method.attach(torch.optim.SGD([weight], lr=0.1, **knobs), [("w", weight)])
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_attaching_fails_on_all_ranks_or_on_none() -> None:
+    for differ, one_fails in run_ranks(attach_what_differs, 2):
+        assert "what.value_dtype: rank 0 has 'int4', rank 1 has 'int8'" in differ
+        assert "dampening=0.5" in one_fails
+
+
+def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
+    """Both may be in a YAML file side by side: a half type between nodes makes sense with the topology only."""
+    given = {"what": {"payload": "whole"}, "where": {"inter_dtype": "bfloat16"}}
+    assert as_method(given, "auto") == Method(where=Where(topology="auto", inter_dtype="bfloat16"))
+    with pytest.raises(ConfigurationError, match="inter_dtype='bfloat16' with topology='flat'"):
+        as_method(given)
+
+
+# The card of the names ------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods" / "local_sgd.md"
+HEAD = "| name | `k_steps` | `begin_step` | other values |\n| --- | --- | --- | --- |\n"
+NAMES = [name for name in PRESETS if preset(name).averages_weights]
+
+
+def in_words(method: Method) -> list[str]:
+    """Return the cells of a row: what differs from local SGD's defaults."""
+    when, usual, others = method.when, LocalSGD().when, list[str]()
+    assert isinstance(when, EveryK)
+    words = {
+        "rule": f'rule "{when.rule}"',
+        "outer": f'outer "{when.outer}"',
+        "num_fragments": f"{when.num_fragments_of(1000)} fragments",
+        "delay_steps": f'hidden (`delay_steps="{when.delay_steps}"`)',
+        "mixing": f"mixing {when.mixing}",
+    }
+    changed = {each.name for each in fields(EveryK) if each.compare and each.init}
+    changed = {name for name in changed if getattr(when, name) != getattr(usual, name)} - {"k_steps", "begin_step"}
+    assert changed <= set(words)
+    others = [words[name] for name in words if name in changed]
+    if isinstance(method.what, TopK):
+        others.append(f'density 1/{1 / method.what.density:.0f}, "{method.what.value_dtype}"')
+    period = f"{when.k_steps}" if when.rule == "fixed" else f"{when.k_steps} to {when.max_k_steps}"
+    begin = f'"{when.begin_step}"' if isinstance(when.begin_step, str) else f"{when.begin_step}"
+    return [period, begin, ", ".join(others)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_card_has_the_values_of_the_names(name: str) -> None:
+    rows = PAGE.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
+    assert list(cells) == [f"`{each}`" for each in NAMES]
+    assert cells[f"`{name}`"] == in_words(preset(name))

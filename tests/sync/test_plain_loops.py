@@ -1,0 +1,482 @@
+"""Plain loops: `optimizer.step()` is all there is to call, in each of its forms, and no rank ever trains alone."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_lowbw import DGC, ConfigurationError, Hierarchical, LocalSGD, Method, QuantizedGradients
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.sync.checks import check_current_device
+from tests.ranks import run_ranks
+from tests.sync.problem import (
+    AWKWARD,
+    DENSE_THEN_SPARSE,
+    FLAT,
+    NODES,
+    Nodes,
+    Parameters,
+    Said,
+    backward,
+    coefficients,
+    each,
+    make_parameters,
+    make_weight,
+    message_of,
+    run_each,
+    take_step,
+    weights_of,
+)
+
+SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "transposed", "pointwise", "vector", "scalar", "empty")}
+METHOD = DENSE_THEN_SPARSE.replace(min_numel=18)  # the vector and the scalar are sent dense
+TOP_K = {"min_numel": 64, "chunk": 64}
+DECAYED: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+STEPS = 6
+
+# One step in each of its forms ----------------------------------------------------------------------------------------
+
+
+def alone(worker: Any, parameters: Parameters, step: int) -> None:
+    backward(parameters, step)
+    worker.optimizer.step()
+
+
+def with_a_closure(worker: Any, parameters: Parameters, step: int) -> None:
+    def closure() -> float:
+        worker.optimizer.zero_grad()
+        backward(parameters, step)
+        return 1.5
+
+    assert worker.optimizer.step(closure) == 1.5
+
+
+def with_a_named_closure(worker: Any, parameters: Parameters, step: int) -> None:
+    worker.optimizer.step(closure=lambda: backward(parameters, step))
+
+
+def exchanged_inside_a_closure(worker: Any, parameters: Parameters, step: int) -> None:
+    def closure() -> None:
+        backward(parameters, step)
+        worker.exchange()
+
+    worker.optimizer.step(closure)
+
+
+def exchanged_by_hand(worker: Any, parameters: Parameters, step: int) -> None:
+    backward(parameters, step)
+    assert worker.exchange()
+    worker.optimizer.step()
+
+
+def prepared_by_hand(worker: Any, parameters: Parameters, step: int) -> None:
+    backward(parameters, step)
+    worker.prepare()
+    worker.optimizer.step()
+
+
+def inside_of_stepping(worker: Any, parameters: Parameters, step: int) -> None:
+    backward(parameters, step)
+    with worker.stepping():
+        worker.optimizer.step()
+
+
+FORMS: list[Callable[[Any, Parameters, int], None]] = [
+    *(take_step, alone, with_a_closure, with_a_named_closure, exchanged_inside_a_closure),
+    *(exchanged_by_hand, prepared_by_hand, inside_of_stepping),
+]
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sgd": partial(SGD, **DECAYED),
+    "maximize, foreach": partial(SGD, lr=0.01, momentum=0.9, maximize=True, foreach=True),
+    "a tensor's rate": partial(SGD, lr=torch.tensor(0.05), momentum=0.9, nesterov=True),
+    "adamw": partial(AdamW, lr=0.02, weight_decay=0.3),
+    "adam": partial(Adam, lr=0.02, weight_decay=0.01, amsgrad=True),
+    "rmsprop": partial(RMSprop, lr=0.002),
+}
+CASES: dict[str, tuple[Method, str, Nodes]] = {
+    **{f"dgc, {kind}": (METHOD, kind, FLAT) for kind in OPTIMIZERS},
+    "senders": (METHOD.replace(mean_over="senders", value_dtype="int8"), "adamw", FLAT),
+    "reduce-scatter": (METHOD.replace(exchange="reduce_scatter"), "sgd", FLAT),
+    "two levels": (METHOD, "adam", NODES["strided"]),
+    "int8": (QuantizedGradients(), "sgd", FLAT),
+    "local": (LocalSGD(k_steps=3, begin_step=2), "sgd", FLAT),
+    "one": (LocalSGD(k_steps=1), "sgd", FLAT),
+    "streaming": (LocalSGD(4, 0, num_fragments=2, delay_steps=1, mixing=0.5, outer="nesterov"), "adamw", FLAT),
+    "local int8": (LocalSGD(3, 0, compression="int8"), "adamw", FLAT),
+    "local sparse on two levels": (LocalSGD(3, 0, compression=TOP_K), "sgd", NODES["strided"]),
+}
+
+
+def train(form: int, name: str) -> dict[str, Any]:
+    method, kind, nodes = CASES[name]
+    parameters = make_parameters(SHAPES)
+    optimizer = OPTIMIZERS[kind](parameters.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        worker: Any = method.attach(optimizer, parameters.items(), topology=nodes)
+    digests, absent = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        FORMS[form](worker, parameters, step)
+        residuals = {} if worker.compressed is None else worker.compressed.residuals
+        digests.append(digest([*parameters.values(), *residuals.values()]))
+        absent.append([name for name, parameter in parameters.items() if parameter.grad is None])
+    assert worker.step == worker.peers.ledger.steps == STEPS
+    worker.finish()
+    return {"digests": digests, "absent": absent, "end": digest(parameters.values())}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_forms_of_a_step_are_the_same_to_the_bit(num_ranks: int) -> None:
+    """Sparse ones need no dense gradient, where the optimizer would only subtract it, and nobody has asked for one."""
+    names = [name for name, (_, _, nodes) in CASES.items() if sum(map(len, nodes)) == num_ranks]
+    calls = {f"{name}|{form}": partial(train, form, name) for name in names for form in range(len(FORMS))}
+    results = run_each(num_ranks, calls)
+    for name in names:
+        for number, form in enumerate(FORMS):
+            of_form = results[f"{name}|{number}"]
+            assert len({result["end"] for result in of_form}) == 1, name
+            for result, explicit in zip(of_form, results[f"{name}|0"], strict=True):
+                assert result["digests"] == explicit["digests"], (name, form)
+                is_direct = CASES[name][0].what == METHOD.what or name in ("senders", "reduce-scatter")
+                is_direct &= CASES[name][1] != "rmsprop" and "exchange" not in form.__name__ and form is not take_step
+                expected = ["matrix", "conv", "transposed", "pointwise"] if is_direct else []
+                assert result["absent"] == [[]] * 2 + [expected] * (STEPS - 2), (name, form)
+
+
+def watch(hook: str) -> list[dict[str, Tensor | None]]:
+    """Return what a hook of the optimizer's step sees; with "" what an exchange by hand gives."""
+    parameters, seen = make_parameters(SHAPES), list[dict[str, Tensor | None]]()
+    optimizer = SGD(parameters.values(), **DECAYED)
+    worker = METHOD.attach(optimizer, parameters.items())
+
+    def look(*_: Any) -> None:
+        seen.append({name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()})
+
+    register = {"pre": optimizer.register_step_pre_hook, "post": optimizer.register_step_post_hook}
+    register["all optimizers"] = register_optimizer_step_pre_hook  # type: ignore[assignment]
+    handle = register[hook](look) if hook else None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        with worker.stepping():
+            if not hook:
+                worker.exchange()
+                look()
+            optimizer.step()
+    if handle is not None:
+        handle.remove()
+    return seen
+
+
+def test_hooks_of_the_step_see_dense_gradients() -> None:
+    for expected, *others in run_ranks(each, 2, watch, [("",), ("pre",), ("post",), ("all optimizers",)]):
+        for seen in others:
+            for mine, theirs in zip(seen, expected, strict=True):
+                assert all(gradient.equal(mine[name]) for name, gradient in theirs.items())  # type: ignore[union-attr, arg-type]
+
+
+# Optimizers of others -------------------------------------------------------------------------------------------------
+
+
+class TwoGradients(SGD):
+    """Steps with the sum of two gradients, the second of which is that of other weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        with torch.enable_grad():
+            closure()
+        first = parameter.grad.clone()
+        parameter.add_(1.0)
+        with torch.enable_grad():
+            closure()
+        parameter.sub_(1.0).sub_(first + parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def train_with_two_gradients(method: Method) -> Tensor:
+    parameters = make_parameters({"matrix": (30, 20)})
+    optimizer = TwoGradients(parameters.values(), lr=0.05)
+    method.attach(optimizer, parameters.items())
+    for step in range(4):
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            backward(parameters, step)  # noqa: B023
+
+        optimizer.step(closure)
+    return parameters["matrix"].detach()
+
+
+class Noting(SGD):
+    """An optimizer as users write them: a step of its own around torch's, with one more argument."""
+
+    def step(self, closure: Any = None, note: str = "") -> Any:  # type: ignore[override]
+        self.note = note
+        if self.param_groups[0].get("fails"):
+            raise RuntimeError("out of luck")
+        return super().step(closure)
+
+
+def step_with_a_subclass() -> dict[str, Any]:
+    """Also with schedulers, which wrap `step`, too; and with a GradScaler, in a step that raises."""
+    SGD([Parameter(torch.zeros(3))], lr=0.1)  # from now on torch calls its own hooks in both `step` functions
+    parameters = make_parameters(SHAPES)
+    optimizer = Noting(parameters.values(), lr=0.05, momentum=0.9)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    worker = DGC(rampup_begin_step=3, sparsity=[0.9], min_numel=18).attach(optimizer, parameters.items())
+    schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as where `step` seems not to have been called
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(parameters, step)
+            optimizer.step(note="plain")
+            optimizer.step(lambda: backward(parameters, 0), "closure")
+            for scheduler in schedulers:
+                scheduler.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer.zero_grad()
+    backward(parameters, 3)
+    scaler.scale(torch.zeros(()))
+    optimizer.param_groups[0]["fails"] = True
+    with pytest.raises(RuntimeError, match="out of luck"):
+        scaler.step(optimizer)
+    assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
+    group = optimizer.param_groups[0]
+    return {"steps": worker.step, "note": optimizer.note, "group": (group["lr"], group["momentum"], worker.torn)}
+
+
+def test_optimizers_of_others() -> None:
+    methods = [Method(), DGC(sparsity=[0.5], min_numel=1)]
+    (first, sparse), (second, other) = run_ranks(each, 2, train_with_two_gradients, [(method,) for method in methods])
+    assert torch.equal(first, second)
+    assert torch.equal(sparse, other)
+    weight = make_weight("matrix", (30, 20))
+    for step in range(4):
+        c = sum(coefficients("matrix", weight, rank, step) for rank in range(2)) / 2
+        weight = weight - 0.05 * ((c + weight) + (c + weight + 1.0))
+    torch.testing.assert_close(first, weight, rtol=1e-5, atol=1e-6)
+    for found in run_ranks(step_with_a_subclass, 2):
+        torn = "the optimizer's step after step 6"
+        assert found == {"steps": 6, "note": "", "group": (0.05 * 0.5**6, 0.9, torn)}
+
+
+def lower_gradients() -> bool:
+    """A synchronous step by hand exchanges once, and the optimizer's step not again."""
+    parameters = make_parameters({"a": (5,)})
+    worker = LocalSGD(k_steps=4, begin_step=8).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    backward(parameters, 0)
+    worker.exchange()
+    parameters["a"].grad.mul_(0.0)  # type: ignore[union-attr]
+    before = weights_of(parameters)
+    worker.optimizer.step()
+    return torch.equal(before["a"], parameters["a"].detach())
+
+
+def skip_and_raise(method: Method) -> tuple[int, str]:
+    """A closure that raises on all ranks is no step; one that all leave out counts inside of `stepping`."""
+    parameters = make_parameters({"a": (50, 4)})
+    worker: Any = method.attach(SGD(parameters.values(), lr=0.05, momentum=0.9), parameters.items())
+    for step in range(4):
+
+        def closure() -> float:
+            raise KeyError("the data are gone")
+
+        assert message_of(partial(worker.optimizer.step, closure), KeyError) is not None
+        worker.optimizer.zero_grad()
+        backward(parameters, step)
+        with worker.stepping():
+            if worker.exchange() and step != 1:
+                worker.optimizer.step()
+    worker.finish()
+    return worker.step, digest(parameters.values())
+
+
+def test_gradients_that_are_changed_and_steps_that_are_left_out() -> None:
+    calls: dict[str, Any] = {"lower": lower_gradients}
+    calls |= {f"skip {m.what}": partial(skip_and_raise, m) for m in (METHOD, LocalSGD(2, 0), QuantizedGradients())}
+    results = run_each(2, calls)
+    for name, (first, second) in results.items():
+        assert first == second, name
+        assert "skip" not in name or first[0] == 4
+    assert results["lower"][0] is True
+
+
+# Attaching ------------------------------------------------------------------------------------------------------------
+
+
+def one_parameter() -> tuple[Parameter, SGD]:
+    weight = Parameter(torch.zeros(3))
+    return weight, SGD([weight], lr=0.1)
+
+
+def test_an_optimizer_has_one_worker_and_is_not_kept_alive() -> None:
+    for method in (DGC(), LocalSGD()):
+        weight, optimizer = one_parameter()
+        method.attach(optimizer, [("weight", weight)])
+        with pytest.raises(ConfigurationError, match=r"attached to this SGD already.*exchange twice"):
+            QuantizedGradients().attach(optimizer, [("weight", weight)])
+        reference = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert reference() is None, "something keeps it, with its state"
+    weight = one_parameter()[0]
+    worker = DGC().attach(SGD([{"params": []}, {"params": [weight]}], lr=0.1), [("weight", weight)])
+    assert worker.parameters() == [weight]
+
+
+def test_what_cannot_be_attached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, optimizer = one_parameter()
+    named: Any = [("weight", weight)]
+    linear = torch.nn.Linear(2, 2)
+    cases: list[tuple[Any, Any, Any, str]] = [
+        (DGC(), optimizer, [weight], r"pass model\.named_parameters\(\)"),
+        (
+            LocalSGD(),
+            optimizer,
+            linear,
+            r"named_parameters is a Linear: pass model\.named_parameters\(\)",
+        ),
+        (DGC(), named, optimizer, r"takes a torch optimizer first, and got a list"),
+        (
+            DGC(),
+            optimizer,
+            linear.named_parameters(),
+            "none of the optimizer's parameters is among these",
+        ),
+        (LocalSGD(), torch.optim.LBFGS([weight]), named, "LBFGS.*strategy='ddp'"),
+        (LocalSGD(num_fragments=2), optimizer, named, "1 tensors"),
+        (DGC(exclude=["other"]), optimizer, named, "'other' matches no parameter"),
+        (DGC(), SGD([weight], lr=0.1, momentum=0.9, dampening=0.1), named, r"dampening=0\.1"),
+        (DGC(sparsity="auto"), optimizer, named, r"plain loop.*Give the numbers"),
+    ]
+    for method, first, second, message in cases:
+        with pytest.raises(ConfigurationError, match=message):
+            method.attach(first, second)
+    LocalSGD(begin_step=0.5).attach(optimizer, named)
+    with pytest.raises(ConfigurationError, match="number of steps"):
+        optimizer.step()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match=r"each rank would train alone.*init_process_group"):
+        DGC().attach(*one_parameter()[::-1])  # type: ignore[arg-type]
+
+
+def warned_by_attach(method: Method, environment: dict[str, str], kind: Any = SGD) -> list[str]:
+    weight = Parameter(torch.zeros(3))
+    optimizer = kind([weight], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as monkeypatch:
+        warnings.simplefilter("always")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        method.attach(optimizer, [("weight", weight)])
+    assert {each.filename for each in caught} <= {__file__}
+    return [str(each.message) for each in caught]
+
+
+def test_what_attach_warns_of() -> None:
+    """A rank alone; a density that was given as a sparsity; one node; no correction. Rank 0 says it."""
+    alone, started = "attach {}: there is no other rank to communicate with", "is 2, so other processes were started"
+    for method in (DGC(), LocalSGD(), Hierarchical()):
+        (message,) = warned_by_attach(method, {})
+        assert message.startswith(alone.format("without a process group"))
+        assert started not in message
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        (message,) = warned_by_attach(DGC(), {name: "2"})
+        assert f" {name} {started}, and each trains alone." in message
+    ((message,),) = run_ranks(warned_by_attach, 1, DGC(), {"WORLD_SIZE": "2"})  # each made a group of its own
+    assert message.startswith(alone.format("with one rank"))
+    assert f"WORLD_SIZE {started}" in message
+    cases = [(DGC(sparsity=[0.001]), {}), (DGC(topology=((0, 1),)), {}), (DGC(), {}, RMSprop)]
+    (of_density, of_node, of_feedback), others = run_ranks(each, 2, warned_by_attach, cases)
+    assert of_density[0].startswith("sparsity=[0.001]: 99.9 % of the elements are sent.")
+    assert "this trains as DDP" in of_node[0]
+    assert "RMSprop: gradients are compressed with error feedback only" in of_feedback[0]
+    assert others == [[], [], []]
+
+
+def test_nccl_with_another_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_current_device(torch.device("cuda", 0), None)
+    with pytest.raises(ConfigurationError, match=r"torch\.cuda\.set_device\(1\)"):
+        check_current_device(torch.device("cuda", 1), None)
+
+
+class Wrapped(DistributedDataParallel):
+    """As Horovod's and other libraries' are."""
+
+
+def attach_to_a_wrapped_model(method: Method, kind: type[Any]) -> list[str | None]:
+    """What is said at once, after a wrapper that comes later, of one that is gone, of one of other ranks."""
+    model = torch.nn.Linear(3, 2)
+    wrapped: Any = kind(model)
+    sgd = SGD(model.parameters(), lr=0.1)
+    attaching = partial(method.attach, sgd, model.named_parameters())
+    said = [message_of(attaching, ConfigurationError)]
+    wrapped.itself = wrapped
+    del wrapped
+    attaching()
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    said.append(message_of(sgd.step, ConfigurationError))  # type: ignore[arg-type]
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=own)
+    method.attach(SGD(wrapped.parameters(), lr=0.1), wrapped.named_parameters())
+    return said
+
+
+def test_a_model_in_ddp_is_refused() -> None:
+    cases = [(method, kind) for method in (DGC(), LocalSGD(2, 0)) for kind in (DistributedDataParallel, Wrapped)]
+    for rank in run_ranks(each, 2, attach_to_a_wrapped_model, cases):
+        assert all("this would train as DDP" in str(message) for said in rank for message in said)
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def end_with(num_steps: int, end: str) -> list[str]:
+    """Train, end the loop in a way, and let the worker be forgotten; return what is said then."""
+    said, logger, parameters = Said(), logging.getLogger(LOGGER), make_parameters({"a": (5,)})
+    worker: Any = LocalSGD(2, 0).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    for step in range(num_steps):
+        alone(worker, parameters, step)
+    if end == "consensus":
+        with worker.consensus():
+            pass
+    elif end == "raise":
+        sys.last_type = RuntimeError  # as Python does for an exception that ends it
+    elif end:
+        getattr(worker, end)()
+    logger.addHandler(said)
+    del worker, parameters
+    gc.collect()
+    logger.removeHandler(said)
+    vars(sys).pop("last_type", None)
+    return said.messages
+
+
+def test_a_loop_that_leaves_replicas_apart_says_so() -> None:
+    apart, silent = [(3, "")], [(3, "consensus"), (3, "finish"), (3, "state_dict"), (3, "raise"), (4, "")]
+    first, second = run_ranks(each, 2, end_with, [*apart, *silent])
+    assert [len(said) for said in first] == [1, 0, 0, 0, 0, 0]
+    assert "ended after step 3, between two averages" in first[0][0]
+    assert "worker.finish()" in first[0][0]
+    assert not any(second)  # said once

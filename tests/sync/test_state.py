@@ -1,0 +1,559 @@
+"""Stop and go on in another world, with another method or model: what is kept is the same, or it is said why not.
+
+That the same ranks resume to the bit is in `tests/contract`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW
+
+from lightning_lowbw import (
+    DGC,
+    Compression,
+    ConfigurationError,
+    DisagreementError,
+    LocalSGD,
+    Method,
+    QuantizedGradients,
+)
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.state import merge_states
+from tests.ranks import run_ranks
+from tests.sync.problem import (
+    FLAT,
+    NODES,
+    Nodes,
+    Parameters,
+    backward,
+    each,
+    from_memory,
+    in_memory,
+    make_parameters,
+    make_weight,
+    mean_of_nodes,
+    message_of,
+    run_each,
+    take_step,
+    weights_of,
+)
+from tests.sync.replica_problem import (
+    BASE,
+    SPARSE_STEPS,
+    by_sparse_oracle,
+    gradient_of,
+    set_weights,
+    train_on,
+    with_base,
+)
+from tests.sync.replica_problem import SHAPES as OF_REPLICAS
+from tests.sync.replica_problem import SPARSE as SPARSE_SHAPES
+from tests.sync.replica_problem import attach as attach_replica
+
+SHAPES = {"large": (40, 30), "conv": (8, 4, 3, 3), "single": (1,), "bias": (7,)}
+TWO, THREE = FLAT, ((0,), (1,), (2,))
+LR = 0.05
+GRADIENTS: dict[str, tuple[Method, Any]] = {
+    "dgc": (DGC(sparsity=[0.95], min_numel=1, value_dtype="float32"), partial(SGD, lr=LR)),
+    "dgc momentum": (DGC(sparsity=[0.95], min_numel=100), partial(SGD, lr=LR, momentum=0.9)),
+    "dgc adamw": (DGC(sparsity=[0.95], min_numel=100), partial(AdamW, lr=LR)),
+    "int8": (QuantizedGradients(), partial(SGD, lr=LR)),
+}
+REPLICAS = {
+    "sparse": LocalSGD(4, 0, compression=Compression(**BASE)),
+    "sparse, hidden": LocalSGD(4, 0, compression=Compression(**BASE), delay_steps=3),
+    "int4": LocalSGD(4, 0, compression="int4"),
+    "slowmo": LocalSGD(4, 0, outer="slowmo"),
+    "streaming": LocalSGD(4, 0, num_fragments=2, delay_steps=2, outer="nesterov", compression=Compression(min_numel=1)),
+}
+STOP = 6
+
+
+def topology_of(nodes: Nodes) -> Any:
+    return nodes if len(nodes[0]) > 1 else "flat"
+
+
+def make(name: str, nodes: Nodes) -> tuple[Any, Parameters]:
+    if name in REPLICAS:
+        return attach_replica(REPLICAS[name], "adamw", OF_REPLICAS, nodes if len(nodes[0]) > 1 else ())
+    parameters, (method, optimizer) = make_parameters(SHAPES), GRADIENTS[name]
+    return method.attach(optimizer(parameters.values()), parameters.items(), topology=topology_of(nodes)), parameters
+
+
+def stop(name: str, nodes: Nodes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """Return the state of each rank; of the optimizer and of the weights what a checkpoint has."""
+    worker, parameters = make(name, nodes)
+    for step in range(STOP):
+        (take_step if name in GRADIENTS else train_on)(worker, parameters, step if name in GRADIENTS else [step])
+    state, of_optimizer = copy.deepcopy(worker.state_dict()), copy.deepcopy(worker.optimizer.state_dict())
+    whole = worker.whole_momentum() if name in GRADIENTS else {}  # on two levels
+    for index, parameter in enumerate(parameters.values()):
+        if parameter in whole:
+            of_optimizer["state"].setdefault(index, {})[worker.velocities.key] = whole[parameter]
+    worker.finish()
+    return state, of_optimizer, weights_of(parameters)
+
+
+def go_on(
+    name: str, nodes: Nodes, state: dict[str, Any], of_optimizer: dict[str, Any], weights: dict[str, Tensor]
+) -> dict[str, Any]:
+    worker, parameters = make(name, nodes)
+    set_weights(parameters, weights)
+    if name in GRADIENTS:
+        worker.optimizer.load_state_dict(copy.deepcopy(of_optimizer))
+    worker.load_state_dict(copy.deepcopy(state))  # which the ranks have in shared memory
+    again = copy.deepcopy(worker.state_dict())
+    for step in range(STOP, STOP + 4):
+        (take_step if name in GRADIENTS else train_on)(worker, parameters, step if name in GRADIENTS else [step])
+    worker.finish()
+    moved = {key: not each.equal(weights[key]) for key, each in parameters.items() if each.numel()}
+    return {"state": again, "moved": all(moved.values()), "after": digest(parameters.values()), "step": worker.step}
+
+
+WORLDS: list[tuple[Nodes, Nodes]] = [
+    (TWO, THREE),
+    (TWO, NODES["blocks"]),
+    (NODES["crossed"], TWO),
+    (NODES["blocks"], NODES["strided"]),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), WORLDS, ids=["2 to 3", "2 to nodes", "nodes to 2", "other nodes"])
+def test_another_world_keeps_the_mean_of_what_was_unsent(before: Nodes, after: Nodes) -> None:
+    names = [*GRADIENTS, *REPLICAS]
+    stopped = run_each(sum(map(len, before)), {name: partial(stop, name, before) for name in names})
+    merged = {name: merge_states(copy.deepcopy([state for state, _, _ in stopped[name]])) for name in names}
+    calls = {name: partial(go_on, name, after, merged[name], *stopped[name][0][1:]) for name in names}
+    for name, results in run_each(sum(map(len, after)), calls).items():
+        states, whole = [state for state, _, _ in stopped[name]], merged[name]
+        assert bool(whole["residuals"]) == (name != "slowmo")
+        for key, mean in whole["residuals"].items():
+            kept = mean_of_nodes([state["residuals"][key] for state in states], before) + unapplied(states, before, key)
+            torch.testing.assert_close(mean, kept, rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
+            assert mean.any() or mean.numel() < 20
+        again = merge_states([result["state"] for result in results])
+        for kind in ("residuals", "velocities", "local"):
+            for key, value in whole.get(kind, {}).items():
+                there = again[kind][key]
+                if kind == "local":  # of G^2 / N
+                    factor = len(before) / len(after)
+                    value, there = value["exp_avg_sq"] * factor, there["exp_avg_sq"]
+                torch.testing.assert_close(there, value, rtol=1e-5, atol=1e-7, msg=f"{name} {kind} {key}")
+        for index, entry in whole.get("optimizer", {"state": {}})["state"].items():  # of replicas: the mean
+            for moment in ("exp_avg", "exp_avg_sq"):
+                mean = sum(state["optimizer"]["state"][index][moment] for state in states) / len(states)
+                torch.testing.assert_close(entry[moment], mean)
+        assert len({result["after"] for result in results}) == 1, "replicas differ at the end"
+        assert all(result["moved"] and result["step"] == STOP + 4 for result in results), name
+
+
+def unapplied(states: list[Any], nodes: Nodes, name: str) -> Tensor:
+    """Return what an average that has been begun takes from the residuals, in the mean: the weights have its change."""
+    total = torch.zeros(())
+    for state in states:
+        for work in [fragment["work"] for fragment in state.get("fragments", ()) if fragment["work"] is not None]:
+            if name in work["changes"]:
+                snapshot = work["snapshots"][work["parameters"].index(name)]
+                change = work["changes"][name] - (snapshot - state["start"][name]).reshape(-1)
+                total = total + change / len(states)
+    return total
+
+
+# One participant ------------------------------------------------------------------------------------------------------
+
+
+def send_alone(name: str, state: dict[str, Any], weights: dict[str, Tensor], nodes: Any, skips: bool) -> dict[str, Any]:
+    """One step without gradients of one rank, or one node, after a step that is skipped."""
+    parameters, (method, optimizer) = make_parameters(SHAPES), GRADIENTS[name]
+    worker: Any = method.attach(optimizer(parameters.values()), parameters.items(), topology=nodes)
+    set_weights(parameters, weights)
+    worker.load_state_dict(state)
+    again = copy.deepcopy(worker.state_dict())
+    if skips:
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        with worker.stepping():
+            assert not worker.exchange(skip_nonfinite=True)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    worker.optimizer.step()
+    assert worker.residuals == {}
+    applied = {key: weights[key].double() - parameter.detach().double() for key, parameter in parameters.items()}
+    return {"applied": applied, "state": again, "equal": digest(parameters.values())}
+
+
+@pytest.mark.parametrize("name", ["dgc", "int8"])
+def test_one_participant_applies_what_was_kept(name: str) -> None:
+    """Also through a step that is skipped; one node of two ranks; and a world that grows again holds the same."""
+    stopped = run_ranks(stop, 2, name, TWO)
+    merged, weights = merge_states([state for state, _, _ in stopped]), stopped[0][2]
+    (alone,) = run_ranks(send_alone, 1, name, merged, weights, "flat", True)
+    results = [alone, *run_ranks(send_alone, 2, name, merged, weights, ((0, 1),), False)]
+    assert len({result["equal"] for result in results}) == 1
+    for key, residual in merged["residuals"].items():
+        expected = LR * from_memory(residual, key, SHAPES[key]).double()
+        for result in results:
+            torch.testing.assert_close(result["applied"][key].contiguous(), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merge_states([alone["state"]])["residuals"][key], residual)
+
+
+def climb_alone(sign: float) -> list[Tensor]:
+    """One rank that got a residual, a velocity and a dense tensor's velocity from others, and goes on."""
+    parameters = make_parameters(SHAPES)
+    sgd = SGD(parameters.values(), lr=LR, momentum=0.9, weight_decay=0.1, maximize=sign < 0)
+    for name in ("large", "bias"):
+        sgd.state[parameters[name]]["momentum_buffer"] = make_weight("velocity", SHAPES[name])
+    worker = DGC(sparsity=[0.9], min_numel=100).attach(sgd, parameters.items())
+    state = state_of(6, residuals={"large": make_weight("residual", SHAPES["large"])})
+    worker.load_state_dict(merge_states(twice(state)))
+    for step in range(3):
+        take_step(worker, parameters, step, sign=sign)
+    return [parameter.detach() for parameter in parameters.values()]
+
+
+def test_one_rank_goes_on_with_plain_momentum_and_may_climb() -> None:
+    """Its first step is SGD with the residual added, and with the decay of what that leads to; then SGD goes on."""
+    parameters = make_parameters(SHAPES)
+    sgd = SGD(parameters.values(), lr=LR, momentum=0.9, weight_decay=0.1)
+    for name in ("large", "bias"):
+        sgd.state[parameters[name]]["momentum_buffer"] = make_weight("velocity", SHAPES[name])
+    for step in range(3):
+        sgd.zero_grad()
+        backward(parameters, step)
+        with torch.no_grad():
+            parameters["large"].sub_(make_weight("residual", SHAPES["large"]), alpha=LR if step == 0 else 0.0)
+        sgd.step()
+    for down, up, expected in zip(climb_alone(1.0), climb_alone(-1.0), parameters.values(), strict=True):
+        assert down.equal(up)
+        torch.testing.assert_close(down, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+# What is not merged, or not loaded ------------------------------------------------------------------------------------
+
+
+def state_of(step: int = 3, **parts: Any) -> dict[str, Any]:
+    """Return the state of a worker that has kept only so much; residuals have the shape of the parameter."""
+    residuals = parts.pop("residuals", {})
+    state: dict[str, Any] = {
+        "step": step,
+        "local_rank": (0, 1),
+        "nodes": None,
+        "num_participants": 2,
+        "correction": "momentum",
+        "payload": "TopK",
+        "small_numel": 1,
+        "exchange": None,
+        "velocities": {},
+        "local": {},
+        "torn": "",
+        "shapes": {name: tuple(residual.shape) for name, residual in residuals.items()},
+        "orders": {name: tuple(range(residual.dim())) for name, residual in residuals.items()},
+        "residuals": {name: residual.reshape(-1) for name, residual in residuals.items()},
+    }
+    return {**state, **parts}
+
+
+def twice(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the states of two ranks that have kept the same."""
+    return [{**state, "rank": (rank, 2)} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "message"),
+    [
+        ([], [], "not given the state of rank 0 of 1"),
+        ([(2, 4), (0, 4)], [4, 4], "not given the state of rank 1, 3 of 4"),
+        ([(0, 2), (0, 2)], [4, 4], "given the state of rank 0 twice"),
+        ([(0, 2), (1, 2)], [3, 9], "rank 0 after step 3 of 2 ranks, and that of rank 1 after step 9 of 2 ranks"),
+        ([(0, 2), (1, 3)], [3, 3], "rank 0 after step 3 of 2 ranks, and that of rank 1 after step 3 of 3 ranks"),
+    ],
+)
+def test_only_the_states_of_all_ranks_at_one_step_are_merged(
+    ranks: list[tuple[int, int]], steps: list[int], message: str
+) -> None:
+    states = [state_of(step, rank=rank) for rank, step in zip(ranks, steps, strict=True)]
+    with pytest.raises(ConfigurationError, match=rf"{message}.*\. Give it worker.state_dict\(\) of each rank"):
+        merge_states(states)
+
+
+def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
+    states = [
+        state_of(
+            4,
+            rank=(number, 2),
+            residuals={"w": torch.tensor([1.0, -2.0 * number], dtype=torch.float64)},
+            velocities={"w": torch.tensor([1.0 + 2 * number, 2.0]).bfloat16()},
+        )
+        for number in range(2)
+    ]
+    merged = merge_states(states)
+    assert merged["residuals"]["w"].dtype == torch.float64
+    assert merged["residuals"]["w"].tolist() == [1.0, -1.0]
+    assert merged["velocities"]["w"].dtype == torch.bfloat16
+    assert merged["velocities"]["w"].tolist() == [2.0, 2.0]
+    merged["residuals"]["w"].zero_()
+    assert states[0]["residuals"]["w"].tolist() == [1.0, 0.0]
+    for given in ("state", merged):
+        with pytest.raises(ConfigurationError, match=f"given a {type(given).__name__} that is no state"):
+            merge_states([given])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("renamed", (40, 30), r"residual of shape \(40, 30\) for 'renamed'; the optimizer has no such parameter"),
+        ("large", (30, 40), r"shape \(30, 40\) for 'large'; the optimizer has shape \(40, 30\)"),
+        ("conv", (8, 4, 9), r"shape \(8, 4, 9\) for 'conv'; the optimizer has shape \(8, 4, 3, 3\)"),
+    ],
+)
+def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    worker, _ = make("dgc", TWO)
+    with pytest.raises(ConfigurationError, match=message):
+        worker.load_state_dict(state_of(residuals={name: make_weight(name, shape)}))
+
+
+def test_what_another_payload_or_correction_keeps_is_refused() -> None:
+    """It would never be sent, or means something else."""
+    parameters = make_parameters(SHAPES)
+    dgc, narrow = DGC(min_numel=1), QuantizedGradients()
+    cases: list[tuple[Method, Any, dict[str, Any], str]] = [
+        (
+            dgc,
+            SGD,
+            {"payload": "Quantized", "correction": "error_feedback"},
+            r"Quantized has not sent, and with TopK\(",
+        ),
+        (narrow, SGD, {}, "TopK has not sent, and with Quantized"),
+        (Method(), SGD, {}, "TopK has not sent, and with Whole"),
+        (dgc, AdamW, {}, "'momentum' had not sent, .* with AdamW, which is 'own_variance'"),
+        (dgc, SGD, {"correction": "own_variance"}, "'own_variance' had not sent, .* with SGD, which is 'momentum'"),
+    ]
+    for method, kind, changes, message in cases:
+        worker = method.attach(kind(parameters.values(), lr=0.1), parameters.items())
+        with pytest.raises(ConfigurationError, match=message):
+            worker.load_state_dict(state_of(**changes, residuals={"large": torch.ones(SHAPES["large"])}))
+        assert worker.step == 0
+        worker.load_state_dict(state_of(**changes))  # in the dense phase they do not differ
+        assert worker.step == 3
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "whole": (with_base({}), {}, 6, "and with Whole() they never would be"),
+    "narrow": (with_base({}), {"compression": "bfloat16"}, 6, ""),
+    "from narrow": ({"compression": "int8"}, with_base({"compression": {"min_numel": 1}}), 6, ""),
+    "other tensors": (with_base({}), with_base({"compression": {"min_numel": 700}}), 6, "min_numel=700"),
+    "in mid-round": ({}, with_base({}), 6, "between two averages"),
+    "outer in mid-round": ({}, {"outer": "nesterov"}, 6, "last consensus"),
+    "fragments": ({"num_fragments": 2}, {}, 6, "num_fragments=2, and this is 1"),
+    "no averages": ({}, {"k_steps": 1}, 6, "no average would ever make them equal"),
+    "one node": ({}, {"topology": 2}, 6, "no average would ever make them equal"),
+    "after a round": ({}, with_base({}), 8, ""),
+    "other bits": (with_base({}), with_base({"k_steps": 3, "compression": {"value_dtype": "int8"}}), 6, ""),
+}
+
+
+def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> str | dict[str, Tensor]:
+    """Train with the one, resume with the other; return the weights, or why not."""
+    base: dict[str, Any] = {"k_steps": 4, "begin_step": 0}
+    worker, parameters = attach_replica(LocalSGD(**base | first), "sgd", OF_REPLICAS)
+    train_on(worker, parameters, range(at))
+    state = copy.deepcopy(worker.state_dict())
+    worker.finish()
+    worker, shown = attach_replica(LocalSGD(**base | second), "sgd", OF_REPLICAS)
+    set_weights(shown, weights_of(parameters))
+    before, small = digest(shown.values()), worker.params.small_numel
+    try:
+        worker.load_state_dict(state)
+    except ConfigurationError as error:
+        assert (digest(shown.values()), worker.params.small_numel) == (before, small), "a refused state changes nothing"
+        return str(error)
+    try:
+        train_on(worker, shown, range(at, SPARSE_STEPS))
+    except (ConfigurationError, DisagreementError) as error:
+        return str(error)
+    return weights_of(shown)
+
+
+def load_where_it_is_not_from(name: str, nodes: Nodes) -> list[str | None]:
+    """Load the state of rank 0; that of another topology; and that of another model."""
+    worker, parameters = make(name, nodes)
+    for step in range(STOP):
+        (take_step if name in GRADIENTS else train_on)(worker, parameters, step if name in GRADIENTS else [step])
+    own = copy.deepcopy(worker.state_dict())
+    states = [own]
+    dist.broadcast_object_list(states, 0)
+    worker.finish()
+    crossed, _ = make(name, NODES["crossed"])
+    others = [message_of(partial(crossed.load_state_dict, state), ConfigurationError) for state in (states[0], own)]
+    if name not in REPLICAS:
+        return others
+    other, _ = attach_replica(REPLICAS[name], "adamw", {"matrix": (30, 30)}, NODES["blocks"])
+    return [
+        *others,
+        *(message_of(partial(other.load_state_dict, own | c), ConfigurationError) for c in ({}, {"own": {}})),
+    ]
+
+
+def test_what_a_state_keeps_is_not_dropped_by_another_method_topology_or_model() -> None:
+    calls: dict[str, Any] = {name: partial(resume_otherwise, *case[:3]) for name, case in OTHERWISE.items()}
+    first = with_base({"delay_steps": 3})
+    calls |= {f"delay {n}": partial(resume_otherwise, first, with_base({"delay_steps": n}), 6) for n in (0, 1)}
+    results = run_each(2, calls)
+    for name, (_, _, _, word) in OTHERWISE.items():
+        for result in results[name]:
+            assert word in result if word else isinstance(result, dict), name
+    for delay in (0, 1):  # an average that has been begun is applied also where less delay goes on
+        for name in SPARSE_SHAPES:
+            oracle = by_sparse_oracle(name, "sgd", TWO, delay=3, steps=7)  # at its time, the next step
+            oracle.delay = delay
+            for step in range(7, SPARSE_STEPS):
+                oracle.take_step([gradient_of(name, each, rank, step) for rank, each in enumerate(oracle.replicas)])
+            for result, replica in zip(results[f"delay {delay}"], oracle.replicas, strict=True):
+                assert torch.equal(result[name], replica.detach())
+    calls = {name: partial(load_where_it_is_not_from, name, NODES["blocks"]) for name in ("dgc", "sparse", "int4")}
+    for by_rank in run_each(4, calls).values():
+        for rank, (of_first, own, *of_model) in enumerate(by_rank):
+            assert rank == 0 or f"The state is that of rank 0 of 4, and this is rank {rank} of 4" in str(of_first)
+            assert "on nodes [[0, 1], [2, 3]], and the ranks are now on nodes [[0, 3], [1, 2]]" in str(own)
+            assert all("Resume with the model it was written with" in str(message) for message in of_model)
+
+
+# Layouts, and what is small -------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_in_another_memory_format() -> None:
+    """What is kept follows the elements, to the optimizer's layout; parts of it cannot, and say so."""
+    other = {name: Parameter(p.detach().contiguous()) for name, p in make_parameters(SHAPES).items()}
+    method = DGC(min_numel=1)
+    contiguous = method.attach(SGD(other.values(), lr=0.1, momentum=0.9), other.items())
+    parameters = make_parameters(SHAPES)
+    worker: Any = method.attach(SGD(parameters.values(), lr=0.1, momentum=0.9), parameters.items())
+    residual, velocity = torch.randn(2, *SHAPES["conv"])
+    state = state_of(residuals={"conv": residual}, velocities={"conv": velocity.view(-1)})
+    contiguous.load_state_dict({**state, "exchange": {"thresholds": {"conv": 0.25}}})
+    for _ in range(2):
+        worker.load_state_dict(contiguous.state_dict())
+        assert worker.residuals["conv"].equal(in_memory(residual, "conv"))
+        loaded = worker.optimizer.state[parameters["conv"]]["momentum_buffer"]
+        assert loaded.equal(velocity)
+        assert loaded.is_contiguous(memory_format=torch.channels_last)
+        contiguous.load_state_dict(worker.state_dict())
+    assert worker.state_dict()["exchange"]["thresholds"] == {"conv": 0.25}
+    state = {**worker.state_dict(), "nodes": None, "local_rank": (0, 2)}
+    state |= {key: {"conv": state[key]["conv"].view(-1)[:144]} for key in ("residuals", "velocities")}
+    order = r"\(0, 2, 3, 1\), and it now lies in memory in the order \(0, 1, 2, 3\)"
+    with pytest.raises(ConfigurationError, match=order):
+        contiguous.load_state_dict(state)
+
+
+def change_the_memory_format() -> str | None:
+    worker, parameters = make("dgc", TWO)
+    take_step(worker, parameters, 0)
+    parameters["conv"].data = parameters["conv"].data.contiguous()
+    return message_of(lambda: take_step(worker, parameters, 1), ConfigurationError)
+
+
+def replace_parameters() -> tuple[list[float], list[str]]:
+    """Put another parameter in the place of one, twice; the second has no gradient."""
+    weight, other = Parameter(torch.zeros(1000)), Parameter(torch.zeros(1000))
+    optimizer = SGD([weight, other], lr=1.0)
+    worker = DGC(sparsity=[0.9], min_numel=1).attach(optimizer, [("weight", weight), ("other", other)])
+    moved = []
+    for step in range(6):
+        if step in (2, 4):
+            weight = Parameter(torch.zeros(1000))
+            optimizer.param_groups[0]["params"][0] = weight
+        weight.grad, other.grad = torch.full((1000,), float(step < 4)), torch.ones(1000)
+        optimizer.step()
+        moved.append(float(weight.detach().norm()))
+    return moved, sorted(worker.state_dict()["residuals"])
+
+
+def test_what_is_kept_is_that_of_its_parameter() -> None:
+    for said in run_ranks(change_the_memory_format, 2):
+        assert "the memory format of 'conv' has changed" in str(said)
+        assert "model.to(memory_format=...)" in str(said)
+    for moved, saved in run_ranks(replace_parameters, 2):
+        assert all(moved[:4])
+        assert moved[4:] == [0.0, 0.0]
+        assert saved == ["optimizer.0'", "other"]
+
+
+def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
+    """A layer that is unfrozen later is most of the model then; what has been sent sparse must stay so."""
+    small, large = make_parameters({"adapter": (50, 40)}), make_parameters({"layer": (2048, 2048)})
+    parameters = {**small, **large}
+    large["layer"].requires_grad_(False)
+    method = DGC(sparsity=(0.99,))
+    attach = lambda: method.attach(SGD(parameters.values(), lr=0.1), parameters.items())  # noqa: E731
+    worker = attach()
+    assert isinstance(worker, GradientSync)
+    assert worker.params.numels_by_kind(method.what) == ([2000], [])  # type: ignore[arg-type]
+    state = worker.state_dict()
+    large["layer"].requires_grad_(True)
+    resumed = attach()
+    assert resumed.params.small_numel == 16384
+    for saved in (state, merge_states(twice(state))):
+        resumed.load_state_dict(saved)
+    for each_worker in (worker, resumed):
+        assert each_worker.params.numels_by_kind(method.what) == ([2000, 2048**2], [])  # type: ignore[arg-type]
+    assert attach().params.numels_by_kind(method.what) == ([2048**2], [2000])  # type: ignore[arg-type]
+
+
+# What is saved --------------------------------------------------------------------------------------------------------
+
+
+class FewBits(Tensor):
+    """A moment as libraries keep it in few bits: a subclass that knows only some of the functions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clone:
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_states_of_optimizers_of_all_kinds_are_saved(tmp_path: Path) -> None:
+    worker, parameters = attach_replica(REPLICAS["sparse"], "sgd", OF_REPLICAS)
+    for group in worker.optimizer.param_groups:
+        group["lr"], group["betas"] = np.float64(0.05), (np.float32(0.5), 0.9)
+    torch.save(worker.state_dict(), tmp_path / "shard.pt")
+    (group, *_) = torch.load(tmp_path / "shard.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert (group["lr"], group["betas"]) == (0.05, (0.5, 0.9))
+    moment = torch.arange(4.0).as_subclass(FewBits)
+    worker.optimizer.state[parameters["vector"]]["moment"] = moment
+    (kept,) = (s["moment"] for s in worker.state_dict()["optimizer"]["state"].values() if "moment" in s)
+    assert type(kept) is FewBits
+    assert kept.as_subclass(Tensor).tolist() == [0, 1, 2, 3]
+    assert kept.as_subclass(Tensor).data_ptr() != moment.as_subclass(Tensor).data_ptr()
+
+
+def look_in_inference_mode(looks: bool) -> list[str]:
+    worker, parameters = attach_replica(REPLICAS["slowmo"], "adamw", OF_REPLICAS)
+    assert isinstance(worker, LocalSync)
+    bits = []
+    for step in range(9):
+        bits += train_on(worker, parameters, [step])
+        with torch.inference_mode():  # as Lightning evaluates, but not on gloo
+            if looks:
+                worker.show_consensus()
+                worker.hide_consensus()
+    return bits
+
+
+def test_looking_in_inference_mode_changes_nothing() -> None:
+    for unseen, seen in run_ranks(each, 2, look_in_inference_mode, [(False,), (True,)]):
+        assert unseen == seen

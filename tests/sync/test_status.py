@@ -1,0 +1,112 @@
+"""The status: sums, faults, marks and requests of all ranks in one row of numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw import NonFiniteGradientError
+from lightning_lowbw.kernels.reference import is_finite
+from lightning_lowbw.sync.status import (
+    MODULUS,
+    SAVE,
+    STOP,
+    Fault,
+    Status,
+    counts_of,
+    first_fault,
+    flags,
+    make_mark,
+    read_flags,
+    requests_of,
+    status_message,
+)
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def messages(faults: list[float], marks: list[Tensor | int], requests: int = 0) -> list[Tensor]:
+    num = len(faults)
+    rows = [
+        status_message([1.0, 0.5 * rank], faults[rank], marks[rank], rank, num, CPU, requests if rank == 1 else 0)
+        for rank in range(num)
+    ]
+    assert all(row.dtype == torch.float32 and row.shape == (2 + 2 * num,) for row in rows)
+    return rows
+
+
+def test_it_is_summed_and_read() -> None:
+    rows = messages([0.0, 1.0, 0.0], [7, 7, torch.tensor(8)])
+    for rank, row in enumerate(rows):
+        assert row[2:].count_nonzero() == 1 + (rank == 1), "a rank writes only numbers of its own"
+    status = Status.read(sum(rows, torch.zeros(8)), 3)
+    assert status == Status([3.0, 1.5], True, [7, 7, 8])
+    assert status.differences() == ("7 on rank 0, 7 on rank 1, 8 on rank 2", "")
+    assert Status.read(sum(messages([0.0] * 2, [7, 7]), torch.zeros(6)), 2).differences() == ("", "")
+
+
+def test_requests_are_told_beside_the_largest_mark_at_no_cost() -> None:
+    """Marks are exact in float32."""
+    largest = max(int(make_mark(MODULUS - 1, [torch.tensor([float(number)])])) for number in range(8 * MODULUS))
+    assert largest == MODULUS**2 - 1
+    for mark in (largest, torch.tensor(largest)):
+        rows = messages([0.0, 0.0], [mark, mark], STOP | SAVE)
+        assert Status.read(rows[0] + rows[1], 2) == Status([2.0, 0.5], False, [largest] * 2, STOP | SAVE)
+
+
+@pytest.mark.parametrize("number", [0.5, math.nan, math.inf, 2.0**24, -1.0])
+def test_what_no_rank_can_have_written_is_damaged(number: float) -> None:
+    for place in range(6):
+        row = sum(messages([0.0] * 2, [7, 7]), torch.zeros(6))
+        row[place] = number
+        if (place >= 2 or math.isnan(number)) and not (number < 0 and place < 4):
+            with pytest.raises(ValueError, match="damaged status"):
+                Status.read(row, 2)
+
+
+@pytest.mark.parametrize("requests", [0, STOP, SAVE, STOP | SAVE])
+def test_requests_are_told_as_counts_and_as_flags(requests: int) -> None:
+    assert requests_of(*(sum(each) for each in zip(counts_of(requests), counts_of(0), strict=True))) == requests
+    rows = [flags(0, CPU), flags(requests, CPU, torch.tensor(True)), flags(0, CPU, torch.tensor(0.0))]
+    assert all(row.dtype == torch.float32 and row.shape == (5,) for row in rows)
+    assert read_flags(torch.stack(rows).amax(0)) == (True, requests, True)
+    batches = [flags(requests, CPU, batch=batch) for batch in (MODULUS - 1, MODULUS - 1, MODULUS)]
+    assert read_flags(torch.stack(batches[:2]).amax(0)) == (False, requests, True)
+    assert read_flags(torch.stack(batches).amax(0)) == (False, requests, False)
+
+
+def test_marks_tell_counts_and_weights_apart() -> None:
+    weights = [torch.randn(5), torch.randn(3, 2), torch.randn(2, dtype=torch.complex64)]
+    mark = int(make_mark(3, weights))
+    assert mark == int(make_mark(3 + MODULUS, [weight.clone() for weight in weights])) != int(make_mark(4, weights))
+    assert divmod(mark, MODULUS)[1] == 3 == make_mark(3, None)
+    weights[1][2, 1] = torch.nextafter(weights[1][2, 1], torch.tensor(math.inf))
+    assert int(make_mark(3, weights)) != mark
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
+    assert is_finite(torch.zeros(0, 3, dtype=dtype)).item()
+    largest = torch.finfo(dtype).max
+    assert is_finite(torch.full((4, 3), largest, dtype=dtype)).item(), "a norm would overflow"
+    for bad in (math.nan, math.inf, -math.inf):
+        tensor = torch.full((4, 3), -largest, dtype=dtype)
+        tensor[2, 1] = complex(0, bad) if dtype.is_complex else bad
+        assert not is_finite(tensor).item()
+
+
+def fault_of(kinds: list[int | None]) -> str:
+    rank = dist.get_rank()
+    kind = kinds[rank]
+    own = None if kind is None else Fault(kind, NonFiniteGradientError, f"kind {kind} on rank {rank}")
+    return first_fault(own, None).text
+
+
+def test_the_fault_that_may_have_caused_the_others_is_reported() -> None:
+    assert run_ranks(fault_of, 3, [4, 2, 2]) == ["kind 2 on rank 1"] * 3
+    assert all("no rank has found one" in text for text in run_ranks(fault_of, 3, [None, None, None]))

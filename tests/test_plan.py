@@ -1,0 +1,233 @@
+"""What `sparsity="auto"` and `strategy="lowbw"` choose by given measurements, and what they measure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+import lightning_lowbw
+from lightning_lowbw import ConfigurationError, EveryStep, LocalSGD, Method, QuantizedGradients, TopK, Topology, Where
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.plan import (
+    CANDIDATES,
+    DENSE_SHARE,
+    DENSITIES,
+    LEAST_TIMES_SENT,
+    LEAST_TIMES_SENT_ADAM,
+    LEAST_WAIT_S,
+    STAIRS_SHARE,
+    Measured,
+    Run,
+    choose,
+    measure,
+    why_dense,
+)
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+GIVEN = Method(when=EveryStep(sparsity="auto"), what=TopK(exclude=("embedding.*",)))
+OF_DGC, OF_LOWBW = ("ddp", "dgc"), ("ddp", "float16", "int8", "dgc")
+# A model of 25M parameters on two nodes at 1 Gb/s.
+BY_DENSITY = {density: 0.002 + 0.35 * density for density in DENSITIES}
+SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "float16": 0.55, "int8": 0.41, "average": 0.8}, Link(1e-4, 125e6))
+NO_FASTER = replace(SLOW, exchange_s={**dict.fromkeys(DENSITIES, 0.83), "float16": 0.83, "int8": 0.84})
+FAR = replace(SLOW, exchange_s={**SLOW.exchange_s, **dict.fromkeys(DENSITIES, 0.2)})
+LONG = Run(num_done=7, num_steps=100_007)
+FACTS = "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1,000 Mb/s, "
+FACTS += "latency 0.1 ms: "
+
+
+def sparse(begin: int, length: int, *densities: float) -> Method:
+    return replace(GIVEN, when=EveryStep(begin, length, [round(1.0 - density, 6) for density in densities]))
+
+
+OFTEN = "each element must be sent 30 times on average, and"
+SITUATIONS: dict[str, tuple[Measured, Run, tuple[str, ...], Method, str]] = {
+    "long run": (
+        SLOW,
+        LONG,
+        OF_DGC,
+        sparse(5007, 30_000, 0.128, 0.032, 0.008),
+        "dgc, 161 ms a step (more would take over 5 % of a step); ddp would take 930 ms. To write it down: "
+        "strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=5007, rampup_step=30000, "
+        "sparsity=(0.872, 0.968, 0.992)), what=lowbw.TopK(exclude=('embedding.*',))))",
+    ),
+    "short run": (
+        SLOW,
+        Run(7, 807),
+        OF_DGC,
+        sparse(47, 320, 0.256, 0.064),
+        f"dgc, 188 ms a step ({OFTEN} 800 steps are left); ddp would take 930 ms",
+    ),
+    "with Adam the stair of 25.6 % is dense": (
+        SLOW,
+        Run(7, 5007, is_adam=True),
+        OF_DGC,
+        sparse(757, 1000, 0.064, 0.016),
+        "dgc, 241 ms a step (each element must be sent 60 times on average, and 5000 steps are left)",
+    ),
+    "with Adam there is no stair": (SLOW, Run(7, 1007, is_adam=True), OF_DGC, sparse(257, 1, 0.064), "dgc, 333 ms"),
+    "too short a run": (SLOW, Run(7, 57), OF_DGC, Method(), f"ddp, 930 ms a step; not dgc, because {OFTEN} 50 steps"),
+    "a stream": (SLOW, Run(7), OF_DGC, Method(), "not dgc, because the number of steps is not known: give Trainer(max"),
+    "fine-tuning": (SLOW, Run(1007, 2007, True), OF_DGC, sparse(1007, 1, 0.032), "dgc, 123 ms a step"),
+    "no faster": (NO_FASTER, LONG, OF_LOWBW, Method(), "ddp, 930 ms a step; float16 would take 940 ms; int8 would"),
+    "short run of lowbw": (
+        SLOW,
+        Run(7, 57),
+        OF_LOWBW,
+        QuantizedGradients("int8", rampup_begin_step=7),
+        f"int8, 520 ms a step; ddp would take 930 ms; float16 would take 660 ms; not dgc, because {OFTEN} 50 steps are "
+        "left. To write it down: strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7), "
+        "what=lowbw.Quantized()))",
+    ),
+    "lowbw": (SLOW, LONG, OF_LOWBW, sparse(5007, 30_000, 0.128, 0.032, 0.008), "dgc, 161 ms a step"),
+    "high latency": (FAR, LONG, (*OF_LOWBW, "local_sgd"), LocalSGD(8, 7, delay_steps=7), "local_sgd, 114 ms a step; "),
+    "too short for averages": (
+        FAR,
+        Run(7, 21),
+        (*OF_LOWBW, "local_sgd"),
+        QuantizedGradients("int8", rampup_begin_step=7),
+        "not local_sgd, because 14 steps are left, and its averages come after 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_situations(situation: str) -> None:
+    measured, run, names, expected, sentence = SITUATIONS[situation]
+    found, reason = choose(measured, run, GIVEN, names, {})
+    assert found.method == expected
+    assert reason.startswith(FACTS)
+    assert sentence in reason
+
+
+def test_what_is_refused_is_named() -> None:
+    found, reason = choose(SLOW, LONG, GIVEN, OF_LOWBW, {"dgc": "of the reason"})
+    assert found.name == "int8"
+    assert "; not dgc, because of the reason. " in reason
+
+
+@pytest.mark.parametrize(
+    ("dense_s", "steps", "word"),
+    [(0.115, 10**6, "less than 5 % of a step"), (0.21, 49, "all 49 steps that are left wait 4.9 s"), (0.21, 51, "")],
+)
+def test_the_link_is_measured_only_where_it_matters(dense_s: float, steps: int, word: str) -> None:
+    why = why_dense(Measured(0.11, dense_s, {}, Link(0.0, math.inf)), Run(7, 7 + steps), 0.05)
+    assert (why is None) == (word == "")
+    assert word in (why or "")
+
+
+def test_what_takes_as_long_is_not_taken_for_it_changes_more() -> None:
+    for seconds, expected in ((0.96, "ddp"), (0.94, "float16")):
+        narrow_s = seconds * SLOW.dense_s - SLOW.step_s
+        measured = replace(SLOW, exchange_s={**SLOW.exchange_s, "float16": narrow_s, "int8": narrow_s})
+        assert choose(measured, Run(7, 57), GIVEN, OF_LOWBW, {})[0].name == expected
+
+
+@pytest.mark.parametrize("num_steps", [60, 100, 1000, 10_000, 1_000_000])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("is_adam", [False, True])
+def test_promises(num_steps: int, scale: float, is_adam: bool) -> None:
+    """No element is sent too seldom, density never rises, the warm-up is a share, the mean is that of the steps."""
+    measured = Measured(0.11, 0.11 + scale, {d: scale * d + 0.001 for d in DENSITIES}, Link(1e-4, 1e8))
+    run = Run(num_done=7, num_steps=num_steps, is_adam=is_adam)
+    found, _ = choose(measured, run, GIVEN, OF_DGC, {})
+    times_sent = LEAST_TIMES_SENT_ADAM if is_adam else LEAST_TIMES_SENT
+    if found.name == "ddp":
+        assert DENSITIES[-1] * run.num_left < times_sent or measured.dense_s <= 1.05 * (0.11 + scale * 0.256)
+        return
+    when: Any = found.method.when
+    densities = [when.density(step) for step in range(7, min(num_steps, 20_000))]
+    assert all(after <= before for before, after in pairwise(densities))
+    assert when.density(10**9) * run.num_left >= times_sent * (1 - 1e-9)
+    assert not is_adam or {round(d, 6) for d in densities[: when.rampup_step]} <= {1.0, *(d for d in DENSITIES)}
+    assert when.rampup_begin_step <= 7 + round((DENSE_SHARE + STAIRS_SHARE) * run.num_left) + len(DENSITIES)
+    if num_steps <= 20_000:
+        times_s = [0.11 + scale if d == 1.0 else 0.111 + scale * d for d in densities]
+        assert found.mean_s == pytest.approx(sum(times_s) / len(times_s))
+
+
+@pytest.mark.parametrize("topology", ["flat", "auto", 2, Topology(((0, 1), (2, 3)))])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_what_is_to_be_written_down_can_be_typed(name: str, topology: Any) -> None:
+    given = replace(GIVEN, where=Where(topology=topology))
+    found, reason = choose(SLOW, LONG, given, ("ddp",) if name == "ddp" else ("ddp", name), {})
+    assert found.name == name
+    typed: dict[str, Any] = {}
+    exec(reason.partition("To write it down: ")[2], {"lowbw": lightning_lowbw}, typed)
+    trainer = pl.Trainer(**typed, accelerator="cpu", devices=4, logger=False, barebones=True)
+    if typed["strategy"] == "ddp":
+        assert type(trainer.strategy) is DDPStrategy
+    else:
+        assert trainer.strategy.method == found.method  # type: ignore[attr-defined]
+
+
+def test_the_numbers_of_the_documents() -> None:
+    """Whole phrases: the numbers alone are in the tables of these documents, too."""
+    free = replace(SLOW, exchange_s=dict.fromkeys(DENSITIES, 0.0))
+    sgd, adam = (
+        next(n for n in range(1000) if choose(free, Run(7, 7 + n, True, adam), GIVEN, OF_DGC, {})[0].name == "dgc")
+        for adam in (False, True)
+    )
+    of_a_run = f"in a run of fewer than {sgd + 7} steps (with Adam {adam + 7})"
+    wait = f"would wait less than {LEAST_WAIT_S:g} s"
+    phrases = {
+        "README.md": (of_a_run, wait),
+        "lightning_lowbw/strategies/dgc.py": (of_a_run,),
+        "docs/methods/dgc.md": (f"fewer than {sgd} steps (with Adam and AdamW {adam}) are left", wait),
+        "docs/methods/lowbw.md": (wait,),
+    }
+    for document, expected in phrases.items():
+        text = " ".join((ROOT / document).read_text().split())
+        assert [phrase in text for phrase in expected] == [True] * len(expected), document
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rampup_begin_step": 10},
+        {"rampup_step": 10},
+        {"budget": 0.0},
+        {"budget": 1.5},
+        {"budget": float("nan")},
+        {"pretrained": 1},
+        {"sparsity": [0.999], "budget": 0.1},
+        {"sparsity": [0.999], "pretrained": True},
+    ],
+)
+def test_arguments_that_do_not_go_with_auto_or_only_with_it(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=[*arguments][-1]):
+        EveryStep(**{"sparsity": "auto", **arguments})
+
+
+def test_a_plain_loop_has_no_trainer_to_ask() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigurationError, match=r"plain loop.*Give the numbers"):
+        GIVEN.attach(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
+
+
+def measure_here(what: TopK) -> tuple[Measured, tuple[Any, ...]]:
+    peers, state = Peers(), torch.get_rng_state()
+    timed = Measured(0.1, 0.2, {}, Link(0.0, math.inf))
+    found = measure(what, tuple(CANDIDATES), ([10**6, 10**6], [100]), peers, torch.device("cpu"), timed)
+    assert torch.equal(state, torch.get_rng_state())
+    return found, (peers.ledger.sent_bytes, peers.ledger.exposed_s)
+
+
+@pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])
+def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
+    for measured, traffic in run_ranks(measure_here, 2, what):
+        assert traffic == (0, 0.0)
+        assert measured.exchange_s.keys() == {*DENSITIES, "float16", "int8", "average"}
+        assert all(0 < seconds < 10 for seconds in measured.exchange_s.values())
+        by_density = [measured.exchange_s[density] for density in DENSITIES]
+        assert by_density == sorted(by_density)
