@@ -139,7 +139,7 @@ class Method:
             )
 
     def _check_every_k(self, when: EveryK) -> None:
-        if self.sends_changes and when.schedule.is_always_synchronous:
+        if self.sends_changes and when.is_always_synchronous:
             raise ConfigurationError(
                 f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
                 "would be compressed. Give k_steps > 1, or use when=EveryStep()."
@@ -231,8 +231,6 @@ class Method:
     def describe(self) -> dict[str, Any]:
         """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
         when = {"every": _key_of(self.when, WHEN), **asdict(self.when)}
-        for derived in ("schedule", "outer_optimizer"):
-            when.pop(derived, None)
         what = {"payload": _key_of(self.what, PAYLOADS), **asdict(self.what)}
         topology = self.where.topology
         where = {**asdict(self.where), "topology": getattr(topology, "nodes", topology)}

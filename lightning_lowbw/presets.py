@@ -182,7 +182,7 @@ FAMILIES = {
     "powersgd": PowerSGD,
 }
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
-STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": AUTO, "mixing": 0.5}
+STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": 5, "mixing": 0.5}
 PRESETS = {
     "dgc": Preset("dgc", {"sparsity": "auto"}),
     "float16": Preset("quantized_gradients", {"value_dtype": "float16"}),

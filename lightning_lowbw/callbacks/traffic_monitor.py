@@ -46,7 +46,6 @@ class TrafficMonitor(Callback):
 
     - ``k_steps``: the period in use
     - ``averages``: averages since the start
-    - ``delay_steps``: local steps that hide an average, where they were measured (``delay_steps="auto"``)
     - ``consensus_distance``: ``||x_i - mean|| / ||mean||`` of this rank before the last average
 
     With `ShardedStrategy` ("dgc_fsdp" and the like) all bytes are those between nodes, of this rank's shards.

@@ -1,11 +1,13 @@
 """Every k local steps: ranks step with their own gradients, and their weights are averaged periodically.
 
-Here are the period k, fixed or adapted to the learning rate and the loss; outer optimizers, which are applied to the
-mean; fragments of a model that are averaged at different steps, so that less is sent at once; and `EveryK`, all of it.
+The period k is fixed or adapted to the learning rate and the loss; an outer optimizer is applied to the mean; fragments
+of a model are averaged at different steps, so that less is sent at once.
 
 Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
-mini-batches, use local SGD", arXiv 1808.07217 (post-local); Douillard et al., "Streaming DiLoCo with overlapping
-communication", arXiv 2501.18512, section 2.2 and algorithm 2 (fragments).
+mini-batches, use local SGD", arXiv 1808.07217 (post-local); Wang and Joshi, "Adaptive communication strategies", arXiv
+1810.08313 (adacomm); Gu et al., "A quadratic synchronization rule", arXiv 2310.14423 (qsr); Wang et al., "SlowMo",
+arXiv 1910.00643, algorithm 1; Douillard et al., "DiLoCo", arXiv 2311.08105; Douillard et al., "Streaming DiLoCo with
+overlapping communication", arXiv 2501.18512, section 2.2 and algorithm 2 (fragments).
 
 Deviation: the authors' fragments are whole layers in a known order; here tensors are combined so that fragments have
 nearly equal sizes, for any model.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -25,8 +27,13 @@ from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_a
 from lightning_lowbw.errors import ConfigurationError
 
 Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
+OuterName = Literal["none", "slowmo", "nesterov"]
 FIRST_LR_DECAY = "first_lr_decay"
 RELATIVE_CHANGE = 1e-6  # below it a learning rate has not changed
+AUTO = "auto"
+MOST_FRAGMENTS = 4  # of "auto"
+DEFAULT_OUTER_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
+DEFAULT_OUTER_MOMENTUM = {"none": 0.0, "slowmo": 0.5, "nesterov": 0.9}
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,13 @@ class Period:
     last_lr: float | None = None
 
 
-@dataclass(frozen=True)
-class PeriodSchedule:
-    """Synchronous steps first, then an average after every k local ones.
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class EveryK:
+    """Average the replicas after every k-th local step.
 
     Args:
-        k_steps: k; for the adaptive rules the first one (for "qsr" the least).
+        k_steps: local steps between two averages; for the adaptive rules the first k (for "qsr" the least). 1 is DDP.
         begin_step: the last synchronous step: gradients are all-reduced in steps 1 to `begin_step`, averages are
             counted from there. A step (int), a fraction of the run (float in (0, 1)), or "first_lr_decay".
         rule: "fixed", or how the next k follows from the learning rate and the loss, both means over ranks:
@@ -61,18 +69,28 @@ class PeriodSchedule:
             - "qsr": ``k = floor((qsr_alpha / lr)^2)``
         max_k_steps: the largest k of the adaptive rules.
         qsr_alpha: the numerator of "qsr", in units of the learning rate.
+        outer: the step from the last consensus x0 to the next, with u the outer velocity, which begins at 0:
+
+            - "none": ``x = mean``
+            - "slowmo": ``u = momentum u + (x0 - mean) / inner_lr;  x = x0 - lr inner_lr u``
+            - "nesterov": ``u = momentum u + (x0 - mean);  x = x0 - lr (x0 - mean + momentum u)`` (DiLoCo)
+        outer_lr: by default 1 for "slowmo", 0.7 for "nesterov".
+        outer_momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
+        delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
+            and the steps in between are kept. 0 waits for it. Less than k_steps.
+        num_fragments: the number of parts, of nearly equal size, in which parameters are averaged, each every k steps,
+            one after another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
+        mixing: alpha, the fraction of its own weights that a rank keeps when a delayed average is applied:
+            ``x = alpha x + (1 - alpha) average``. None keeps the steps in between: ``x = x + (average - x at the
+            begin)``.
 
     Raises:
-        ConfigurationError: a value is out of range.
-
-    Source: Lin et al., "Don't use large mini-batches, use local SGD", arXiv 1808.07217 (post-local); Wang and Joshi,
-        "Adaptive communication strategies", arXiv 1810.08313 (adacomm); Gu et al., "A quadratic synchronization rule",
-        arXiv 2310.14423 (qsr).
+        ConfigurationError: a value is out of range, or two cannot be combined.
 
     Example:
-        >>> schedule = PeriodSchedule(k_steps=4, rule="adacomm")
-        >>> period = schedule.next(schedule.first(), lr=0.1, loss=2.0)
-        >>> schedule.next(period, lr=0.1, loss=0.5).k
+        >>> schedule = EveryK(k_steps=4, rule="adacomm")
+        >>> period = schedule.next_period(Period(4), lr=0.1, loss=2.0)
+        >>> schedule.next_period(period, lr=0.1, loss=0.5).k
         2
     """
 
@@ -81,44 +99,31 @@ class PeriodSchedule:
     rule: Rule = "fixed"
     max_k_steps: int = 16
     qsr_alpha: float = 0.01
+    outer: OuterName = "none"
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    delay_steps: int = 0
+    num_fragments: int | str = 1
+    mixing: float | None = None
 
     def __post_init__(self) -> None:
-        check_one_of("rule", self.rule, get_args(Rule))
-        for name in ("k_steps", "max_k_steps"):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 1.")
-        for name, rules in (("max_k_steps", ("fleet", "adacomm", "qsr")), ("qsr_alpha", ("qsr",))):
-            if self.rule not in rules and getattr(self, name) != getattr(PeriodSchedule, name):  # its default
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} with rule={self.rule!r}, which has no use for it: leave it out, "
-                    f"or set rule to {' or '.join(map(repr, rules))}."
-                )
-        if self.rule != "fixed" and self.max_k_steps < self.k_steps:
-            raise ConfigurationError(
-                f"max_k_steps={self.max_k_steps} is below the first k of {self.k_steps}: give at least as many."
-            )
-        if not (is_number(self.qsr_alpha) and self.qsr_alpha > 0):
-            raise ConfigurationError(f"qsr_alpha={self.qsr_alpha!r}: give a number > 0.")
-        begin = self.begin_step
-        is_step = is_count(begin, 0)
-        is_fraction = isinstance(begin, float) and 0.0 < begin < 1.0
-        if not (is_step or is_fraction or begin == FIRST_LR_DECAY):
-            raise ConfigurationError(
-                f"begin_step={begin!r}: give a number of steps (an integer >= 0), a fraction of the run (between 0 "
-                f"and 1, as 0.5), or {FIRST_LR_DECAY!r}."
-            )
+        self._check_period()
+        self._check_begin()
+        self._check_outer()
+        self._check_delay()
+        self._check_fragments()
 
     @property
     def is_always_synchronous(self) -> bool:
         """Whether this is DDP: an average after every step is one of gradients, for any optimizer and clipping."""
         return self.rule == "fixed" and self.k_steps == 1
 
-    def first(self) -> Period:
-        """Return the period to begin with."""
-        return Period(self.k_steps)
+    @property
+    def is_always_local(self) -> bool:
+        """Whether no step is synchronous."""
+        return self.begin_step == 0 and not self.is_always_synchronous
 
-    def next(self, period: Period, lr: float, loss: float) -> Period:
+    def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
 
         While the learning rate still rises above all earlier ones (warm-up) the reference follows it and k stays the
@@ -142,50 +147,8 @@ class PeriodSchedule:
             k = max(1, period.k // 2)
         return replace(period, k=k, last_lr=lr)
 
-
-# Outer optimizers ----------------------------------------------------------------------------------------------------
-
-
-OuterName = Literal["none", "slowmo", "nesterov"]
-DEFAULT_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
-DEFAULT_MOMENTUM = {"none": 0.0, "slowmo": 0.5, "nesterov": 0.9}
-
-
-@dataclass(frozen=True)
-class OuterOptimizer:
-    """A step from the last consensus x0 along the pseudo-gradient x0 - mean; replicated, all ranks compute the same.
-
-    Args:
-        name: with u the outer velocity, which begins at 0:
-
-            - "none": ``x = mean``
-            - "slowmo": ``u = momentum u + (x0 - mean) / inner_lr;  x = x0 - lr inner_lr u``
-            - "nesterov": ``u = momentum u + (x0 - mean);  x = x0 - lr (x0 - mean + momentum u)``
-        lr: by default 1 for "slowmo", 0.7 for "nesterov".
-        momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
-
-    Raises:
-        ConfigurationError: a value is out of range, or given where it has no meaning.
-
-    Source: Wang et al., "SlowMo", arXiv 1910.00643, algorithm 1; Douillard et al., "DiLoCo", arXiv 2311.08105.
-    """
-
-    name: OuterName = "none"
-    lr: float | None = None
-    momentum: float | None = None
-
-    def __post_init__(self) -> None:
-        check_one_of("outer", self.name, get_args(OuterName))
-        for key, value in (("outer_lr", self.lr), ("outer_momentum", self.momentum)):
-            if value is not None and self.name == "none":
-                raise ConfigurationError(f"{key}={value!r} without an outer optimizer: set outer='slowmo'.")
-        if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
-            raise ConfigurationError(f"outer_lr={self.lr!r}: give a number > 0.")
-        if self.momentum is not None and not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise ConfigurationError(f"outer_momentum={self.momentum!r}: give a number in [0, 1).")
-
-    def step_(self, starts: list[Tensor], means: list[Tensor], velocities: list[Tensor], inner_lr: float) -> None:
-        """Move the last consensus to the new one, of all tensors at once.
+    def outer_step_(self, starts: list[Tensor], means: list[Tensor], velocities: list[Tensor], inner_lr: float) -> None:
+        """Move the last consensus to the new one, of all tensors at once; replicated: all ranks compute the same.
 
         In place:
             `starts` and `means`, which become x; `velocities`, which are u. No memory is allocated.
@@ -196,15 +159,15 @@ class OuterOptimizer:
             velocities: as `starts`; empty with "none".
             inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays.
         """
-        lr = DEFAULT_LR[self.name] if self.lr is None else self.lr
-        momentum = DEFAULT_MOMENTUM[self.name] if self.momentum is None else self.momentum
-        if self.name == "none" or (self.name == "slowmo" and inner_lr <= 0):
+        lr = DEFAULT_OUTER_LR[self.outer] if self.outer_lr is None else self.outer_lr
+        momentum = DEFAULT_OUTER_MOMENTUM[self.outer] if self.outer_momentum is None else self.outer_momentum
+        if self.outer == "none" or (self.outer == "slowmo" and inner_lr <= 0):
             torch._foreach_copy_(starts, means)
             return
         moves = means
         torch._foreach_sub_(moves, starts)  # mean - x0: the pseudo-gradient, negated
         torch._foreach_mul_(velocities, momentum)
-        if self.name == "slowmo":
+        if self.outer == "slowmo":
             torch._foreach_sub_(velocities, moves, alpha=1.0 / inner_lr)
             torch._foreach_sub_(starts, velocities, alpha=lr * inner_lr)
         else:
@@ -212,6 +175,83 @@ class OuterOptimizer:
             torch._foreach_sub_(moves, velocities, alpha=momentum)
             torch._foreach_add_(starts, moves, alpha=lr)
         torch._foreach_copy_(means, starts)
+
+    def num_fragments_of(self, num_tensors: int) -> int:
+        """Return in how many parts the tensors are averaged: for "auto" no more than there are tensors or steps."""
+        if isinstance(self.num_fragments, int):
+            return self.num_fragments
+        return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))
+
+    # Checks of the values -------------------------------------------------------------------------------------------
+
+    def _check_period(self) -> None:
+        check_one_of("rule", self.rule, get_args(Rule))
+        for name in ("k_steps", "max_k_steps"):
+            value = getattr(self, name)
+            if not is_count(value):
+                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 1.")
+        for name, rules in (("max_k_steps", ("fleet", "adacomm", "qsr")), ("qsr_alpha", ("qsr",))):
+            if self.rule not in rules and getattr(self, name) != getattr(EveryK, name):  # its default
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} with rule={self.rule!r}, which has no use for it: leave it out, "
+                    f"or set rule to {' or '.join(map(repr, rules))}."
+                )
+        if self.rule != "fixed" and self.max_k_steps < self.k_steps:
+            raise ConfigurationError(
+                f"max_k_steps={self.max_k_steps} is below the first k of {self.k_steps}: give at least as many."
+            )
+        if not (is_number(self.qsr_alpha) and self.qsr_alpha > 0):
+            raise ConfigurationError(f"qsr_alpha={self.qsr_alpha!r}: give a number > 0.")
+
+    def _check_begin(self) -> None:
+        begin = self.begin_step
+        is_fraction = isinstance(begin, float) and 0.0 < begin < 1.0
+        if not (is_count(begin, 0) or is_fraction or begin == FIRST_LR_DECAY):
+            raise ConfigurationError(
+                f"begin_step={begin!r}: give a number of steps (an integer >= 0), a fraction of the run (between 0 "
+                f"and 1, as 0.5), or {FIRST_LR_DECAY!r}."
+            )
+
+    def _check_outer(self) -> None:
+        check_one_of("outer", self.outer, get_args(OuterName))
+        lr, momentum = self.outer_lr, self.outer_momentum
+        for name, value in (("outer_lr", lr), ("outer_momentum", momentum)):
+            if value is not None and self.outer == "none":
+                raise ConfigurationError(f"{name}={value!r} without an outer optimizer: set outer='slowmo'.")
+        if lr is not None and not (is_number(lr) and lr > 0):
+            raise ConfigurationError(f"outer_lr={lr!r}: give a number > 0.")
+        if momentum is not None and not (is_number(momentum) and 0 <= momentum < 1):
+            raise ConfigurationError(f"outer_momentum={momentum!r}: give a number in [0, 1).")
+        if self.is_always_synchronous and self.outer != "none":
+            raise ConfigurationError(
+                f"outer={self.outer!r} with k_steps=1, which is DDP: it is for averages of weights. Give k_steps > 1, "
+                "or leave it out."
+            )
+
+    def _check_delay(self) -> None:
+        delay, mixing = self.delay_steps, self.mixing
+        if not (is_count(delay, 0) and delay < self.k_steps):
+            raise ConfigurationError(
+                f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1."
+            )
+        if mixing is not None:
+            if not is_number(mixing) or not 0 <= mixing <= 1:
+                raise ConfigurationError(f"mixing={mixing!r}: give a number in [0, 1], or None.")
+            if not delay:
+                raise ConfigurationError(f"mixing={mixing!r} is for averages that are applied later: give delay_steps.")
+
+    def _check_fragments(self) -> None:
+        num = self.num_fragments
+        if num != AUTO and not is_count(num):
+            raise ConfigurationError(f"num_fragments={num!r}: give an integer >= 1, or {AUTO!r}.")
+        if num != 1 and self.rule != "fixed":
+            raise ConfigurationError(
+                f"num_fragments={num!r} requires a fixed period, the same for all ranks: leave out rule."
+            )
+        if isinstance(num, int) and num > self.k_steps:
+            raise ConfigurationError(
+                f"num_fragments={num} with k_steps={self.k_steps}: give at most one fragment per step."
+            )
 
 
 # Fragments -----------------------------------------------------------------------------------------------------------
@@ -247,121 +287,3 @@ def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
         [25, 50, 75, 100]
     """
     return k_steps - round((fragment + 1) * k_steps / num_fragments)
-
-
-def hiding_steps(average_s: float, step_s: float, k_steps: int) -> int:
-    """Return tau, the number of steps that hide an average: as many as it takes, at least one, fewer than k.
-
-    Args:
-        average_s: seconds that an average takes, waited for.
-        step_s: seconds of a local step.
-    """
-    ratio = average_s / step_s if step_s > 0 else math.inf
-    return min(max(1, math.ceil(min(ratio, float(k_steps)))), k_steps - 1)
-
-
-# The schedule --------------------------------------------------------------------------------------------------------
-
-
-AUTO = "auto"
-MOST_FRAGMENTS = 4  # of "auto"
-
-
-@names_arguments
-@dataclass(frozen=True, kw_only=True)
-class EveryK:
-    """Average the replicas after every k-th local step.
-
-    Args:
-        k_steps: local steps between two averages; for the adaptive rules the first k. 1 is DDP.
-        begin_step: synchronous steps before the first local one: a number of steps, a fraction of the run (float in
-            (0, 1)), or "first_lr_decay"; see `PeriodSchedule`.
-        rule: "fixed", "fleet", "adacomm" or "qsr", as in `PeriodSchedule`.
-        max_k_steps: the largest k of the adaptive rules.
-        qsr_alpha: for "qsr".
-        outer: "none", "slowmo" or "nesterov" (DiLoCo), as in `OuterOptimizer`.
-        outer_lr: of the outer optimizer.
-        outer_momentum: of the outer optimizer.
-        delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
-            and the steps in between are kept. 0 waits for it. Less than k_steps. "auto" waits for the first two
-            averages of each fragment, and delays by the time of the second, in local steps; the same on all ranks, but
-            not from run to run.
-        num_fragments: the number of parts, of nearly equal size, in which parameters are averaged, each every k steps,
-            one after another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
-        mixing: alpha, the fraction of its own weights that a rank keeps when a delayed average is applied:
-            ``x = alpha x + (1 - alpha) average``. None keeps the steps in between: ``x = x + (average - x at the
-            begin)``.
-
-    Raises:
-        ConfigurationError: a value is out of range, or two cannot be combined.
-    """
-
-    k_steps: int = 8
-    begin_step: int | float | str = 1
-    rule: Rule = "fixed"
-    max_k_steps: int = 16
-    qsr_alpha: float = 0.01
-    outer: OuterName = "none"
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    delay_steps: int | str = 0
-    num_fragments: int | str = 1
-    mixing: float | None = None
-    schedule: PeriodSchedule = field(init=False, repr=False, compare=False)
-    outer_optimizer: OuterOptimizer = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        schedule = PeriodSchedule(self.k_steps, self.begin_step, self.rule, self.max_k_steps, self.qsr_alpha)
-        object.__setattr__(self, "schedule", schedule)
-        outer_optimizer = OuterOptimizer(self.outer, self.outer_lr, self.outer_momentum)
-        object.__setattr__(self, "outer_optimizer", outer_optimizer)
-        if schedule.is_always_synchronous and self.outer != "none":
-            raise ConfigurationError(
-                f"outer={self.outer!r} with k_steps=1, which is DDP: it is for averages of weights. Give k_steps > 1, "
-                "or leave it out."
-            )
-        self._check_delay()
-        self._check_fragments()
-
-    def num_fragments_of(self, num_tensors: int) -> int:
-        """Return in how many parts the tensors are averaged: for "auto" no more than there are tensors or steps."""
-        if isinstance(self.num_fragments, int):
-            return self.num_fragments
-        return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))
-
-    @property
-    def is_always_local(self) -> bool:
-        """Whether no step is synchronous."""
-        return self.begin_step == 0 and not self.schedule.is_always_synchronous
-
-    @property
-    def has_fragments(self) -> bool:
-        """Whether the parameters are averaged in parts, if there are enough of them."""
-        return self.num_fragments != 1
-
-    def _check_fragments(self) -> None:
-        num = self.num_fragments
-        if num != AUTO and not is_count(num):
-            raise ConfigurationError(f"num_fragments={num!r}: give an integer >= 1, or {AUTO!r}.")
-        if num != 1 and self.rule != "fixed":
-            raise ConfigurationError(
-                f"num_fragments={num!r} requires a fixed period, the same for all ranks: leave out rule."
-            )
-        if isinstance(num, int) and num > self.k_steps:
-            raise ConfigurationError(
-                f"num_fragments={num} with k_steps={self.k_steps}: give at most one fragment per step."
-            )
-
-    def _check_delay(self) -> None:
-        delay, mixing = self.delay_steps, self.mixing
-        is_below = isinstance(delay, int) and is_count(delay, 0) and delay < self.k_steps
-        if not is_below and delay != AUTO:
-            raise ConfigurationError(
-                f"delay_steps={delay!r} with k_steps={self.k_steps}: give an integer from 0 to k_steps - 1, or "
-                f"{AUTO!r}."
-            )
-        if mixing is not None:
-            if not is_number(mixing) or not 0 <= mixing <= 1:
-                raise ConfigurationError(f"mixing={mixing!r}: give a number in [0, 1], or None.")
-            if not delay:
-                raise ConfigurationError(f"mixing={mixing!r} is for averages that are applied later: give delay_steps.")

@@ -36,7 +36,6 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, Where, as_method
-from lightning_lowbw.schedules.every_k import AUTO
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import checks, shards
 from lightning_lowbw.strategies.base import buffers_by_optimizer
@@ -479,13 +478,11 @@ def _between_nodes(method: Method) -> Method:
         ConfigurationError: it cannot be used with shards, with the reason.
     """
     when, where = method.when, method.where
-    delay, rule, fragments = (getattr(when, name, None) for name in ("delay_steps", "rule", "num_fragments"))
+    rule, fragments = (getattr(when, name, None) for name in ("rule", "num_fragments"))
     refused = {
         "sparsity='auto'": isinstance(when, EveryStep)
         and when.is_auto
         and "it measures steps of DDP. Give the numbers, as in DGC(sparsity=[0.99], rampup_begin_step=100)",
-        "delay_steps='auto'": delay == AUTO
-        and "shards would measure different delays, and average at different steps. Give a number of steps",
         f"rule={rule!r}": rule in ("fleet", "adacomm")
         and "it follows the loss, which differs between the shards of a node. Take 'fixed' or 'qsr'",
         f"num_fragments={fragments!r}": fragments not in (None, 1)

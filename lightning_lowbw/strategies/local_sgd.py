@@ -69,7 +69,7 @@ class LocalSGDStrategy(Strategy):
         begin_step: int | float | str = 1,
         *,
         outer: OuterName = "none",
-        delay_steps: int | str = 0,
+        delay_steps: int = 0,
         num_fragments: int | str = 1,
         compression: Mapping[str, Any] | TopK | str | None = None,
         uneven: Policy = "finish",
@@ -97,7 +97,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         init_k_steps: the first k.
         max_k_steps: the largest k.
         begin_step: as in `LocalSGDStrategy`.
-        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.schedules.every_k.PeriodSchedule`.
+        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.schedules.every_k.EveryK`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.

@@ -144,7 +144,7 @@ class Uneven:
         if not self.meets:
             return
         self._can_weigh = not any(
-            each.method.sends_changes or each.when.delay_steps or each.when.has_fragments for each in workers
+            each.method.sends_changes or each.when.delay_steps or each.when.num_fragments != 1 for each in workers
         )
         self._can_finish = self._policy == "finish" and self._can_weigh
         counts = " and ".join("an unknown number of" if n == math.inf else f"{n:.0f}" for n in sorted(set(lengths)))

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.schedules.every_k import (
-    AUTO,
-    FIRST_LR_DECAY,
-    RELATIVE_CHANGE,
-    EveryK,
-    Period,
-    balance,
-    hiding_steps,
-)
+from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, RELATIVE_CHANGE, EveryK, Period, balance
 from lightning_lowbw.sync.exchange import DenseMean, Mean, Pending
-
-_logger = logging.getLogger(LOGGER)
 
 # The sums in the status of an average.
 WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
@@ -216,20 +201,18 @@ class Phase:
 
     def _begin(self, when: EveryK) -> int | None:
         """Return the first local step; None while that is not known."""
-        return (
-            self._local_since
-            if self._local_since is not None or not isinstance(when.begin_step, int)
-            else (when.begin_step)
-        )
+        if self._local_since is None and isinstance(when.begin_step, int):
+            return when.begin_step
+        return self._local_since
 
     def is_local(self, when: EveryK, step: int) -> bool:
         """Return whether the coming step is after the synchronous ones."""
         begin = self._begin(when)
-        return not when.schedule.is_always_synchronous and begin is not None and step >= begin
+        return not when.is_always_synchronous and begin is not None and step >= begin
 
     def k_steps(self, when: EveryK) -> int:
         """Return the period of local steps."""
-        return when.k_steps if when.rule == "fixed" else (self._period or when.schedule.first()).k
+        return when.k_steps if when.rule == "fixed" else (self._period or Period(when.k_steps)).k
 
     def begin_local(self, when: EveryK) -> None:
         """Keep the step from which on steps are local, whatever becomes of the schedule."""
@@ -266,7 +249,7 @@ class Phase:
                 f"rule={when.rule!r} chooses k by the training loss, and there was none: return it from "
                 "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
             )
-        self._period = when.schedule.next(self._period or when.schedule.first(), lr, loss)
+        self._period = when.next_period(self._period or Period(when.k_steps), lr, loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is the same on all ranks."""
@@ -324,91 +307,3 @@ class RunningLoss:
         """Load what `state_dict` returned."""
         total, self._weight = state["total"], state["weight"]
         self._total = None if total is None else total.to(device)
-
-
-class Delay:
-    """How many local steps hide an average; with "auto", chosen once from measured times.
-
-    Attributes:
-        chosen: tau, once it has been measured.
-        average_s: the seconds of an average, by fragment.
-    """
-
-    def __init__(self) -> None:
-        self.chosen: int | None = None
-        self.average_s: dict[int, float] = {}
-        self._waited: set[int] = set()  # fragments whose first average has paid for connections and allocations
-        self._step_s = self._last_s = 0.0  # of the local steps since the last average; the end of the last one
-
-    def steps(self, when: EveryK) -> int:
-        """Return tau; 0 while "auto" measures."""
-        return when.delay_steps if isinstance(when.delay_steps, int) else self.chosen or 0
-
-    def measures(self, when: EveryK) -> bool:
-        """Return whether steps and averages are timed."""
-        return when.delay_steps == AUTO and self.chosen is None
-
-    def restart(self) -> None:
-        """Begin to time local steps anew."""
-        self._step_s, self._last_s = 0.0, time.perf_counter()
-
-    def begin_after_step(self, device: torch.device, *, measures: bool) -> None:
-        """Add the time since the last step, after a local one; the time that follows does not belong to a step."""
-        if measures and device.type == "cuda":  # what has only been launched takes no time yet
-            torch.cuda.current_stream(device).synchronize()
-        self._step_s += time.perf_counter() - self._last_s
-
-    def end_after_step(self) -> None:
-        """Begin to time the next step."""
-        self._last_s = time.perf_counter()
-
-    def step_s(self, num_steps: int) -> float:
-        """Return the mean time of the local steps since the last average."""
-        return self._step_s / max(num_steps, 1)
-
-    def choose(
-        self,
-        fragment: int,
-        num_fragments: int,
-        k_steps: int,
-        average_s: float,
-        step_s: float,
-        peers: Peers,
-        device: Any,
-    ) -> None:
-        """Keep the time of a blocking average, but the first of a fragment here; choose tau when each has been timed.
-
-        Collective: all ranks, once; an all-reduce of two numbers.
-
-        Args:
-            fragment: its number.
-            num_fragments: how many there are.
-            k_steps: the period.
-            average_s: the seconds of the average.
-            step_s: the mean time of the local steps before it.
-        """
-        if fragment not in self._waited:
-            self._waited.add(fragment)
-            return
-        self.average_s[fragment] = average_s
-        if len(self.average_s) < num_fragments:
-            return
-        # The last rank waits for no other: its time is that of the network. All ranks use the time of the slowest step.
-        times = torch.tensor([max(self.average_s.values()), -step_s], dtype=torch.float32, device=device)
-        peers.all_reduce_(times, dist.ReduceOp.MIN)
-        average_s, step_s = float(times[0]), -float(times[1])
-        self.chosen = hiding_steps(average_s, step_s, k_steps)
-        if peers.rank == 0:
-            _logger.info(
-                "An average takes %.3g s, a local step %.3g s: it is hidden behind %d steps.",
-                *(average_s, step_s, self.chosen),
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has been measured."""
-        return {"chosen": self.chosen, "average_s": dict(self.average_s)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        self.chosen, self.average_s = state["chosen"], dict(state["average_s"])
-        self.restart()

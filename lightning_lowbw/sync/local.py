@@ -19,7 +19,6 @@ communication", arXiv 2501.18512, algorithm 2.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +43,7 @@ from lightning_lowbw.errors import (
 from lightning_lowbw.kernels.reference import are_not_finite, as_real
 from lightning_lowbw.kernels.tensors import copy_all_, relative_distance
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.schedules.every_k import AUTO, EveryK, steps_before
+from lightning_lowbw.schedules.every_k import EveryK, steps_before
 from lightning_lowbw.sync.average import (
     LOSS,
     LR,
@@ -54,7 +53,6 @@ from lightning_lowbw.sync.average import (
     WEIGHT,
     Arrived,
     Average,
-    Delay,
     Fragment,
     Phase,
     RunningLoss,
@@ -94,7 +92,6 @@ class LocalSync(Synchronizer):
         buffers: of the model.
         phase: where it is in its schedule.
         loss: the mean since the last average, for the adaptive rules.
-        delay: how many steps hide an average.
         fragments: the parameters, by the averages that they belong to.
         own: this rank's tensors by name, while the consensus is shown in the model; else None.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
@@ -128,7 +125,7 @@ class LocalSync(Synchronizer):
         self.has_met = False
         self.meet: Callable[[LocalSync], None] | None = None
         self._reduced: frozenset[Parameter] = frozenset()
-        self.phase, self.loss, self.delay = Phase(), RunningLoss(), Delay()
+        self.phase, self.loss = Phase(), RunningLoss()
         if isinstance(method.what, TopK):
             method.what.check_names(self.params.names())
         if method.sends_changes:
@@ -178,11 +175,6 @@ class LocalSync(Synchronizer):
         return self.phase.k_steps(self.when) if self.is_local else 1
 
     @property
-    def delay_steps(self) -> int:
-        """Local steps that hide an average; 0 while "auto" measures."""
-        return self.delay.steps(self.when)
-
-    @property
     def parameters_agree(self) -> bool:  # type: ignore[override]
         """Whether the parameters are the same on all ranks; known without communication."""
         return not any(fragment.moved or fragment.work for fragment in self.fragments)
@@ -195,8 +187,6 @@ class LocalSync(Synchronizer):
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log; nothing is communicated."""
         shown: dict[str, float | Tensor] = {"k_steps": float(self.k_steps), "averages": float(self.num_averages)}
-        if self.when.delay_steps == AUTO:
-            shown["delay_steps"] = float(self.delay_steps)
         if self.consensus_distance is not None:
             shown["consensus_distance"] = self.consensus_distance
         return shown
@@ -304,7 +294,6 @@ class LocalSync(Synchronizer):
                 self.loss.clear()
             self.begin_local()
             return
-        self.delay.begin_after_step(self.device, measures=self.delay.measures(self.when))
         self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
         self.steps_since_average += 1
         note_steps(self.fragments, self.parameters(), self.sent_bytes)
@@ -316,7 +305,6 @@ class LocalSync(Synchronizer):
             for fragment in self.fragments:
                 fragment.steps = (fragment.steps or 0) - 1
             raise
-        self.delay.end_after_step()
 
     @torch.no_grad()
     def begin_local(self) -> None:
@@ -331,7 +319,6 @@ class LocalSync(Synchronizer):
         for number, fragment in enumerate(self.fragments):
             if fragment.steps is None:
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
-                self.delay.restart()
         self._note_start(self.parameters())
         self.buffers.begin(self.peers)
         self._put_away()
@@ -362,12 +349,13 @@ class LocalSync(Synchronizer):
             NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
         """
         # More than the delay after a resume with a shorter one.
-        hidden = [each for each in self.fragments if each.work is not None and (each.steps or 0) >= self.delay_steps]
-        if self.meet is not None and not finished and (hidden or due(self.fragments, self.k_steps, self.delay_steps)):
+        delay = self.when.delay_steps
+        hidden = [each for each in self.fragments if each.work is not None and (each.steps or 0) >= delay]
+        if self.meet is not None and not finished and (hidden or due(self.fragments, self.k_steps, delay)):
             self.meet(self)
         for fragment in hidden:
             self._apply(fragment)
-        begun = due(self.fragments, self.k_steps, self.delay_steps)
+        begun = due(self.fragments, self.k_steps, delay)
         for fragment in begun:
             self._average(fragment)
         self.has_met = bool(hidden or begun)
@@ -388,26 +376,18 @@ class LocalSync(Synchronizer):
             self._average(fragment)
 
     def _average(self, fragment: Fragment) -> None:
-        measures, step_s = self.delay.measures(self.when), self.delay.step_s(self.steps_since_average)
-        begun_s, is_hidden = time.perf_counter(), self.delay_steps > 0
         with self.state_at_hand():
             try:
                 fragment.work = self._begin(fragment)
             except BaseException:
                 self._lose(fragment)  # the changes may have been accumulated
                 raise
-            if not is_hidden:
+            if not self.when.delay_steps:
                 self._apply(fragment)  # an average that has not arrived has changed nothing
         fragment.steps = self.steps_since_average = 0
         fragment.moved.clear()
         self.num_samples = 0.0
         self.loss.clear()
-        if measures and not is_hidden:
-            average_s, number = time.perf_counter() - begun_s, self.fragments.index(fragment)
-            self.delay.choose(
-                number, len(self.fragments), self.k_steps, average_s, step_s, peers=self.peers, device=self.device
-            )
-        self.delay.restart()
 
     # One average: begin ---------------------------------------------------------------------------------------------
 
@@ -421,7 +401,7 @@ class LocalSync(Synchronizer):
             status of 6 numbers and 2 per rank; integer buffers separately; and the messages of the payload, which
             contain the status if nothing else is sent.
         """
-        is_hidden = self.delay_steps > 0
+        is_hidden = self.when.delay_steps > 0
         # A rank that is out of data has changed nothing since the last average, but takes part, too.
         moved = [p for p in fragment.parameters if p in fragment.moved or (self.weighs_samples and p.requires_grad)]
         parameters = [p for p in moved if p.numel()]
@@ -594,7 +574,7 @@ class LocalSync(Synchronizer):
                     if p not in self.velocity:
                         self.velocity[p] = torch.zeros_like(start)
                 velocities = [self.velocity[p] for p in average.parameters]
-            when.outer_optimizer.step_(starts, means, velocities, lr)
+            when.outer_step_(starts, means, velocities, lr)
         if before is None:
             copy_all_(now, means)
         elif when.mixing is None:  # x = x + (mean - x at the begin)
@@ -853,7 +833,6 @@ class LocalSync(Synchronizer):
             "velocity": saved({self.name_of(p): u for p, u in self.velocity.items()}),
             "residuals": {} if self.compressed is None else self.compressed.residuals.state(),
             "exchange": None if self.compressed is None else self.compressed.state_dict(),
-            "delay": self.delay.state_dict(),
             "fragments": fragments,
             "optimizer": on_cpu(self.optimizer.state_dict()),
         }
@@ -901,7 +880,6 @@ class LocalSync(Synchronizer):
             fragment.steps = kept["steps"]
             fragment.moved = {parameters[name]: None for name in kept["moved"]}
             fragment.work = None if kept["work"] is None else Average.from_state(kept["work"], parameters, device)
-        self.delay.load_state_dict(state["delay"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -917,7 +895,7 @@ class LocalSync(Synchronizer):
                 "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
                 f"{WITHOUT_RESIDUALS}."
             )
-        has_no_averages = self.peers.num_participants == 1 or self.when.schedule.is_always_synchronous
+        has_no_averages = self.peers.num_participants == 1 or self.when.is_always_synchronous
         if state["own"] and self.peers.num_ranks > 1 and has_no_averages:
             raise ConfigurationError(
                 "The state was written between two averages, where each rank has weights of its own, and here no "

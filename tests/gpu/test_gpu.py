@@ -97,23 +97,6 @@ def test_what_is_kept_between_averages_lies_in_pinned_memory(name: str) -> None:
         assert (on_gpu, in_host) == ({("cuda", False)}, {("cpu", True)})
 
 
-def time_steps() -> float:
-    """Return the time of a local step that is launched at once and keeps the device busy for longer."""
-    model = nn.Linear(16, 16).to("cuda")
-    method = LocalSGD(k_steps=8, begin_step=0, delay_steps="auto")
-    worker = method.attach(sgd(model.parameters()), model.named_parameters())
-    for _ in range(5):
-        worker.optimizer.zero_grad()
-        model(torch.ones(4, 16, device="cuda")).square().mean().backward()
-        torch.cuda._sleep(50_000_000)  # cycles: at least 20 ms
-        worker.optimizer.step()
-    return worker.delay.step_s
-
-
-def test_delay_is_chosen_by_the_time_of_the_device() -> None:
-    assert min(run_ranks(time_steps, 2)) > 0.015
-
-
 def check_training(name: str, on_gpu: list[Any], on_cpu: list[Any]) -> None:
     assert len({weights for _, weights in on_gpu}) == 1
     check_near(on_gpu[0][0], on_cpu[0][0], rtol=1e-3, atol=1e-4, selects=METHODS[name].compresses_gradients)

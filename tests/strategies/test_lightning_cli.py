@@ -33,7 +33,7 @@ CLASSES: dict[str, tuple[dict[str, Any], str]] = {
         {"sparsity": [0.9, 0.99], "rampup_step": 10, "exclude": ["*.bias"]},
         "EveryStep(rampup_step=10, sparsity=(0.9, 0.99))",
     ),
-    "LocalSGDStrategy": ({"k_steps": 4, "begin_step": 0.5, "delay_steps": "auto"}, "EveryK(k_steps=4, begin_step=0.5"),
+    "LocalSGDStrategy": ({"k_steps": 4, "begin_step": 0.5, "delay_steps": 2}, "EveryK(k_steps=4, begin_step=0.5"),
     "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "rule='adacomm'"),
     "HierarchicalStrategy": ({"algorithm": "leader"}, "algorithm='leader'"),
     "AutoStrategy": ({"allow_local": True}, "allow_local=True"),

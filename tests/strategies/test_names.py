@@ -37,7 +37,7 @@ def test_by_name(sparsity: list[float] | None) -> None:
         ("local_sgd", {"k_steps": 8, "begin_step": 1}),
         ("post_local_sgd", {"begin_step": "first_lr_decay"}),
         ("diloco_spawn", {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}),
-        ("streaming_diloco", {"k_steps": 100, "num_fragments": "auto", "delay_steps": "auto", "mixing": 0.5}),
+        ("streaming_diloco", {"k_steps": 100, "num_fragments": "auto", "delay_steps": 5, "mixing": 0.5}),
         ("sparse_loco_spawn", {"k_steps": 15, "begin_step": 0, "outer": "none", "what": Compression()}),
         ("adaptive_local_sgd", {"k_steps": 1, "rule": "fleet", "max_k_steps": 16}),
         ("int8", {"what": Quantized(value_dtype="int8"), "rampup_begin_step": 0}),

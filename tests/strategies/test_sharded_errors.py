@@ -43,7 +43,6 @@ KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (lambda: ShardedStrategy(DENSE, static_graph=True), "static_graph'. Its arguments are: method, topol"),
     "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "state in every step"),
     "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers, as in DGC(sparsity=[0.99]"),
-    "delay": (lambda: ShardedStrategy(LocalSGD(delay_steps="auto")), "Give a number of steps"),
     "rule": (lambda: ShardedStrategy(AdaptiveLocalSGD(rule="fleet")), "Take 'fixed' or 'qsr'"),
     "fragments": (lambda: ShardedStrategy(LocalSGD(4, num_fragments=2)), "parts are balanced by bytes"),
     "flat": (lambda: ShardedStrategy(DENSE, topology="flat"), "a model is sharded over the ranks of a node. Give"),

@@ -438,14 +438,14 @@ def fail_in_an_average(options: dict[str, Any], where: str) -> dict[str, Any]:
         else:
             is_quantized = isinstance(method.what, Quantized)
             patch.setattr(*(Collectives, "all_to_all") if is_quantized else (TensorWork, "wait"), lose_the_link)
-        for _ in range(worker.delay_steps):
+        for _ in range(worker.when.delay_steps):
             step()
         with pytest.raises((LinkLost, MemoryError)):
             step()
     state = worker.state_dict()
     assert torch.equal(state["own"]["w"], weight.detach())
     assert not worker.parameters_agree
-    num_steps = 5 + 1 + worker.delay_steps
+    num_steps = 5 + 1 + worker.when.delay_steps
     for _ in range(4):
         step()
     own = weight.detach().clone()

@@ -369,40 +369,6 @@ def test_narrow_fragments_are_balanced_by_the_bytes_that_they_send() -> None:
     assert results == {"float32": [[0, 4]] * 2, "int4": [[1, 3]] * 2}
 
 
-# tau from measured times -------------------------------------------------------------------------------------------
-
-
-def choose_delay(numel: int, sleep_s: float) -> dict[str, Any]:
-    parameters = [Parameter(torch.zeros(numel)), Parameter(torch.zeros(numel))]
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
-    method = LocalSGD(k_steps=6, begin_step=0, num_fragments=2, delay_steps="auto")
-    worker: Any = method.attach(optimizer, [])
-    delays, averages = [], []
-    for step in range(30):
-        with worker.stepping():
-            worker.exchange()
-            if step < 12:
-                time.sleep(sleep_s * (1 + dist.get_rank()) / 2)
-        delays.append(worker.delay_steps)
-        averages.append(worker.num_averages)
-    return {"delays": delays, "averages": averages, "shown": worker.metrics(True)["delay_steps"]}
-
-
-@pytest.mark.parametrize(("numel", "sleep_s"), [(10, 0.1), (4_000_000, 0.0)])
-def test_a_measured_delay(numel: int, sleep_s: float) -> None:
-    first, second = run_ranks(choose_delay, 2, numel, sleep_s)
-    assert first == second, "the ranks have chosen differently"
-    # both fragments are timed in their second average, which the second ends in step 12
-    assert first["delays"][:11] == [0] * 11
-    (chosen,) = set(first["delays"][11:])
-    assert chosen == 1 if sleep_s else 1 < chosen <= 5
-    assert first["shown"] == chosen
-    # begun in steps 15 and 18, they are applied later
-    assert [step for step in range(13, 22) if first["averages"][step - 1] > first["averages"][step - 2]] == [
-        step + chosen for step in (15, 18, 21) if step + chosen < 22
-    ]
-
-
 def add_a_group() -> tuple[list[list[str]], str]:
     parameters = make_parameters({"a": (40,), "b": (30,)})
     optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
