@@ -27,7 +27,6 @@ from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import (
     agree_on_model,
     agree_on_optimizers,
-    check_current_device,
     check_not_in_ddp,
     check_two_levels,
     warn_if_alone,
@@ -343,7 +342,6 @@ class Method:
                 "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
             )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        check_current_device(trained[0].device, process_group)
         agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):

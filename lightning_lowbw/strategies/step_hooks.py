@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.sync.checks import has_step_hooks
-from lightning_lowbw.sync.synchronizer import Synchronizer
+from lightning_lowbw.sync.synchronizer import Synchronizer, has_step_hooks
 
 # In which gradients may be read after the exchange: those of this step, and of the last one before they are forgotten.
 READING_HOOKS = ("on_before_optimizer_step", "on_before_zero_grad")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.agreement import agree, checksum, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
@@ -40,22 +39,6 @@ def check_two_levels(what: TopK) -> None:
         raise ConfigurationError(
             f"exchange={what.exchange!r} does not exist on two levels (a topology, a name that ends in _hierarchical). "
             "There give 'auto' or 'all_gather'."
-        )
-
-
-def check_current_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Check that NCCL will take the GPU of the parameters where it is not told a tensor: the current device.
-
-    Raises:
-        ConfigurationError: it is another one.
-    """
-    if device.type != "cuda" or not dist.is_initialized() or dist.get_backend(group) != "nccl":
-        return
-    current = torch.cuda.current_device()
-    if device.index != current:
-        raise ConfigurationError(
-            f"The parameters are on {device}, and the current device of this process is cuda:{current}, which NCCL "
-            f"would use, too. Call torch.cuda.set_device({device.index}) before init_process_group."
         )
 
 
@@ -120,24 +103,14 @@ def warn_if_mostly_sent(what: object, when: EveryStep | EveryK, peers: Peers) ->
     if not isinstance(what, TopK) or peers.num_participants == 1 or peers.rank > 0:
         return
     stairs = when.stairs if isinstance(when, EveryStep) else ()
-    kept = [each for each in stairs if 0.0 < each < LITTLE_KEPT]  # 0 is a dense stair, and says so
-    if kept:
-        given, few = f"sparsity={list(stairs)}", f"sparsity={[round(1.0 - each, 12) for each in kept]}"
-        sent, dense = [1.0 - each for each in kept], ", and for a dense stair 0"
-    elif not stairs and what.density > 1.0 - LITTLE_KEPT:
-        given, few = f"density={what.density}", f"density={round(1.0 - what.density, 12)}"
-        sent, dense = [what.density], ""
-    else:
-        return
-    warnings.warn(
-        f"{given}: {_in_percent(sent)} of the elements are sent. Sparsity is the fraction that is kept back, density "
-        f"the fraction that is sent. To send {_in_percent([1.0 - each for each in sent])} give {few}{dense}.",
-        stacklevel=3,  # the caller of `Method.attach`
-    )
-
-
-def _in_percent(fractions: Sequence[float]) -> str:
-    return ", ".join(f"{100.0 * each:.4g} %" for each in fractions)
+    densities = [1.0 - each for each in stairs if each] if stairs else [what.density]  # 0 is a dense stair, and says so
+    if sent := [each for each in densities if each > 1.0 - LITTLE_KEPT]:
+        given = f"sparsity={list(stairs)}" if stairs else f"density={what.density}"
+        warnings.warn(
+            f"{given}: {', '.join(f'{100.0 * each:.4g} %' for each in sent)} of the elements are sent. Sparsity is the "
+            "fraction that is kept back, density the fraction that is sent.",
+            stacklevel=3,  # the caller of `Method.attach`
+        )
 
 
 def warn_if_incomplete(optimizer: Optimizer, when: EveryStep) -> None:
@@ -149,22 +122,6 @@ def warn_if_incomplete(optimizer: Optimizer, when: EveryStep) -> None:
         "torch.optim.SGD, Adam and AdamW have corrections.",
         stacklevel=3,  # the caller of `Method.attach`
     )
-
-
-def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
-    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
-
-    Args:
-        optimizer: a user's.
-        but: this package's own hooks, which do not read gradients.
-    """
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *torch_optimizer._global_optimizer_post_hooks.values(),
-    ]
-    return any(hook not in but for hook in hooks)
 
 
 # Of all ranks ---------------------------------------------------------------------------------------------------------

@@ -488,24 +488,13 @@ class GradientSync(Synchronizer):
             return Fault(
                 4,
                 NonFiniteGradientError,
-                f"Step {self.step}: the gradient of {row.name!r} {self._where} is not finite"
+                f"Step {self.step}: the gradient of {row.name!r} on {self.here} is not finite"
                 f"{', or too large to be added to the residual' if row.is_compressed else ''}. Nothing was exchanged. "
                 f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
                 "(precision='16-mixed') such steps are skipped.",
                 is_skipped=True,
             )
         return None
-
-    @property
-    def _where(self) -> str:
-        """Where a gradient is: of a node, if it is the mean of one."""
-        node, topology = self.peers.rank, self.peers.topology
-        if self.reduces_in_node and topology is not None:
-            node = topology.node_of(node)
-            return f"of node {node} (ranks {list(topology.nodes[node])})"
-        if self.peers.nodes is not None:
-            return f"of node {node} (ranks {list(self.peers.nodes[node])})"
-        return f"on rank {node}"
 
     def late_flags(self) -> list[Tensor]:
         return [*self._late.values(), *super().late_flags()]

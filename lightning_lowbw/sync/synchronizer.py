@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp, has_step_hooks
+from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp
 from lightning_lowbw.sync.exchange import Exchange, TopKExchange, WholeExchange
 from lightning_lowbw.sync.params import Params
 from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, status_message
@@ -223,9 +224,11 @@ class Synchronizer:
 
     @property
     def here(self) -> str:
-        """This rank, for an error on all ranks."""
-        rank, nodes = self.peers.rank, self.peers.nodes
-        return f"rank {rank}" if nodes is None else f"a rank of node {rank} (ranks {list(nodes[rank])})"
+        """Whose gradients or weights these are, for an error on all ranks: a rank's, or a node's."""
+        number, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
+        if nodes is None and self.reduces_in_node and topology is not None:
+            number, nodes = topology.node_of(number), topology.nodes
+        return f"rank {number}" if nodes is None else f"node {number} (ranks {list(nodes[number])})"
 
     def late_flags(self) -> list[Tensor]:
         """Return what the last exchange has found after its status: bool, scalars on the device."""
@@ -446,6 +449,22 @@ def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> boo
         return worker.is_taken
     applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # which may read the gradients
     return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+
+
+def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
+    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
+
+    Args:
+        optimizer: a user's.
+        but: this package's own hooks, which do not read gradients.
+    """
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return any(hook not in but for hook in hooks)
 
 
 @torch.no_grad()

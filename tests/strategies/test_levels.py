@@ -206,7 +206,7 @@ def fit_poisoned() -> str:
 
 
 def test_a_gradient_that_is_not_finite_names_the_node() -> None:
-    assert all("of node 1 (ranks [1, 3])" in message for message in run_ranks(fit_poisoned, 4))
+    assert all("on node 1 (ranks [1, 3])" in message for message in run_ranks(fit_poisoned, 4))
 
 
 def fit_without_optimizer(name: str) -> str:

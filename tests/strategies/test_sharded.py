@@ -172,7 +172,7 @@ def test_modules_of_all_kinds(tmp_path: Path) -> None:
 def test_a_nan_in_one_shard_is_named_on_all_ranks(method: Method) -> None:
     (message,) = set(run_ranks(fit_poisoned, 4, method))
     assert "'net.0.weight'" in message
-    assert "of node 0 (ranks [0, 1])" in message or "in the shard of rank " in message
+    assert "on node 0 (ranks [0, 1])" in message or "in the shard of rank " in message
 
 
 def fit_poisoned(method: Method) -> str:

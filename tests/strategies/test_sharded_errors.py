@@ -118,7 +118,7 @@ class Large(Configured):
 
 SPARSE = DGC(sparsity=[0.99], min_numel=1, rampup_begin_step=0)
 HALF = LocalSGD(k_steps=2, begin_step=0, compression="float16")
-ON_NODE = "on a rank of node 0 (ranks [0, 1])"
+ON_NODE = "on node 0 (ranks [0, 1])"
 SUM, CHANGES = "the gradient of 'net.2.weight'", "what was kept of earlier changes of the weights"
 # The method; in which steps the gradient is large; after which the weights are saved; of how many; what is said.
 OVERFLOWS: dict[str, tuple[Method, tuple[int, ...], int, int, str]] = {

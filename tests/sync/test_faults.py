@@ -197,11 +197,11 @@ def test_finite_gradients_whose_sum_is_not_are_told(nodes: Nodes) -> None:
     """In the step that adds them up; where gradients are looked at before, in the next one, or where the run ends."""
     cases = [(False, nodes, False), (True, nodes, False), (True, nodes, True)]
     for at_once, late, at_the_end in run_ranks(each, sum(map(len, nodes)), add_up_too_much, cases):
-        who = "on rank 1" if nodes == FLAT else "of node 0 (ranks [0, 1])"
+        who = "on rank 1" if nodes == FLAT else "on node 0 (ranks [0, 1])"
         assert f"'matrix' {who} is not finite, or too large to be added to the residual" in at_once[0][-1]
         assert at_once[1]
         for said, _ in (late, at_the_end):
-            assert "the gradient of 'matrix' on rank " in said[-1]
+            assert f"the gradient of 'matrix' {'on rank ' if nodes == FLAT else 'on node 0'}" in said[-1]
             assert "added to the residual, has become too large for float32" in said[-1]
         assert len(at_the_end[0]) == 3
 
@@ -255,7 +255,7 @@ def test_what_is_kept_of_changes_too_large_is_told() -> None:
         assert f"Step {4 if ends == 'next' else 2}: " in said
     for said in run_ranks(overflow_changes, 4, "float16", "next", NODES["blocks"]):
         assert said[0] == ""
-        assert "what was kept of earlier changes of the weights on rank 0 has become too large for float32" in said[1]
+        assert "changes of the weights on node 0 (ranks [0, 1]) has become too large for float32" in said[1]
 
 
 def test_what_is_kept_of_gradients_too_large_is_told() -> None:

@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_lowbw import DGC, ConfigurationError, Hierarchical, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.checks import check_current_device
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,
@@ -409,15 +408,6 @@ def test_what_attach_warns_of() -> None:
     assert "this trains as DDP" in of_node[0]
     assert "RMSprop: gradients are compressed with error feedback only" in of_feedback[0]
     assert others == [[], [], []]
-
-
-def test_nccl_with_another_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    check_current_device(torch.device("cuda", 0), None)
-    with pytest.raises(ConfigurationError, match=r"torch\.cuda\.set_device\(1\)"):
-        check_current_device(torch.device("cuda", 1), None)
 
 
 class Wrapped(DistributedDataParallel):
