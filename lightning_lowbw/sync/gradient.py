@@ -41,7 +41,7 @@ from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, flat_in_o
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at_other_batches
 from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
-from lightning_lowbw.sync.params import Row, Velocities, by_group
+from lightning_lowbw.sync.params import Row, Velocities, by_group, check_shapes
 from lightning_lowbw.sync.state import check_origin, in_order_of, origin, own_part, saved
 from lightning_lowbw.sync.status import BY_CLIPPING, Fault, Status, any_of, first_fault, make_mark, status_message
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -289,7 +289,7 @@ class GradientSync(Synchronizer):
         weights = None if self.step % CHECK_EVERY_STEPS else (row.parameter for row in self._rows)
         mark = make_mark(self.batch % BY_CLIPPING + BY_CLIPPING * self.by_clipping, weights)
         message = status_message(used, self.fault, mark, peers.rank, peers.num_ranks, self.fault.device, self.requests)
-        exact = self.method.where.dtype_between_nodes is None or self.is_sparse
+        exact = self.is_sparse or self.method.where.inter_dtype == "float32"
         mean, numbers = WholeExchange(peers, exact=exact).begin(whole, message).wait()
         status = Status.read(numbers, peers.num_ranks)
         self.agree_on(status.requests)
@@ -635,14 +635,7 @@ class GradientSync(Synchronizer):
                 "Resume with the method and the optimizer that it was trained with ('momentum' is SGD, 'own_variance' "
                 f"Adam and AdamW), or {WITHOUT_RESIDUALS}."
             )
-        for name, shape in state["shapes"].items():
-            there = tuple(as_real(parameters[name]).shape) if name in parameters else None
-            if there != tuple(shape):
-                has = "no such parameter" if there is None else f"shape {there}"
-                raise ConfigurationError(
-                    f"The checkpoint keeps a residual of shape {tuple(shape)} for {name!r}; the optimizer has {has}. "
-                    f"Resume with the model that was saved, or {WITHOUT_RESIDUALS}."
-                )
+        check_shapes(state["shapes"], {name: as_real(parameter) for name, parameter in parameters.items()})
 
 
 def flat_pair(row: Row) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,7 @@ from lightning_lowbw.sync.average import (
 from lightning_lowbw.sync.buffers import ReplicaBuffers, copies, put_back_, unchanged, wide_copies
 from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
 from lightning_lowbw.sync.exchange import DenseMean, TopKExchange, WholeExchange, exchange_for
+from lightning_lowbw.sync.params import check_shapes
 from lightning_lowbw.sync.state import check_origin, on_cpu, origin, own_part, saved
 from lightning_lowbw.sync.status import (
     EXACT,
@@ -128,9 +129,9 @@ class LocalSync(Synchronizer):
         self.phase, self.loss = Phase(), RunningLoss()
         if isinstance(method.what, TopK):
             method.what.check_names(self.params.names())
-        if method.sends_changes:
-            peers.check_parts()
         self.compressed = exchange_for(method.what, peers, of_gradients=False)
+        if self.compressed is not None:
+            peers.check_parts()
         self.start: dict[Parameter, Tensor] = {}
         self.velocity: dict[Parameter, Tensor] = {}
         self.buffers = ReplicaBuffers(named_buffers)
@@ -182,7 +183,7 @@ class LocalSync(Synchronizer):
     @property
     def needs_start(self) -> bool:
         """Whether the last consensus is kept."""
-        return bool(self.when.outer != "none" or self.method.sends_changes)
+        return self.when.outer != "none" or self.compressed is not None
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log; nothing is communicated."""
@@ -902,17 +903,10 @@ class LocalSync(Synchronizer):
                 f"average would ever make them equal: {self.method}. Resume with the schedule and the topology of that "
                 "run, or load what lightning_lowbw.merge_states makes of the states of all its ranks."
             )
-        targets, parameters = self.averaged_tensors(), self.by_name()
-        shapes = {name: (own.shape, targets.get(name)) for name, own in state["own"].items()}
-        for name, start in state["start"].items():
-            parameter = parameters.get(name)
-            shapes[name] = start.shape, parameter if parameter is None else as_real(parameter)
-        for name, (shape, target) in shapes.items():
-            if target is None or target.shape != shape:
-                raise ConfigurationError(
-                    f"The checkpoint has {name!r} of shape {tuple(shape)}; this model has not. Resume with the model "
-                    f"it was written with, or {WITHOUT_RESIDUALS}."
-                )
+        check_shapes({name: own.shape for name, own in state["own"].items()}, self.averaged_tensors())
+        parameters = self.by_name()
+        reals = {name: as_real(parameter) for name, parameter in parameters.items()}
+        check_shapes({name: start.shape for name, start in state["start"].items()}, reals)
         for name in (name for fragment in state["fragments"] for name in fragment["names"]):
             if name not in parameters:
                 raise ConfigurationError(

@@ -169,6 +169,22 @@ class Params:
         self.orders[row.name] = order
 
 
+def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> None:
+    """Check that what a state has of some tensors, by name, are shapes of these tensors.
+
+    Raises:
+        ConfigurationError: one is missing, or has another shape.
+    """
+    for name, shape in saved.items():
+        there = tuple(tensors[name].shape) if name in tensors else None
+        if there != tuple(shape):
+            raise ConfigurationError(
+                f"The checkpoint has {name!r} of shape {tuple(shape)}, and here it "
+                f"{'is missing' if there is None else f'has shape {there}'}. Resume with the model it was written "
+                f"with, or {WITHOUT_RESIDUALS}."
+            )
+
+
 class Velocities:
     """The velocities u of compressed tensors: the optimizer's own state; on two levels each rank keeps its part.
 

@@ -314,9 +314,9 @@ def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("renamed", (40, 30), r"residual of shape \(40, 30\) for 'renamed'; the optimizer has no such parameter"),
-        ("large", (30, 40), r"shape \(30, 40\) for 'large'; the optimizer has shape \(40, 30\)"),
-        ("conv", (8, 4, 9), r"shape \(8, 4, 9\) for 'conv'; the optimizer has shape \(8, 4, 3, 3\)"),
+        ("renamed", (40, 30), r"'renamed' of shape \(40, 30\), and here it is missing"),
+        ("large", (30, 40), r"'large' of shape \(30, 40\), and here it has shape \(40, 30\)"),
+        ("conv", (8, 4, 9), r"'conv' of shape \(8, 4, 9\), and here it has shape \(8, 4, 3, 3\)"),
     ],
 )
 def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
