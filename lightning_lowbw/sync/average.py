@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, RELATIVE_CHANGE, EveryK, Period, balance
-from lightning_lowbw.sync.exchange import DenseMean, Mean, Pending
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, Pending
 
 # The sums in the status of an average.
 WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
@@ -20,17 +20,6 @@ LOSS_DECAY = 0.9  # of the weight of a step, with each step after it
 
 
 # Averages in progress ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """An exchange that needs no wait."""
-
-    mean: Mean
-    status: Tensor | None = None
-
-    def wait(self) -> tuple[Mean, Tensor | None]:
-        return self.mean, self.status
 
 
 @dataclass(eq=False)
@@ -65,7 +54,8 @@ class Average:
         """Wait for it, and return it on the CPU; it may be waited for again."""
         means, status = self.wait_for_whole()
         changes = self.changes.wait()[0].dense()
-        self.whole, self.changes = Arrived(DenseMean(means), status), Arrived(DenseMean(changes))
+        self.whole = Deferred(lambda: DenseMean(means), status)
+        self.changes = Deferred(lambda: DenseMean(changes))
         return {
             "step": self.step,
             "parameters": [name_of(parameter) for parameter in self.parameters],
@@ -86,8 +76,8 @@ class Average:
         return cls(
             state["step"],
             [parameters[name] for name in state["parameters"]],
-            Arrived(DenseMean(means), status),
-            Arrived(DenseMean(changes)),
+            Deferred(lambda: DenseMean(means), status),
+            Deferred(lambda: DenseMean(changes)),
             snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
             buffer_snapshots={name: buffer.to(device) for name, buffer in state["buffer_snapshots"].items()},
         )

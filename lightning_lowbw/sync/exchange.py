@@ -54,7 +54,7 @@ class Pending(Protocol):
     """An exchange that has been begun."""
 
     def wait(self) -> tuple[Mean, Tensor | None]:
-        """Wait for it; return the mean, and the sum of the statuses where one was given. May be called again."""
+        """Wait for it; return the mean, and the sum of the statuses where one was given."""
         ...
 
 
@@ -147,19 +147,26 @@ class DenseMean:
         return self.tensors
 
 
-@dataclass
+@dataclass(frozen=True)
+class Deferred:
+    """An exchange that takes place when it is waited for; or has been waited for."""
+
+    run: Callable[[], Mean]
+    status: Tensor | None = None
+
+    def wait(self) -> tuple[Mean, Tensor | None]:
+        return self.run(), self.status
+
+
+@dataclass(frozen=True)
 class PendingWhole:
-    """All-reduces in progress, or their result after a resume."""
+    """All-reduces in progress."""
 
     names: list[str]
-    work: MeanWork | None
-    result: tuple[list[Tensor], Tensor] | None = None
+    work: MeanWork
 
     def wait(self) -> tuple[DenseMean, Tensor]:
-        if self.result is None:
-            assert self.work is not None
-            self.result = self.work.wait()
-        means, status = self.result
+        means, status = self.work.wait()
         return DenseMean(dict(zip(self.names, means, strict=True))), status
 
 
@@ -424,7 +431,8 @@ class ReduceScatterExchange(TopKExchange):
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*averaged.means, strict=True))
         counts = [each.numel() for each, _ in averaged.means]
         places = _place(dict.fromkeys(selected, slice(None)), counts, 0)
-        return _Done(SparseMean(self.payload, numels, lambda: [Decoded(positions, values, places)]))
+        mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, places)])
+        return Deferred(lambda: mean)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "reducer": self._reducer.state_dict()}
@@ -433,14 +441,6 @@ class ReduceScatterExchange(TopKExchange):
         super().load_state_dict(state)
         if "reducer" in state:
             self._reducer.load_state_dict(state["reducer"])
-
-
-@dataclass(frozen=True)
-class _Done:
-    mean: SparseMean
-
-    def wait(self) -> tuple[SparseMean, None]:
-        return self.mean, None
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ from lightning_lowbw.sync.average import (
     NUM_SAVE,
     NUM_STOP,
     WEIGHT,
-    Arrived,
     Average,
     Fragment,
     Phase,
@@ -63,7 +62,7 @@ from lightning_lowbw.sync.average import (
 )
 from lightning_lowbw.sync.buffers import ReplicaBuffers, copies, put_back_, unchanged, wide_copies
 from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
-from lightning_lowbw.sync.exchange import DenseMean, TopKExchange, WholeExchange, exchange_for
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import check_shapes
 from lightning_lowbw.sync.state import check_origin, on_cpu, origin, own_part, saved
 from lightning_lowbw.sync.status import (
@@ -422,7 +421,7 @@ class LocalSync(Synchronizer):
             self.step,
             parameters,
             pending,
-            self._begin_changes(changes, status if is_alone else None) if changes else Arrived(DenseMean({})),
+            self._begin_changes(changes, status if is_alone else None) if changes else Deferred(lambda: DenseMean({})),
             nonfinite,
             wide_copies(parameters) if is_hidden else None,
             self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},

@@ -36,7 +36,7 @@ from lightning_lowbw.comm.ledger import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.residuals import Residuals
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.sync.exchange import DenseMean, Signal, exchanges
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 
 
 @names_arguments
@@ -66,15 +66,6 @@ class LowRank:
         return (n, m, rank) if 2 * (n + m) * rank < n * m else None
 
 
-@dataclass(frozen=True)
-class _Deferred:
-    exchange: LowRankExchange
-    signal: Signal
-
-    def wait(self) -> tuple[DenseMean, None]:
-        return self.exchange.average(self.signal), None
-
-
 @exchanges("low_rank", LowRank)
 @dataclass
 class LowRankExchange:
@@ -96,10 +87,10 @@ class LowRankExchange:
     _starts: dict[str, Tensor] = field(default_factory=dict)  # Q by name: float32, shape (m, r)
     keeps_parts = False
 
-    def begin(self, signal: Signal, status: Tensor | None = None) -> _Deferred:
+    def begin(self, signal: Signal, status: Tensor | None = None) -> Deferred:
         """Average tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
         assert status is None
-        return _Deferred(self, signal)
+        return Deferred(lambda: self.average(signal))
 
     @torch.no_grad()
     def average(self, signal: Signal) -> DenseMean:

@@ -14,7 +14,7 @@ Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -29,7 +29,7 @@ from lightning_lowbw.comm.ledger import quantized_mean_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.quantization import NARROW_NAMES, QuantizedFormat, make_format
 from lightning_lowbw.compress.residuals import Residuals
-from lightning_lowbw.sync.exchange import DenseMean, Signal, exchanges
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
 
@@ -52,14 +52,6 @@ class Quantized:
         check_one_of("value_dtype", self.value_dtype, NARROW_NAMES)
 
 
-@dataclass(frozen=True)
-class _Deferred:
-    run: Callable[[], DenseMean]
-
-    def wait(self) -> tuple[DenseMean, None]:
-        return self.run(), None
-
-
 @exchanges("quantized", Quantized)
 class QuantizedExchange:
     """Averages tensors in few bits per value; rounding errors are added to the next ones.
@@ -76,7 +68,7 @@ class QuantizedExchange:
         self.residuals = Residuals()
         self.fault: Tensor | None = None
 
-    def begin(self, signal: Signal, status: Tensor | None = None) -> _Deferred:
+    def begin(self, signal: Signal, status: Tensor | None = None) -> Deferred:
         """Average tensors: any floating dtype and shape.
 
         The two exchanges depend on each other: both are in `wait`, which is called once.
@@ -88,7 +80,7 @@ class QuantizedExchange:
             `comm.ledger.quantized_mean_bytes` of all elements together: an all-to-all, and an all-gather.
         """
         assert status is None
-        return _Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
+        return Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
 
     def sent_bytes(self, shape: torch.Size) -> int:
         return quantized_mean_bytes(shape.numel(), self._peers.num_participants, make_format(self.payload.value_dtype))
