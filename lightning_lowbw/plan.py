@@ -29,12 +29,12 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.comm.ledger import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.comm.ledger import all_reduce_bytes
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import LocalSGD, QuantizedGradients
+from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
@@ -45,8 +45,6 @@ DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps that are left
 STAIR = 2  # from one stair to the next, in the densities above
 MOST_STAIR = 0.3  # the paper's first is 0.25
 MOST_STAIR_ADAM = 0.2  # with 0.256, text from scratch lost 0.6 % in 5,000 steps, with dense steps in its place nothing
-# benchmarks/results/local_sgd.md: with averages after 8 steps a language model lost 1.9 points of accuracy.
-LOCAL_STEPS = 8
 
 SAMPLE, SAMPLE_OF_GPU = 1 << 18, 1 << 22  # elements that are exchanged to measure; of fewer a GPU shows launches only
 SMALL_NUMEL = 64  # of tensors of which only the number counts
@@ -60,8 +58,7 @@ class Measured:
     Attributes:
         step_s: seconds of an optimizer step without communication.
         dense_s: seconds of a dense one.
-        exchange_s: predicted seconds that an exchange adds to the first: by density, by the name of a payload, and of
-            an "average" of the weights.
+        exchange_s: predicted seconds that an exchange adds to the first: by density, or by the name of a payload.
         link: by which they were predicted.
     """
 
@@ -220,17 +217,6 @@ def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
     return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
 
 
-def _local_sgd(measured: Measured, run: Run, given: Method) -> Candidate | str:
-    """Return averages of weights, hidden behind steps: replicas differ between them; or why there would be none."""
-    average_s, step_s, k_steps = measured.exchange_s["average"], measured.step_s, LOCAL_STEPS
-    delay = min(k_steps - 1, math.ceil(average_s / step_s))
-    if run.num_left < k_steps + delay:
-        return f"{run.num_left:.0f} steps are left, and its averages come after {k_steps}"
-    mean_s = step_s + max(0.0, average_s - delay * step_s) / k_steps
-    method = replace(LocalSGD(k_steps, run.num_done, delay_steps=delay), where=given.where)
-    return Candidate("local_sgd", method, mean_s, mean_s)
-
-
 # Payloads of gradients that cost what they cost in every step, from the first one after the choice on.
 PAYLOADS: dict[str, Callable[..., Method]] = {name: partial(QuantizedGradients, name) for name in ("float16", "int8")}
 # In the order of how much they change the training. A reason in place of a candidate is shown to the user.
@@ -238,7 +224,6 @@ CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
     "ddp": ddp,
     **{name: partial(_every_step, name) for name in PAYLOADS},
     "dgc": _dgc,
-    "local_sgd": _local_sgd,
 }
 
 
@@ -295,9 +280,6 @@ def measure(
             many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
             sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
             exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
-        elif name == "local_sgd":
-            rounds = all_reduce_rounds(peers.num_participants)
-            exchange_s["average"] = rounds * link.latency_s + dense_s(sum(sparse) + sum(others))
     return Measured(timed.step_s, timed.dense_s, exchange_s, link)
 
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
-from lightning_lowbw import ConfigurationError, EveryStep, LocalSGD, Method, QuantizedGradients, TopK, Topology, Where
+from lightning_lowbw import ConfigurationError, EveryStep, Method, QuantizedGradients, TopK, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.plan import (
@@ -38,9 +38,8 @@ GIVEN = Method(when=EveryStep(sparsity="auto"), what=TopK(exclude=("embedding.*"
 OF_DGC, OF_LOWBW = ("ddp", "dgc"), ("ddp", "float16", "int8", "dgc")
 # A model of 25M parameters on two nodes at 1 Gb/s.
 BY_DENSITY = {density: 0.002 + 0.35 * density for density in DENSITIES}
-SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "float16": 0.55, "int8": 0.41, "average": 0.8}, Link(1e-4, 125e6))
+SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "float16": 0.55, "int8": 0.41}, Link(1e-4, 125e6))
 NO_FASTER = replace(SLOW, exchange_s={**dict.fromkeys(DENSITIES, 0.83), "float16": 0.83, "int8": 0.84})
-FAR = replace(SLOW, exchange_s={**SLOW.exchange_s, **dict.fromkeys(DENSITIES, 0.2)})
 LONG = Run(num_done=7, num_steps=100_007)
 FACTS = "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1,000 Mb/s, "
 FACTS += "latency 0.1 ms: "
@@ -90,14 +89,6 @@ SITUATIONS: dict[str, tuple[Measured, Run, tuple[str, ...], Method, str]] = {
         "what=lowbw.Quantized()))",
     ),
     "lowbw": (SLOW, LONG, OF_LOWBW, sparse(5007, 30_000, 0.128, 0.032, 0.008), "dgc, 161 ms a step"),
-    "high latency": (FAR, LONG, (*OF_LOWBW, "local_sgd"), LocalSGD(8, 7, delay_steps=7), "local_sgd, 114 ms a step; "),
-    "too short for averages": (
-        FAR,
-        Run(7, 21),
-        (*OF_LOWBW, "local_sgd"),
-        QuantizedGradients("int8", rampup_begin_step=7),
-        "not local_sgd, because 14 steps are left, and its averages come after 8",
-    ),
 }
 
 
@@ -182,7 +173,7 @@ def test_the_numbers_of_the_documents() -> None:
     wait = f"would wait less than {LEAST_WAIT_S:g} s"
     phrases = {
         "README.md": (of_a_run, wait),
-        "lightning_lowbw/strategies/dgc.py": (of_a_run,),
+        "lightning_lowbw/strategies/names.py": (of_a_run,),
         "docs/methods/dgc.md": (f"fewer than {sgd} steps (with Adam and AdamW {adam}) are left", wait),
         "docs/methods/lowbw.md": (wait,),
     }
@@ -227,7 +218,7 @@ def measure_here(what: TopK) -> tuple[Measured, tuple[Any, ...]]:
 def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
     for measured, traffic in run_ranks(measure_here, 2, what):
         assert traffic == (0, 0.0)
-        assert measured.exchange_s.keys() == {*DENSITIES, "float16", "int8", "average"}
+        assert measured.exchange_s.keys() == {*DENSITIES, "float16", "int8"}
         assert all(0 < seconds < 10 for seconds in measured.exchange_s.values())
         by_density = [measured.exchange_s[density] for density in DENSITIES]
         assert by_density == sorted(by_density)

@@ -40,13 +40,13 @@ from benchmarks.beside_ddp.tasks import (
 )
 from benchmarks.harness import as_plain
 from lightning_lowbw import DGCStrategy, EveryStep, Method
+from lightning_lowbw import plan as rule
 from lightning_lowbw.comm.ledger import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import MOST_NUMEL, TopK, small_numel
 from lightning_lowbw.plan import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
 from lightning_lowbw.strategies import auto_choice
-from lightning_lowbw.sync import auto as rule
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")

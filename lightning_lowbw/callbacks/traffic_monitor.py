@@ -86,7 +86,7 @@ class TrafficMonitor(Callback):
         self._last = now
         strategy = trainer.strategy
         shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
-        has_levels = isinstance(strategy, Strategy) and strategy.groups.topology is not None
+        has_levels = isinstance(strategy, Strategy) and strategy.peers.is_two_level
         sent, dense = now.of_slow_network(has_levels)
         sent_before, dense_before = self._at_last_send.of_slow_network(has_levels)
         if sent > sent_before and _have_met(strategy):

@@ -1,12 +1,15 @@
 """Thin Lightning adapters: one `DDPStrategy` subclass, one concern per file, and the named constructors."""
 
-from lightning_lowbw.strategies.advice import accumulates_by_schedule, steps_per_epoch_of
-from lightning_lowbw.strategies.auto import AutoStrategy
-from lightning_lowbw.strategies.dgc import DGCStrategy
+from lightning_lowbw.strategies.checks import accumulates_by_schedule, steps_per_epoch_of
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
-from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
-from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
-from lightning_lowbw.strategies.names import register
+from lightning_lowbw.strategies.names import (
+    AdaptiveLocalSGDStrategy,
+    AutoStrategy,
+    DGCStrategy,
+    HierarchicalStrategy,
+    LocalSGDStrategy,
+    register,
+)
 from lightning_lowbw.strategies.strategy import Strategy
 
 __all__ = [

@@ -22,7 +22,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.plan import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.strategies.advice import num_steps_of_fit, numels_of
+from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -39,39 +39,27 @@ class AutoChoice:
         names: of `plan.CANDIDATES`.
 
     Attributes:
-        given: the method with "auto" in it; None where there is nothing to choose.
-        chosen: what has been chosen in its place; None before that.
+        chosen: what has been chosen in place of "auto"; None before that.
         is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
     """
 
-    def __init__(self, names: Sequence[str] = OF_AUTO) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self.given: Method | None = None
-        self.chosen: Candidate | None = None
-        self.is_timing = self._is_pretrained = False
-        self._restart()
+        self.begin_fit()
 
-    def _restart(self) -> None:
+    def begin_fit(self) -> None:
+        """Forget the last fit."""
+        self.chosen: Candidate | None = None
+        self.is_timing = False
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
         self._end = math.inf  # the number of the fit's last step
         self._num_steps, self._seconds = 0, 0.0  # of the steps after the choice, and after a warm-up
 
-    def begin_fit(self, method: Method) -> Method:
-        """Forget what the last fit has chosen; return the method to begin with."""
-        if self.given is not None and self.chosen is not None and method == self.chosen.method:
-            method = self.given
-        self.given = method if isinstance(method.when, EveryStep) and method.when.is_auto else None
-        self._is_pretrained = self.given is not None and self.given.when.pretrained  # type: ignore[union-attr]
-        self.chosen, self.is_timing = None, False
-        self._restart()
-        return method
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the choice of this fit is still to come, and sparse exchanges may be timed for it."""
-        return self.given is not None and self.chosen is None
+    def is_open(self, method: Method) -> bool:
+        """Return whether there is a choice to come, for which sparse exchanges may be timed."""
+        return self.chosen is None and isinstance(method.when, EveryStep) and method.when.is_auto
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the choice in plain values, for a checkpoint; None where there is none."""
@@ -79,17 +67,11 @@ class AutoChoice:
             return None
         return {"name": self.chosen.name, "method": self.chosen.method.describe(), "last_s": self.chosen.last_s}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, *, is_foreign: bool = False) -> Method | None:
-        """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present.
-
-        Args:
-            state: of `state_dict`.
-            is_foreign: whether another method has written the checkpoint, whose weights are then trained.
-        """
-        self._is_pretrained |= is_foreign
-        if self.given is None or state is None or state["name"] not in self._names:
+    def load_state_dict(self, state: Mapping[str, Any] | None, given: Method) -> Method | None:
+        """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present."""
+        if state is None or state["name"] not in self._names or not self.is_open(given):
             return None
-        method = Method(**{**state["method"], "where": self.given.where})
+        method = Method(**{**state["method"], "where": given.where})
         self.chosen = Candidate(state["name"], method, state["last_s"], state["last_s"])
         rank_zero_info(
             f"{code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not choose again; "
@@ -97,17 +79,19 @@ class AutoChoice:
         )
         return method
 
-    def begin_training(self, workers: Sequence[Synchronizer], trainer: pl.Trainer, *, is_search: bool) -> None:
+    def begin_training(
+        self, method: Method, workers: Sequence[Synchronizer], trainer: pl.Trainer, *, is_search: bool
+    ) -> None:
         """Begin to time, where there is something to choose.
 
         Args:
-            workers: of the optimizers. A callback may have replaced their schedule.
+            method: the one to begin with.
+            workers: of the optimizers.
             trainer: of the fit.
             is_search: whether a tuner tries steps, and the fit comes after it.
         """
-        self._restart()
-        is_open = self.chosen is None and workers[0].method == self.given and not is_search
-        self.is_timing = is_open and workers[0].peers.num_participants > 1
+        self._optimizer, self._last, self._times = None, None, []
+        self.is_timing = self.is_open(method) and not is_search and workers[0].peers.num_participants > 1
         self._end = num_steps_of_fit(trainer, workers)
 
     def restart_clock(self, ledger: TrafficLedger) -> None:
@@ -124,7 +108,9 @@ class AutoChoice:
             workers: all of them.
             trainer: of the fit.
         """
-        if self.given is None or worker.optimizer is not (self._optimizer or worker.optimizer):
+        if not self.is_timing and self.chosen is None:
+            return None
+        if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
         self._optimizer = worker.optimizer
         if self.is_timing and worker.device.type == "cuda":
@@ -139,6 +125,7 @@ class AutoChoice:
             self._times.append((seconds, seconds - waited))
             if len(self._times) == NUM_UNTIMED + NUM_TIMED:
                 self.is_timing, self.chosen = False, self._choose(worker, workers, trainer)
+                self._last = None  # the next step has the choice in it
                 return self.chosen.method
         elif isinstance(when, EveryStep) and worker.step > when.rampup_begin_step + when.rampup_step:
             self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
@@ -149,20 +136,17 @@ class AutoChoice:
 
         Collective: all ranks, blocking; they may have other times and lengths.
         """
-        given = self.given
-        assert given is not None
+        given = worker.method
         assert isinstance(given.when, EveryStep)
         assert isinstance(given.what, TopK)
-        facts = gather((medians(self._times), self._end, trainer.num_training_batches), "times of steps")
-        timed, ends, batches = zip(*facts, strict=True)
+        timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
-        run = Run(worker.step, min(ends), self._is_pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
+        run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
         if why is None:
             here = measure(given.what, self._names, numels_of(workers), worker.peers, worker.device, measured)
             measured = slowest(gather(here, "times of exchanges"))
-            is_even = len({*batches}) == 1 and math.isfinite(batches[0])
-            refused = refusals(workers, trainer, is_even=is_even, is_dgc_asked_for=self._names == OF_AUTO)
+            refused = refusals(workers, is_dgc_asked_for=self._names == OF_AUTO)
             found, sentence = choose(measured, run, given, self._names, refused)
         else:
             found = ddp(measured, run, given)
@@ -189,35 +173,22 @@ def medians(times: Sequence[tuple[float, float]]) -> Measured:
     return Measured(max(step_s, 1e-6), dense_s, {}, Link(0.0, math.inf))
 
 
-def refusals(
-    workers: Sequence[Synchronizer], trainer: pl.Trainer, *, is_even: bool, is_dgc_asked_for: bool
-) -> dict[str, str]:
+def refusals(workers: Sequence[Synchronizer], *, is_dgc_asked_for: bool) -> dict[str, str]:
     """Return which candidates cannot be used in this training, or have not been measured for it, with the reasons.
 
     Args:
         workers: of the optimizers.
-        trainer: of the fit.
-        is_even: whether all ranks are known to have the same number of batches.
         is_dgc_asked_for: whether the user has named it, and is warned of optimizers that it has no correction for.
     """
-    found: dict[str, str] = {}
     ours = [worker for worker in workers if isinstance(worker, GradientSync)]
     unknown = {type(each.optimizer).__name__ for each in ours if not each.correction.is_complete}
     if unknown and not is_dgc_asked_for:
-        found["dgc"] = f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"
-    elif not numels_of(workers)[0]:
-        found["dgc"] = "no tensor that is trained has min_numel elements and is not excluded"
-    else:
-        try:
-            for worker in ours:
-                worker.correction.check()
-        except ConfigurationError as error:
-            found["dgc"] = str(error).split(". ")[0]
-    others = {type(each.optimizer).__name__ for each in ours} - {"SGD"}
-    if others:
-        found["local_sgd"] = f"its accuracy is measured with SGD, not with {', '.join(sorted(others))}"
-    elif any(isinstance(each, torch.nn.SyncBatchNorm) for each in trainer.lightning_module.modules()):
-        found["local_sgd"] = "sync_batchnorm=True communicates in every forward pass"
-    elif not is_even:
-        found["local_sgd"] = "the ranks have different or unknown numbers of batches"
-    return found
+        return {"dgc": f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"}
+    if not numels_of(workers)[0]:
+        return {"dgc": "no tensor that is trained has min_numel elements and is not excluded"}
+    try:
+        for worker in ours:
+            worker.correction.check()
+    except ConfigurationError as error:
+        return {"dgc": str(error).split(". ")[0]}
+    return {}

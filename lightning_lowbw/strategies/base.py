@@ -24,16 +24,12 @@ from lightning_lowbw.comm.agreement import agree, gather
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
-from lightning_lowbw.schedules.every_k import EveryK
-from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.advice import num_steps_of_fit, tell_of_sparse_steps, warn_if_too_short
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
 from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.lost_peers import LostPeers
-from lightning_lowbw.strategies.scaling import exchange_unscaled_
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard
+from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, exchange_unscaled_
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
@@ -90,11 +86,11 @@ class BaseStrategy(ParallelStrategy):
     method: Method
     _workers: dict[int, Synchronizer]  # by id of the optimizer
     _options: dict[str, Any]  # of the constructor; "resume" is one
-    _resolved_begin: tuple[float, int] | None = None  # a `begin_step` that is a fraction, and the steps it was last
     _is_torn_down = False  # the Trainer has handled what ended it
 
     def _make_parts(self) -> None:
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
+        self._given = self.method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
         self.signals = Signals(self._workers)
         self.view = ConsensusView()
         self.lost_peers = LostPeers()
@@ -106,8 +102,6 @@ class BaseStrategy(ParallelStrategy):
         """Forget the last fit, or the steps with a method of another kind."""
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_new_gradients = False  # since the last exchange
-        self._exchanged: set[Synchronizer] = set()  # to clip the mean by hand, since the last backward pass
-        self._is_exchanged_by_clipping = False
         self.view.keep()
 
     @property
@@ -157,8 +151,8 @@ class BaseStrategy(ParallelStrategy):
         """
         if self.workers and method.exchanges_gradients and self.lightning_module is not None:
             checks.refuse_sparse_gradients(self.lightning_module)
-        checks.agree_on_configuration(type(self).__name__, method.facts())
-        self.method = method
+        agree(f"configuration of {type(self).__name__}", method.facts())
+        self.method = self._given = method
         for worker in self.workers:
             worker.method = method
 
@@ -171,20 +165,22 @@ class BaseStrategy(ParallelStrategy):
             DisagreementError: on all ranks.
         """
         trainer, name = self.trainer, type(self).__name__
+        self.method = self._given
         self.lost_peers.begin_fit(lambda: trainer.global_step)
         agree("strategy", {"class": name})  # others do other things from here on
         settings = checks.settings_of(trainer, takes_uneven=takes_uneven)
-        checks.agree_on_configuration(name, {**self.method.facts(), **self._options}, {**others, **settings})
+        agree(f"configuration of {name}", {**self.method.facts(), **self._options, **others, **settings})
 
     def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
         """Start the workers: the state of a resume has been loaded, and callbacks have set schedules.
+
+        Collective: all ranks.
 
         Args:
             num_participants: that exchange something.
             measures: whether sparse steps are timed, to choose a schedule.
         """
-        if self.method.averages_weights:
-            self._resolve_begin()
+        self._resolve_begin()
         for worker in self.workers:
             worker.check_schedule()
             warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
@@ -192,38 +188,29 @@ class BaseStrategy(ParallelStrategy):
             return
         if self.method.uses_kernels(self.root_device):
             prepare_kernels(self.root_device, uses_of(self.workers, measures=measures))
-        when = self.method.when
-        if self.is_search(self.trainer):
-            return
-        is_sparse = isinstance(when, EveryStep) and self.method.compresses_gradients and not when.is_auto
-        if is_sparse or isinstance(when, EveryK):
-            warn_if_too_short(when, self.trainer, self.workers)
-        if is_sparse:
-            tell_of_sparse_steps(self.workers)
+        if not self.is_search(self.trainer):
+            checks.warn_of_schedule(self.method, self.trainer, self.workers)
 
     def _resolve_begin(self) -> None:
         """Turn a `begin_step` that is a fraction of the run into a number of steps; for each run anew.
 
-        Collective: all ranks.
+        Collective: all ranks, if it is one.
 
         Raises:
             ConfigurationError: on all ranks; the length of the run is not known.
         """
-        when = self.method.when
-        assert isinstance(when, EveryK)
-        fraction, step = self._resolved_begin or (None, None)  # of the last fit, or of a tuner's search
-        begin = fraction if step is not None and step == when.begin_step else when.begin_step
+        begin = getattr(self._given.when, "begin_step", 0)
         if not isinstance(begin, float):
             return
-        lengths = gather(num_steps_of_fit(self.trainer, self.workers), "number of steps")
-        num_steps = max(lengths)
-        if not all(map(math.isfinite, lengths)):
+        num_steps = max(gather(checks.num_steps_of_fit(self.trainer, self.workers), "number of steps"))
+        if num_steps == math.inf:
             raise ConfigurationError(
                 f"begin_step={begin} of a run whose number of steps is not known: give a number of steps."
             )
         step = round(begin * num_steps)
-        self.reconfigure(self.method.replace(begin_step=step))
-        self._resolved_begin = begin, step
+        self.method = self._given.replace(begin_step=step)
+        for worker in self.workers:
+            worker.method = self.method
         rank_zero_info(f"{type(self).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -232,7 +219,6 @@ class BaseStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._has_new_gradients = True
-        self._exchanged.clear()
 
     @override
     def optimizer_step(
@@ -261,9 +247,6 @@ class BaseStrategy(ParallelStrategy):
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
             return
-        if worker in self._exchanged:
-            self._exchanged.remove(worker)
-            return
         has_new, self._has_new_gradients = self._has_new_gradients, False
         if self.trainer.lightning_module.automatic_optimization and not has_new:
             # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
@@ -284,24 +267,15 @@ class BaseStrategy(ParallelStrategy):
         """Return whether the gradients of the coming step are means already."""
         return False
 
-    def _make_mean(self, worker: Synchronizer) -> bool:
-        """Exchange gradients that are clipped by hand, where their mean is clipped, and the step would make it later.
-
-        Returns:
-            Whether the step is to be taken.
-        """
+    def _check_clipping(self, worker: Synchronizer) -> None:
+        """Raise ConfigurationError where gradients are clipped by hand, and are not what the method clips."""
         is_of_rank = worker.is_local or worker.clips_before_exchange
-        if self.trainer.lightning_module.automatic_optimization or is_of_rank or self._has_mean(worker):
-            return True
-        if worker not in self._exchanged:
-            self._is_exchanged_by_clipping = True
-            try:
-                self._exchange_unscaled(worker)
-            finally:
-                self._is_exchanged_by_clipping = False
-            self._exchanged.add(worker)
-            self.signals.read_requests(worker, self.trainer)  # another exchange before the step would overwrite them
-        return worker.is_taken
+        if not (self.trainer.lightning_module.automatic_optimization or is_of_rank or self._has_mean(worker)):
+            raise ConfigurationError(
+                f"clip_gradients in manual optimization, step {worker.step}: here the mean over ranks is clipped, and "
+                "optimizer.step() makes it. Call self.manual_backward(loss), and take a method that sends whole "
+                "gradients, or clips before it sends, such as 'dgc'; or use automatic optimization."
+            )
 
     def _end_step(self, worker: Synchronizer) -> None:
         """Read what other ranks request, and prepare the next step."""

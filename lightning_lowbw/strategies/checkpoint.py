@@ -65,8 +65,8 @@ class CheckpointedStrategy(BaseStrategy):
         """Return what this run has chosen by measuring."""
         return None
 
-    def _load_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        """Keep what a run that is resumed has chosen; `is_foreign` if that was one with another method."""
+    def _load_chosen(self, chosen: Mapping[str, Any] | None) -> None:
+        """Keep what a run that is resumed has chosen."""
 
     def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return those buffers, by name, that a rank keeps in its shard."""
@@ -252,7 +252,6 @@ class CheckpointedStrategy(BaseStrategy):
         if is_ours:
             self._load_chosen(metadata["chosen"])
         if not is_ours or metadata["kind"] != self._kind:
-            self._load_chosen(None, is_foreign=True)
             self._set_workers(step, [])
             writer = f"a method whose ranks keep {_kept(metadata['kind'])}" if is_ours else "another program"
             rank_zero_info(

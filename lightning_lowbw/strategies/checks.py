@@ -1,37 +1,49 @@
-"""Checks before the first step: settings that must be equal on all ranks, and models that cannot be trained."""
+"""What the Trainer says of a run; checks before the first step, and warnings of settings that cost accuracy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, Timer
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
 )
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_lowbw.comm.agreement import agree, failing_together, gather
+from lightning_lowbw.comm.agreement import failing_together, gather
+from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
-from lightning_lowbw.strategies.advice import accumulation_schedulers, callbacks_of
-from lightning_lowbw.strategies.callback_agreement import AVERAGING
-from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers
+from lightning_lowbw.method import Method
+from lightning_lowbw.namespaces import twins
+from lightning_lowbw.schedules.every_k import MOST_FRAGMENTS, EveryK
+from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
+C = TypeVar("C", bound=pl.Callback)
+
+# Callbacks that keep an average of the weights over steps, in `_average_model`.
+AVERAGING: tuple[type[pl.Callback], ...] = (
+    StochasticWeightAveraging,
+    *([pl.callbacks.WeightAveraging] if hasattr(pl.callbacks, "WeightAveraging") else []),  # not before Lightning 2.6
+)
 # Callbacks that communicate, or decide what does.
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
+MUCH = 0.5  # of the trained elements; below it a warning
 LENGTH = "limit_train_batches"
 # Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
 SETTINGS = (
@@ -51,7 +63,45 @@ SETTINGS = (
     "precision",
 )
 
-WHOLE_DATA = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+def callbacks_of(trainer: pl.Trainer, *classes: type[C]) -> list[C]:
+    """Return the trainer's callbacks of some classes, of either package of Lightning."""
+    both = tuple(twin for cls in classes for twin in twins(cls))
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [each for each in callbacks if isinstance(each, both)]
+
+
+def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
+    """Return whether a callback sets, by the epoch, how many batches' gradients are accumulated for a step."""
+    schedulers = callbacks_of(trainer, GradientAccumulationScheduler)
+    return any(each.going_to_accumulate_grad_batches() for each in schedulers)
+
+
+def num_steps_of(trainer: pl.Trainer) -> float:
+    """Return the number of optimizer steps of the run; infinite where it has no limit or is not known."""
+    num_steps = float(trainer.estimated_stepping_batches)
+    if accumulates_by_schedule(trainer) and trainer.max_epochs != -1:  # which Lightning's number leaves out
+        return math.inf
+    return math.inf if num_steps < 0 else num_steps  # -1: Lightning has no limit
+
+
+def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
+    """Return the number of optimizer steps of an epoch; None where it is not known."""
+    if accumulates_by_schedule(trainer):
+        return None
+    num_batches = float(trainer.num_training_batches)
+    return math.ceil(num_batches / trainer.accumulate_grad_batches) if math.isfinite(num_batches) else None
+
+
+def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> float:
+    """Return the number of a fit's last step, as each worker counts: from 0 in each fit that does not resume.
+
+    In manual optimization as many as there are batches; an optimizer that leaves some out takes fewer.
+    """
+    num_steps, before = num_steps_of(trainer), trainer.global_step - sum(worker.step for worker in workers)
+    if not trainer.lightning_module.automatic_optimization and num_steps == trainer.max_steps:  # of all optimizers
+        num_steps /= max(1, len(workers))
+    return num_steps - before / max(1, len(workers))
 
 
 def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str, object]:
@@ -64,46 +114,17 @@ def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str,
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     shared = callbacks_of(trainer, *COLLECTIVE)
     shared += [each for each in callbacks if getattr(each, "sets_method", False)]  # of this package
-    names = [name for name in SETTINGS if not (takes_uneven and name == LENGTH)]
+    timers = [(each.time_remaining(), each.time_elapsed()) for each in callbacks_of(trainer, Timer)]
     return {
-        **{f"Trainer({name})": getattr(trainer, name, None) for name in names},  # a `val_check_interval` may be a time
-        "Trainer(max_time)": [_duration_of(each) for each in callbacks_of(trainer, Timer)],
+        # A `val_check_interval` may be a time.
+        **{f"Trainer({name})": getattr(trainer, name, None) for name in SETTINGS if not takes_uneven or name != LENGTH},
+        # None if it only measures; the elapsed time alone differs between ranks.
+        "Trainer(max_time)": [None if left is None else round(left + elapsed) for left, elapsed in timers],
         "callbacks": [each.state_key for each in shared],
-        "GradientAccumulationScheduler": [each.scheduling for each in accumulation_schedulers(trainer)],
+        "GradientAccumulationScheduler": [
+            each.scheduling for each in callbacks_of(trainer, GradientAccumulationScheduler)
+        ],
     }
-
-
-def _duration_of(timer: Timer) -> int | None:
-    """Return the seconds that a timer allows; None if it only measures, as the time differs between ranks."""
-    remaining = timer.time_remaining()
-    return None if remaining is None else round(remaining + timer.time_elapsed())
-
-
-def agree_on_configuration(
-    strategy: str, method: Mapping[str, object], others: Mapping[str, object] = MappingProxyType({})
-) -> None:
-    """Check that all ranks were given the same strategy and method, and the same other facts.
-
-    Collective: all ranks, blocking.
-
-    Raises:
-        DisagreementError: on all ranks.
-    """
-    agree(f"configuration of {strategy}", {"class": strategy, **method, **others})
-
-
-def agree_on_resume(trainer: pl.Trainer) -> None:
-    """Check that all ranks resume from a checkpoint, or none does; the others would not load their state with them.
-
-    Each may have a path of its own. That the checkpoints are of one save is compared where the shards are loaded.
-
-    Collective: all ranks, blocking.
-
-    Raises:
-        DisagreementError: on all ranks.
-    """
-    found = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
-    agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": found})
 
 
 def agree_on_length(trainer: pl.Trainer) -> bool:
@@ -137,16 +158,15 @@ def agree_on_length(trainer: pl.Trainer) -> bool:
 def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:
     """Check, before DDP wraps the model, that it can be trained and is the same on all ranks.
 
+    Collective: all ranks, blocking.
+
     Args:
         module: the one that is fitted.
         compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
         takes_sparse: whether gradients may have torch's sparse layout, because none is exchanged.
 
-    Collective: all ranks, blocking.
-
     Raises:
-        ConfigurationError: on all ranks; a layer has gradients of torch's sparse layout.
-        DisagreementError: on all ranks; as `agree_on_model`.
+        ConfigurationError, DisagreementError: on all ranks.
     """
     if not takes_sparse:
         with failing_together():
@@ -160,11 +180,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
     Collective: all ranks, blocking.
 
     Raises:
-        ConfigurationError: on all ranks; two optimizers have a parameter in common.
-        DisagreementError: on all ranks; as `agree_on_optimizers`.
+        ConfigurationError, DisagreementError: on all ranks.
     """
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     with failing_together():
-        refuse_shared_parameters(optimizers)
+        if len({*trained}) < len(trained):
+            raise ConfigurationError(
+                "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter "
+                "to one optimizer."
+            )
     agree_on_optimizers(optimizers, named_parameters)
 
 
@@ -191,46 +215,78 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
                 f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
                 "Build it with sparse=False: methods that compress send few elements of it all the same. Methods that "
                 "average weights take it where no step is synchronous (begin_step=0, k_steps > 1), between several "
-                "ranks on one level, without inner_momentum='average'."
+                "ranks on one level."
             )
 
 
-def refuse_shared_parameters(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigurationError where two optimizers have a parameter in common."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if len({p for group in groups for p in group["params"]}) < sum(len(group["params"]) for group in groups):
+def refuse_timers(trainer: pl.Trainer) -> None:
+    """Raise ConfigurationError where callbacks broadcast the time after every batch: some ranks may have ended."""
+    savers = [each for each in callbacks_of(trainer, ModelCheckpoint) if each._train_time_interval is not None]
+    if savers or any(timer.time_remaining() is not None for timer in callbacks_of(trainer, Timer)):
         raise ConfigurationError(
-            "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter to "
-            "one optimizer."
+            "Trainer(max_time=...) or ModelCheckpoint(train_time_interval=...) with different or unknown numbers of "
+            "batches: they broadcast the time of rank 0 after every batch, and some ranks have none. Give max_steps, "
+            "or every_n_train_steps."
         )
 
 
-def warn_if_not_distributed(trainer: pl.Trainer, strategy: str) -> None:
-    """Warn if all ranks train on all of the data, because a library does not know the strategy's name.
+def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:
+    """Return the elements of each trained tensor that is sent sparse in sparse steps, and of each other one."""
+    found = [worker.params.numels_by_kind(what) for worker in workers if isinstance(what := worker.method.what, TopK)]
+    return [numel for sparse, _ in found for numel in sparse], [numel for _, others in found for numel in others]
 
-    Args:
-        trainer: of this rank.
-        strategy: the name of its class.
-    """
-    name = trainer._accelerator_connector._strategy_flag  # an object, where the class was passed
-    if not isinstance(name, str) or trainer.world_size == 1:
+
+def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
+    """Warn where the run ends before its method has done anything but DDP; tell what sparse steps do."""
+    when = method.when
+    if isinstance(when, EveryK):
+        begin, does, instead = when.begin_step, "average", ", and after it each rank alone"
+        after = max(1, when.k_steps // when.num_fragments_of(MOST_FRAGMENTS))
+    elif method.compresses_gradients and not when.is_auto:
+        begin, does, instead, after = when.rampup_begin_step, "compressed step", "", 1
+        _tell_of_sparse_steps(workers)
+    else:
         return
-    samplers = [whole_data_sampler_of(loader) for loader in CombinedLoader(trainer.train_dataloader).flattened]
-    for sampler in [each for each in samplers if each is not None][:1]:
+    if not isinstance(begin, int):
+        if trainer.lightning_module.automatic_optimization and not trainer.lr_scheduler_configs:
+            rank_zero_warn(
+                f"begin_step={begin!r}, and the module has no learning-rate scheduler: the rate never falls, so this "
+                "trains as DDP. Give a number of steps or a fraction of the run."
+            )
+    elif begin + after > (num_steps := num_steps_of_fit(trainer, workers)) and not getattr(trainer, "fast_dev_run", 0):
         rank_zero_warn(
-            f"Each of the {trainer.world_size} ranks draws from all of its training data: the sampler is a "
-            f"{type(sampler).__name__}, and Trainer(use_distributed_sampler=False) leaves it so. If all ranks have the "
-            "same data, give it a DistributedSampler. A library that distributes its data only if the strategy's name "
-            f"contains 'ddp', as scvi-tools does, does not do so with {name!r}: pass the class, "
-            f"strategy=lightning_lowbw.{strategy}(...), which is a DDPStrategy."
+            f"This run has {num_steps:.0f} optimizer steps, and the first {does} would come with step {begin + after}: "
+            f"up to step {begin} it trains as DDP{instead}. Begin earlier, or train longer."
         )
 
 
-def whole_data_sampler_of(loader: object) -> object | None:
-    """Return the sampler of a loader if it is one of torch's that draw from all of a dataset; else None."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    sampler: object = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    return sampler if type(sampler) in WHOLE_DATA else None
+def _tell_of_sparse_steps(workers: Sequence[Synchronizer]) -> None:
+    """Log a change of an optimizer's arithmetic; warn if that is not complete, or if most elements are sent whole."""
+    sparse, others = numels_of(workers)
+    for worker in workers:
+        if isinstance(worker, GradientSync):
+            if not worker.correction.is_complete and worker.peers.rank == 0:
+                warn_if_incomplete(worker.optimizer, worker.when)
+            if numels_of([worker])[0] and (note := worker.correction.note()):
+                rank_zero_info(note)
+    total = sum(sparse) + sum(others)
+    if sum(sparse) < MUCH * total:
+        rank_zero_warn(
+            f"{len(sparse)} of {len(sparse) + len(others)} tensors, {sum(sparse) / total:.1%} of the {total:,} "
+            "elements that are trained, are sent sparse. The others have less than min_numel elements or are in "
+            "exclude, and are sent whole. Change these to compress more."
+        )
+
+
+def warn_if_replaced(module: nn.Module, workers: Iterable[LocalSync]) -> bool:
+    """Warn of buffers that other tensors have taken the place of: those are not averaged; return whether there are."""
+    buffers = {name: buffer for worker in workers for name, buffer in worker.buffers.floating.items()}
+    now = dict(module.named_buffers())
+    replaced = [name for name, buffer in buffers.items() if now.get(name) is not buffer]
+    if replaced:
+        rank_zero_warn(
+            f"These buffers have been replaced since the fit began, and are not averaged: {', '.join(replaced)}. Each "
+            "rank has its own, and validation and checkpoints have that of rank 0. Change a buffer in place: "
+            "self.x.copy_(...) instead of self.x = ..."
+        )
+    return bool(replaced)

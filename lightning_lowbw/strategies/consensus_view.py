@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_lowbw.strategies.advice import warn_if_replaced
+from lightning_lowbw.strategies.checks import warn_if_replaced
 from lightning_lowbw.sync.buffers import copies, unchanged
 from lightning_lowbw.sync.local import LocalSync
 

@@ -39,13 +39,9 @@ from lightning_lowbw.method import Method, Where, as_method
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import checks, shards
 from lightning_lowbw.strategies.base import buffers_by_optimizer
-from lightning_lowbw.strategies.callback_agreement import (
-    agree_on_weights_,
-    averaging_callbacks,
-)
+from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy, by_rank, states_of
 from lightning_lowbw.strategies.keywords import as_timeout
-from lightning_lowbw.strategies.scaling import scaler_of
 from lightning_lowbw.strategies.sharding import (
     NodeMesh,
     check_reduced,
@@ -57,7 +53,7 @@ from lightning_lowbw.strategies.sharding import (
     reshard_,
 )
 from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
-from lightning_lowbw.strategies.step_hooks import clips_before_exchange
+from lightning_lowbw.strategies.step_hooks import clips_before_exchange, scaler_of
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -185,10 +181,10 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._agree_on_fit({"topology": repr(check_choice(self.topology) or self.topology)})
-        if averaging := [type(each).__name__ for each in averaging_callbacks(trainer)] if fitting else []:
+        if fitting and (averaging := checks.callbacks_of(trainer, *checks.AVERAGING)):
             raise ConfigurationError(
-                f"{', '.join(averaging)}: it averages copies of whole weights, and here each rank has shards. Leave it "
-                "out, or use a strategy that does not shard the model."
+                f"{type(averaging[0]).__name__}: it averages copies of whole weights, and here each rank has shards. "
+                "Leave it out, or use a strategy that does not shard the model."
             )
         topology = resolve(self.topology, self.world_size) or Topology.blocks(self.world_size, 1)
         self._mesh = make_node_mesh(topology, self.global_rank, self.root_device.type, self._timeout)
@@ -226,7 +222,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         self._make_workers(trainer.lightning_module)
         checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._begin_checkpoints()
-        self._clipping.install(self.precision_plugin, self.worker_of, self._make_mean)
+        self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping)
         self._insert_first_callback(trainer)
 
     def _make_workers(self, module: pl.LightningModule) -> None:
@@ -295,7 +291,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         view = self._views[worker]
         view.refresh()
         view.take_gradients()
-        worker.list_gradients(by_clipping=self._is_exchanged_by_clipping)
+        worker.list_gradients()
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
         agree_in_node(worker, self.mesh.node())
         if clips_before_exchange(worker, self.trainer):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import TypedDict
 
-from lightning_lowbw.arguments import check_one_of, is_number
+from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.shards import Needs
 
@@ -115,23 +114,16 @@ STRATEGY_KEYWORDS = {
 }
 
 
-def shows(
-    handed_on: Mapping[str, inspect.Parameter], *, but: Collection[str] = ()
-) -> Callable[[Constructor], Constructor]:
-    """Decorate a constructor: its signature has, in place of `**kwargs`, the keywords that these stand for.
+def shows(passed_on: Mapping[str, inspect.Parameter]) -> Callable[[Constructor], Constructor]:
+    """Decorate a constructor: its signature has the keywords that `**kwargs` stands for, and that are passed on.
 
-    `help`, LightningCLI (for types, defaults and accepted names) and hints on misspelt names read this signature.
-
-    Args:
-        handed_on: the parameters of what gets the `**kwargs`.
-        but: those that are set by the constructor.
+    `help` and LightningCLI (for types, defaults and accepted names) read this signature.
     """
 
     def decorate(init: Constructor) -> Constructor:
         own = inspect.signature(init, eval_str=True)
         *named, _ = own.parameters.values()
-        hidden = {*own.parameters, *but}
-        others = (parameter for name, parameter in handed_on.items() if name not in hidden)
+        others = (parameter for name, parameter in passed_on.items() if name not in own.parameters)
         init.__signature__ = own.replace(parameters=[*named, *others])  # type: ignore[attr-defined]
         return init
 
@@ -144,7 +136,7 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
     LightningCLI passes all defaults explicitly.
 
     Raises:
-        ConfigurationError: a keyword is unknown, its value cannot be combined with a communication hook, or is none.
+        ConfigurationError: a keyword is unknown, or cannot be combined with a communication hook.
     """
     given = {
         name: value for name, value in kwargs.items() if name not in ALL_KEYWORDS or value != ALL_KEYWORDS[name].default
@@ -156,27 +148,11 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
                 f"cannot be combined with {name}. Leave it out, or use strategy='ddp'."
             )
         if name not in DDP_KEYWORDS:
-            allowed = sorted(inspect.signature(strategy).parameters)
-            raise ConfigurationError(
-                f"{strategy.__name__}({name}=...): unknown keyword.{_hint(name, allowed)} Allowed: "
-                f"{', '.join(allowed)}."
-            )
-        if TYPES.get(name) in (bool, bool | None) and not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r}: give True or False, or leave it out.")
-        if name == "bucket_cap_mb" and not (is_number(value) and value > 0):
-            raise ConfigurationError(f"{name}={value!r}: give a number of MiB, above 0, or leave it out.")
-        if name == "start_method":
-            check_one_of(name, value, get_args(TYPES[name]))
+            allowed = ", ".join(sorted(inspect.signature(strategy).parameters))
+            raise ConfigurationError(f"{strategy.__name__}({name}=...): unknown keyword. Allowed: {allowed}.")
     if given.get("timeout") is not None:
         given["timeout"] = as_timeout(given["timeout"])
     return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release
-
-
-def _hint(name: str, allowed: Sequence[str]) -> str:
-    """Return what an unknown keyword may stand for, of those that are allowed."""
-    begins = [each for each in allowed if each.startswith(f"{name}_")]  # k is short for k_steps
-    close = begins or difflib.get_close_matches(name, allowed, n=1)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def as_timeout(value: object) -> timedelta:

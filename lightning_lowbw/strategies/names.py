@@ -1,4 +1,4 @@
-"""The names for `Trainer(strategy="...")`: a table, and their registration with Lightning.
+"""The strategies that have a name of their own, and the names for `Trainer(strategy="...")`.
 
 A Trainer accepts only a name there; so each has its arguments, and a form for two levels, for each way of starting
 processes, and for models with parameters that no loss depends on, with the endings of Lightning's own names for DDP.
@@ -9,21 +9,313 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
+from typing_extensions import Unpack
 
+from lightning_lowbw.comm.peers import Algorithm
+from lightning_lowbw.comm.topology import TopologyChoice
+from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.presets import DGC, FAMILIES, PRESETS, preset
-from lightning_lowbw.strategies.auto import AutoStrategy
-from lightning_lowbw.strategies.dgc import DGCStrategy
+from lightning_lowbw.plan import CANDIDATES
+from lightning_lowbw.presets import (
+    DGC,
+    DGC_SPARSITY,
+    FAMILIES,
+    PRESETS,
+    AdaptiveLocalSGD,
+    Hierarchical,
+    LocalSGD,
+    preset,
+)
+from lightning_lowbw.schedules.every_k import OuterName, Rule
+from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
-from lightning_lowbw.strategies.hierarchical import HierarchicalStrategy
-from lightning_lowbw.strategies.local_sgd import AdaptiveLocalSGDStrategy, LocalSGDStrategy
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
 from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.strategies.uneven import Policy
+
+
+class DGCStrategy(Strategy):
+    """Send the largest elements of the gradient, and keep the rest for later steps.
+
+    `torch.optim.SGD` gets all corrections of the paper (momentum, masking, local clipping), and weight decay without
+    delay; `Adam` and `AdamW` get a correction of their own (with a beta1 of at most 0.7 in sparse steps); other
+    optimizers use error feedback, with a warning. Other knobs are fields of the method, as in
+    `Strategy(DGC(momentum_masking=True))`.
+    `Trainer(gradient_clip_val=...)` clips each rank's own gradient at ``gradient_clip_val * sqrt(ranks)``, before the
+    exchange. See `lightning_lowbw.sync.gradient` for the equations.
+
+    Args:
+        rampup_begin_step: optimizer steps before the first sparse one; until then this is DDP, bit for bit.
+        rampup_step: optimizer steps over which the stairs of `sparsity` are spread.
+        sparsity: the fraction of elements kept back, one value per stair, each in [0, 1). "auto" takes a few dense
+            steps, measures them and the link, and chooses the density: as high as possible with an exchange of at most
+            5 % of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
+            steps are within that, and in a run of fewer than 125 steps (with Adam 242) or of an unknown number. One
+            line logs the choice and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it
+            is 99.9 %.
+        pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up.
+        min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
+            all below 1,024, and none from 16,384.
+        exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
+            errors are sent later.
+        topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
+            ranks of each node, or a `Topology`, which treats each node as one worker: N counts nodes.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+            Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase only buffers are broadcast which
+            the ranks change differently, and no running statistics of batch norm; validation, ends of epochs and the
+            end of the fit have those of rank 0. True: all are broadcast in every forward pass. False: never.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> DGCStrategy()
+        DGCStrategy(Method(when=EveryStep(sparsity='auto'), what=TopK(), ...))
+        >>> strategy = DGCStrategy(rampup_begin_step=500, rampup_step=1500, sparsity=[0.984375, 0.996, 0.999])
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
+    """
+
+    @shows(STRATEGY_KEYWORDS)
+    def __init__(
+        self,
+        *,
+        rampup_begin_step: int = 0,
+        rampup_step: int = 1,
+        sparsity: Sequence[float] | str | None = None,
+        pretrained: bool = False,
+        min_numel: int | None = None,
+        exclude: Sequence[str] = (),
+        value_dtype: str = "bfloat16",
+        topology: TopologyChoice = "flat",
+        **kwargs: Unpack[StrategyKeywords],
+    ) -> None:
+        if sparsity is None:
+            sparsity = AUTO if (rampup_begin_step, rampup_step) == (0, 1) else DGC_SPARSITY
+        method = DGC(
+            rampup_begin_step=rampup_begin_step,
+            rampup_step=rampup_step,
+            sparsity=sparsity,
+            pretrained=pretrained,
+            min_numel=min_numel,
+            exclude=exclude,
+            value_dtype=value_dtype,
+            topology=topology,
+        )
+        super().__init__(method, **kwargs)
+
+
+class LocalSGDStrategy(Strategy):
+    """Step on this rank's own gradient; average parameters and buffers after every k-th step.
+
+    Validation, checkpoints and the end of the fit use the consensus, the mean of the replicas; this does not change the
+    training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
+    `ModelCheckpoint`, an `EarlyStopping` or a `ReduceLROnPlateau` monitors are averaged over ranks after validation and
+    at the end of an epoch; in between each rank has its own. Gradient clipping and AMP act on each rank alone.
+    SIGTERM on any rank ends all of them at the next average, in synchronous steps after that step or the next. Other
+    knobs are fields of the method: `Strategy(LocalSGD(outer_lr=...))`.
+
+    Args:
+        k_steps: local steps between two averages. 1 is DDP.
+        begin_step: synchronous steps (as DDP) before the first local one: a number of steps, a fraction of the run
+            (float between 0 and 1), or "first_lr_decay".
+        outer: "none", "slowmo" or "nesterov" (DiLoCo): the optimizer that is applied to the mean.
+        delay_steps: local steps that hide an average: it is applied that many steps after it was begun, and the steps
+            in between are kept.
+        num_fragments: the number of parts in which parameters are averaged, at different steps (streaming): the peak of
+            the traffic is divided by it. "auto": 4, or as many as there are tensors.
+        compression: None; "bfloat16", "float16", "int8" or "int4": the change by local steps is sent in few bits; or a
+            `Compression` (or a mapping of its arguments): only its largest elements are sent, in few bits (SparseLoCo).
+            With error feedback.
+        uneven: for ranks with more batches than others in an epoch: "finish" them, or "stop" at the next
+            average. Replicas are weighted by samples once a rank has ended.
+        topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
+            ranks of each node, or a `Topology`. The ranks of a node then step together, on the mean of their gradients,
+            and nodes are averaged after every k-th step.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Source: as `lightning_lowbw.sync.local`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = LocalSGDStrategy(k_steps=8, begin_step="first_lr_decay")
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
+    """
+
+    @shows(STRATEGY_KEYWORDS)
+    def __init__(
+        self,
+        k_steps: int = 8,
+        begin_step: int | float | str = 1,
+        *,
+        outer: OuterName = "none",
+        delay_steps: int = 0,
+        num_fragments: int | str = 1,
+        compression: Mapping[str, Any] | TopK | str | None = None,
+        uneven: Policy = "finish",
+        topology: TopologyChoice = "flat",
+        **kwargs: Unpack[StrategyKeywords],
+    ) -> None:
+        method = LocalSGD(
+            k_steps=k_steps,
+            begin_step=begin_step,
+            outer=outer,
+            delay_steps=delay_steps,
+            num_fragments=num_fragments,
+            compression=compression,
+            topology=topology,
+        )
+        super().__init__(method, uneven=uneven, **kwargs)
+
+
+class AdaptiveLocalSGDStrategy(Strategy):
+    """Local SGD whose period k follows the learning rate and the training loss.
+
+    The loss is the mean over ranks and over the steps since the last average, and is sent with the average itself.
+
+    Args:
+        init_k_steps: the first k.
+        max_k_steps: the largest k.
+        begin_step: as in `LocalSGDStrategy`.
+        rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.schedules.every_k.EveryK`.
+        qsr_alpha: for "qsr": k is the square of this over the learning rate.
+        outer, delay_steps, compression, uneven, topology, resume: as in `LocalSGDStrategy`.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Example:
+        >>> AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm").method.when.k_steps
+        2
+    """
+
+    @shows(STRATEGY_KEYWORDS)
+    def __init__(
+        self,
+        init_k_steps: int = 1,
+        max_k_steps: int = 16,
+        begin_step: int | float | str = 1,
+        *,
+        rule: Rule = "fleet",
+        qsr_alpha: float = 0.01,
+        outer: OuterName = "none",
+        delay_steps: int = 0,
+        compression: Mapping[str, Any] | TopK | str | None = None,
+        uneven: Policy = "finish",
+        topology: TopologyChoice = "flat",
+        **kwargs: Unpack[StrategyKeywords],
+    ) -> None:
+        method = AdaptiveLocalSGD(
+            init_k_steps,
+            max_k_steps,
+            begin_step,
+            rule=rule,
+            qsr_alpha=qsr_alpha,
+            outer=outer,
+            delay_steps=delay_steps,
+            compression=compression,
+            topology=topology,
+        )
+        super().__init__(method, uneven=uneven, **kwargs)
+
+
+class HierarchicalStrategy(Strategy):
+    """DDP whose all-reduce has two levels, overlapped with the backward pass; each node sends its gradient once.
+
+    Every step, dense: the result is DDP's within the rounding of a sum in another order. The other strategies do the
+    same in their dense steps if they are given a `topology`.
+
+    Args:
+        topology: "auto" (by the launcher and the host names), a number of ranks per node, the ranks of each node, or
+            a `Topology`.
+        algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather) or "leader" (reduce, all-reduce
+            among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
+            "leader" on nodes of different sizes.
+        inter_dtype: "float32", or "bfloat16" for what is sent between nodes.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range; at the start of the fit, on all ranks: the topology does not fit
+            the world. With one node, or one rank on each, a warning says that this trains as DDP.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = HierarchicalStrategy(topology=2)
+        >>> strategy
+        HierarchicalStrategy(Method(where=Where(topology=2)))
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
+    """
+
+    @shows(STRATEGY_KEYWORDS)
+    def __init__(
+        self,
+        topology: TopologyChoice = "auto",
+        algorithm: Algorithm | None = None,
+        *,
+        inter_dtype: str = "float32",
+        **kwargs: Unpack[StrategyKeywords],
+    ) -> None:
+        method = Hierarchical(topology, algorithm, inter_dtype=inter_dtype)
+        super().__init__(method, **kwargs)
+
+
+class AutoStrategy(Strategy):
+    """Take a few dense steps, measure them and the link, and continue with the fastest method, or one nearly as fast.
+
+    The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for optimizers with which its
+    accuracy has been measured; see `lightning_lowbw.plan`. One line logs the choice, the reason, and the
+    code that selects it. All ranks make the same choice, once; a resume keeps it.
+
+    Args:
+        budget: the fraction by which a step may exceed the shortest, if the method changes the gradients less. Also the
+            fraction of a step that the exchange of deep gradient compression may take.
+        pretrained: whether the weights are trained already, as in `DGCStrategy`.
+        topology: "flat", or two levels, as in `DGCStrategy`.
+        resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
+            `Strategy`.
+        **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or a keyword unknown.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> strategy = AutoStrategy()
+        >>> strategy
+        AutoStrategy(Method(when=EveryStep(sparsity='auto'), what=TopK(), ...))
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
+    """
+
+    _candidates = tuple(CANDIDATES)
+
+    @shows(STRATEGY_KEYWORDS)
+    def __init__(
+        self,
+        *,
+        budget: float = 0.05,
+        pretrained: bool = False,
+        topology: TopologyChoice = "flat",
+        **kwargs: Unpack[StrategyKeywords],
+    ) -> None:
+        super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
+
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "dgc": DGCStrategy,
@@ -39,10 +331,9 @@ NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
     else (Strategy, {"method": preset(name)})
     for name, each in PRESETS.items()
 }
-NAMES["lowbw"] = (AutoStrategy, {})  # may become any of them
-ON_TWO_LEVELS = "_hierarchical"
-SHARDED = "_fsdp"  # inside each node; processes are started by a launcher, or as with popen
-# `sparsity="auto"` cannot measure shards: 1 % of the elements, once 100 dense steps have settled Adam's variance.
+NAMES["lowbw"] = (AutoStrategy, {})  # may become any of those that communicate in every step
+# Sharded inside each node; processes are started by a launcher, or as with popen. `sparsity="auto"` cannot measure
+# shards: 1 % of the elements, once 100 dense steps have settled Adam's variance.
 OF_SHARDS = {
     **{name: preset(name) for name in ("local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")},
     "dgc": DGC(sparsity=[0.99], rampup_begin_step=100),
@@ -60,26 +351,16 @@ def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
 
     Fabric gets the names, too, only to refuse them with a reason.
     """
-    entries = dict(NAMES)
-    entries |= {
-        name + ON_TWO_LEVELS: (strategy, {**arguments, "topology": "auto"})
-        for name, (strategy, arguments) in NAMES.items()
-        if name != "hierarchical"
-    }
-    for base, (strategy, arguments) in entries.items():
-        for (start, start_method), (search, found) in itertools.product(START_METHODS.items(), SEARCHES.items()):
-            name, options = base + start + search, {**arguments, **found}
-            if name not in registry.available_strategies():
-                description = f"{strategy.__name__} with {options or 'defaults'}, started by {start_method!r}"
-                registry.register(name, strategy, description=description, start_method=start_method, **options)
-            if name not in FABRIC_REGISTRY.available_strategies():
-                refuse = functools.partial(_refuse_fabric, name, base.removesuffix(ON_TWO_LEVELS))
-                FABRIC_REGISTRY.register(name, refuse)
-    for base, method in OF_SHARDS.items():
-        name = base + SHARDED
+    entries: dict[str, tuple[str, type, dict[str, Any]]] = {}  # by name: the base name, the class, its arguments
+    for base, (strategy, arguments) in NAMES.items():
+        levels = {"": {}, **({} if base == "hierarchical" else {"_hierarchical": {"topology": "auto"}})}
+        for level, start, search in itertools.product(levels, START_METHODS, SEARCHES):
+            options = {**arguments, **levels[level], **SEARCHES[search], "start_method": START_METHODS[start]}
+            entries[base + level + start + search] = base, strategy, options
+    entries |= {f"{base}_fsdp": (base, ShardedStrategy, {"method": method}) for base, method in OF_SHARDS.items()}
+    for name, (base, strategy, options) in entries.items():
         if name not in registry.available_strategies():
-            description = f"{ShardedStrategy.__name__}, {method}"
-            registry.register(name, ShardedStrategy, description=description, method=method)
+            registry.register(name, strategy, description=f"{strategy.__name__} with {options}", **options)
         if name not in FABRIC_REGISTRY.available_strategies():
             FABRIC_REGISTRY.register(name, functools.partial(_refuse_fabric, name, base))
 

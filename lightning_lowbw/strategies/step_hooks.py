@@ -1,4 +1,4 @@
-"""What of a Lightning step is wrapped besides DDP's hook: the clipping of the precision plugin, and optimizers' steps.
+"""What of a Lightning step is wrapped besides DDP's hook: clipping, the scale of a GradScaler, and optimizers' steps.
 
 Where the exchange is sparse, clipping comes before it, on this rank's own gradient: clipping the mean instead would
 shrink elements that contain the gradients of hundreds of steps.
@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -36,15 +38,13 @@ class Clipping:
         self._plugin: Precision | None = None
         self._original: Callable[..., None] | None = None  # the plugin's own
 
-    def install(
-        self, plugin: Precision, worker_of: Callable[[Any], Synchronizer], make_mean: Callable[[Synchronizer], bool]
-    ) -> None:
+    def install(self, plugin: Precision, worker_of: Callable[[Any], Synchronizer], check: Callable[..., None]) -> None:
         """Replace the methods until `restore`.
 
         Args:
             plugin: the Trainer's.
             worker_of: returns the worker of an optimizer.
-            make_mean: makes the mean that is clipped, where it is not there yet; returns whether the step is taken.
+            check: raises if what a worker's method clips is not there yet.
         """
         clip_gradients, original = plugin.clip_gradients, plugin._clip_gradients
 
@@ -54,8 +54,7 @@ class Clipping:
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
             worker = worker_of(optimizer)
-            if not make_mean(worker):
-                return  # a GradScaler skips the step because of an inf, which clipping by value would remove
+            check(worker)
             factor = worker.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
@@ -93,6 +92,44 @@ def clips_before_exchange(worker: Synchronizer, trainer: pl.Trainer) -> bool:
     module = trainer.lightning_module
     is_asked_for = bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
     return worker.clips_before_exchange and is_asked_for
+
+
+def scaler_of(precision_plugin: Any) -> Any:
+    """Return the GradScaler that is in use; None if there is none."""
+    scaler = getattr(precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def exchange_unscaled_(precision_plugin: Any, optimizer: Optimizer, exchange: Callable[[bool], bool]) -> None:
+    """Exchange gradients without the scale of a GradScaler, if there is one: a residual outlives the scale of its step.
+
+    In place:
+        `.grad` of its parameters. If the step is not to be taken, the scaler will find an inf, and skip it.
+
+    Args:
+        precision_plugin: Lightning's.
+        optimizer: the user's own.
+        exchange: whether to skip steps with inf or NaN -> whether the step is to be taken.
+    """
+    scaler = scaler_of(precision_plugin)
+    if scaler is None:
+        exchange(False)
+        return
+    scale = scaler._get_scale_async()  # `get_scale` waits for a GPU
+    _apply_(torch._foreach_div_, optimizer, scale)
+    if exchange(True):
+        _apply_(torch._foreach_mul_, optimizer, scale)  # which the plugin takes out again
+        return
+    # On all ranks: the scaler finds the inf, skips the step and lowers its scale.
+    parameter = next(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    parameter.grad = torch.full_like(parameter, float("inf"))
+
+
+def _apply_(function: Callable[[list[Tensor], Tensor], None], optimizer: Optimizer, scale: Tensor) -> None:
+    """Multiply or divide the gradients of an optimizer, if there are any."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        function([gradient._values() if gradient.is_sparse else gradient for gradient in gradients], scale)
 
 
 class StepGuard:

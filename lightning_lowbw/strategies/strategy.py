@@ -14,39 +14,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.comm.agreement import failing_together
+from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.ledger import Level, TrafficLedger
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks, shards
-from lightning_lowbw.strategies.advice import warn_if_alone
-from lightning_lowbw.strategies.auto_choice import AutoChoice
+from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
 from lightning_lowbw.strategies.base import buffers_by_optimizer
-from lightning_lowbw.strategies.callback_agreement import (
-    Timers,
-    agree_on_averages_,
-    agree_on_weights_,
-    weights_of,
-)
+from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
-from lightning_lowbw.strategies.gradient_hook import GradientHook, ddp_reduces, reaches
-from lightning_lowbw.strategies.groups import Groups
+from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, asked_of_buffers, given_keywords, shows
 from lightning_lowbw.strategies.launcher import Launcher
 from lightning_lowbw.strategies.progress import is_over
@@ -89,6 +84,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         Strategy(Method(when=EveryK(k_steps=4), where=Where(topology=2)))
     """
 
+    _candidates: Sequence[str] = OF_AUTO  # of what is chosen in place of "auto"
+
     @shows(DDP_KEYWORDS)
     def __init__(
         self,
@@ -104,7 +101,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self.ledger = TrafficLedger()
         self._options = {"uneven": uneven, "resume": resume}
         self._workers = {}
-        self._graph: Any = None  # of the last loss, until the gradients are exchanged
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
         self._make_parts()
         self._check_method()
@@ -112,12 +108,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def _make_parts(self) -> None:
         super()._make_parts()
-        self.groups = Groups()
+        self.peers = self._worker_peers = Peers()
         self.buffers = SharedBuffers(asked_of_buffers(self._ddp_kwargs))
         self.uneven = Uneven(self._options["uneven"], self.signals)
-        self.auto = AutoChoice()
-        self._hook = GradientHook(self._workers)
-        self._timers = Timers()
+        self.auto = AutoChoice(self._candidates)
+        self._hook = GradientHook()
         self._begin_state()
 
     def _check_method(self) -> None:
@@ -133,6 +128,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             raise ConfigurationError(
                 "broadcast_buffers=True (or forward_sync_buffers=True) sends the buffers of rank 0 in every forward "
                 "pass; local SGD averages them with the parameters. Leave it out."
+            )
+        if self._ddp_kwargs.get("static_graph"):
+            raise ConfigurationError(
+                "static_graph=True: DDP learns the graph in steps that it reduces, and local steps are not. Leave it "
+                "out."
             )
 
     def __repr__(self) -> str:
@@ -158,8 +158,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            checks.agree_on_resume(trainer)
-            self.method = self.auto.begin_fit(self.method)
+            # Each may have a path of its own; that they are of one save is compared where the shards are loaded.
+            found = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
+            agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": found})
             self._check_trainer(trainer)
             self.ledger = TrafficLedger()
             self._workers.clear()
@@ -171,8 +172,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
             self._guard.watch(self.optimizers)
             self._begin_checkpoints()
-            self._clipping.install(self.precision_plugin, self.worker_of, self._make_mean)
-            warn_if_alone(type(self).__name__, self.world_size)
+            self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping)
+            if self.world_size == 1:
+                rank_zero_warn(
+                    f"{type(self).__name__} with one rank: there is no other rank to communicate with, so this trains "
+                    "as without it. Set Trainer(devices=..., num_nodes=...) for more."
+                )
         else:
             super().setup(trainer)
         self._insert_first_callback(trainer)
@@ -195,11 +200,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def _begin_state(self) -> None:
         super()._begin_state()
-        self._losses: list[Tensor] = []  # for the next optimizer that steps
-        self._are_losses_observed = False  # by an optimizer; others may step, too, until the next backward
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
         self._has_equal_epochs = False
         self.uneven.begin_fit()
+        self.auto.begin_fit()
 
     def _make_workers(self) -> None:
         """Make a worker for each optimizer.
@@ -213,27 +217,17 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
             for optimizer in self.optimizers:
                 own = buffers.get(id(optimizer))
-                worker = self.method.make_synchronizer(optimizer, named_parameters, self.groups.workers, own)
+                worker = self.method.make_synchronizer(optimizer, named_parameters, self._worker_peers, own)
                 self._workers[id(optimizer)] = worker
 
     def adopt(self, method: Method) -> None:
-        """Continue with another method, after a step at which all ranks have the same weights and no residuals.
+        """Continue with another method that exchanges gradients, after a step that has left no residuals.
 
-        Collective: all ranks.
-
-        Raises:
-            ConfigurationError, DisagreementError: on all ranks.
+        Collective: all ranks, which have chosen the same.
         """
-        checks.agree_on_configuration(type(self).__name__, method.facts())
-        before, is_other_kind = self.workers, method.averages_weights != self.method.averages_weights
+        before = self.workers
         self.signals.settle()  # a rank repeats its request
         self.method = method
-        if is_other_kind:
-            with failing_together():
-                self._check_method()
-                self._check_trainer(self.trainer)
-            self._begin_state()
-            self.groups.make_for_averages(method, self._timeout)
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
             worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests
@@ -246,14 +240,35 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             compares_weights=self._ddp_kwargs.get("init_sync") is False,
             takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,
         )
-        group = self._ddp_kwargs.get("process_group")
-        self.groups.make(type(self).__name__, self.method, group, self.ledger, self._timeout)
+        self._make_peers(self._ddp_kwargs.get("process_group"))
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._reduced_by_ddp = frozenset(p for p in self.model.parameters() if p.requires_grad)
         super().configure_ddp()
-        level: Level | None = None if self.groups.topology is None else "inter"
+        level: Level | None = "inter" if self.peers.is_two_level else None
         if self.world_size > 1:
             choose_buffers(self._ddp, lambda buffers: self._buffers_to_broadcast(buffers), self.ledger, level)
+
+    def _make_peers(self, group: dist.ProcessGroup | None) -> None:
+        """Find out which ranks share a node, and make the process groups.
+
+        Collective: all ranks, blocking.
+
+        Raises:
+            ConfigurationError, DisagreementError: on all ranks; the topology does not fit the world.
+        """
+        method, name = self.method, type(self).__name__
+        self.peers = self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout)
+        topology = self.peers.topology
+        if topology is not None:
+            rank_zero_info(f"{name}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
+        if method.where.topology != "flat" and self.peers.num_ranks > 1 and not self.peers.is_two_level:
+            ranks = "one rank on each node" if topology is None else "all ranks are on one node"
+            rank_zero_warn(
+                f"{name}, topology={method.where.topology!r}: {ranks}, so there is one level only, and this trains as "
+                f"{'with topology=' + repr('flat') if topology is None else 'DDP'}."
+            )
+        if topology is not None and method.hides_averages:  # so that gradients of a node do not wait for averages
+            self._worker_peers = method.make_peers(ledger=self.ledger, timeout=self._timeout, purpose="averages")
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -265,38 +280,23 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert self.lightning_module is not None
         is_manual = not self.lightning_module.automatic_optimization
-        self._hook.register(self._ddp, self.groups.gradients, is_manual=is_manual)
+        self._hook.register(self._ddp, self.peers, is_manual=is_manual)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        checks.warn_if_not_distributed(self.trainer, type(self).__name__)
         self.signals.defer(self.trainer)
-        self.begin_training()
-
-    def begin_training(self) -> None:
-        """Start the workers: the state of a resume has been loaded, and callbacks have set schedules."""
-        self._start_workers(self.world_size, measures=self.auto.is_open)
-        if self.method.averages_weights:
-            if self.world_size > 1:
-                self._begin_averages()
-            return
-        self._has_equal_epochs = checks.agree_on_length(self.trainer)
-        if self.method.compresses_gradients and self.world_size > 1:
-            self.auto.begin_training(self.workers, self.trainer, is_search=self.is_search(self.trainer))
-
-    def _begin_averages(self) -> None:
-        self._timers.restore()
-        self.uneven.begin_training(self.trainer, self.replicas, self.groups.gradients)
-        self._timers.defer(self.trainer)
-        for worker in self.replicas:
-            worker.begin_local()
-        self._choose_backward_sync()
-        if self._ddp.static_graph and not self._ddp.require_backward_grad_sync:
-            raise ConfigurationError(
-                "static_graph=True, and the first step is local: DDP learns the graph in a first step that it reduces. "
-                "Leave it out, or begin with a synchronous step (begin_step=1; a resume in the local phase has none)."
-            )
+        self._start_workers(self.world_size, measures=self.auto.is_open(self.method))
+        if not self.method.averages_weights:
+            self._has_equal_epochs = checks.agree_on_length(self.trainer)
+            self.auto.begin_training(self.method, self.workers, self.trainer, is_search=self.is_search(self.trainer))
+        elif self.world_size > 1:
+            self.uneven.begin_training(self.trainer, self.replicas, self.peers)
+            if self.uneven.meets:
+                checks.refuse_timers(self.trainer)
+            for worker in self.replicas:
+                worker.begin_local()
+            self._choose_backward_sync()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -306,10 +306,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self._timers.restore()
         if self.view.is_shown and not self.is_interrupted:  # a resume with no batch left to train
             self._keep_consensus()
-        self.groups.close()
+        self.peers.close()
+        self._worker_peers.close()
         self._hook.release()
         super().teardown()
 
@@ -325,7 +325,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             if self.world_size > 1:
                 self.uneven.count(batch)
                 self.uneven.begin_batch(self.trainer)
-                self._timers.may_run = not all(worker.is_local for worker in self.workers)
                 self._choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
             return
         if self.buffers.is_check_due:
@@ -344,8 +343,20 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if averages and ddp.require_backward_grad_sync and not all(each.reduces_in_backward for each in self.workers):
             # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
             ddp.reducer._rebuild_buckets()
-        learns_graph = bool(ddp.static_graph) and not averages
-        ddp.require_backward_grad_sync = learns_graph or any(ddp_reduces(worker, ddp) for worker in self.workers)
+        # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
+        reductions = {self._reduction_of(worker) for worker in self.workers}
+        self._hook.reduction = reductions.pop() if len(reductions) == 1 else None
+        ddp.require_backward_grad_sync = bool(ddp.static_graph) or self._hook.reduction is not None
+
+    def _reduction_of(self, worker: Synchronizer) -> Reduction | None:
+        """Return over which ranks DDP may reduce a worker's gradients in the coming step.
+
+        Not inside the node if it would search for unused parameters, which communicates with all ranks; then the worker
+        takes the mean of the node.
+        """
+        if worker.reduces_in_backward:
+            return "all"
+        return "node" if worker.reduces_in_node and not self._ddp.find_unused_parameters else None
 
     @property
     def _is_compressed(self) -> bool:
@@ -361,20 +372,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        if self.trainer.lightning_module.automatic_optimization:  # else the user's code may want to keep graphs
-            self._graph = closure_loss.grad_fn
-        if self.method.averages_weights:
-            if self._are_losses_observed:
-                self._losses.clear()
-            self._are_losses_observed = False
-            self._losses.append(closure_loss.detach())
+        for worker in self.replicas:
+            worker.observe_loss(closure_loss.detach())
 
     @override
     def _end_closure(self, worker: Synchronizer) -> None:
-        self._has_stepped = self._are_losses_observed = True
-        if isinstance(worker, LocalSync):
-            for loss in self._losses:
-                worker.observe_loss(loss)
+        self._has_stepped = True
         super()._end_closure(worker)
 
     @override
@@ -387,7 +390,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
         self._hook.forget(worker.parameters())
-        worker.list_gradients(reduced=reduced, by_clipping=self._is_exchanged_by_clipping)
+        worker.list_gradients(reduced=reduced)
         clips = clips_before_exchange(worker, self.trainer)
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
@@ -399,24 +402,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
     def _has_reduced(self, worker: Synchronizer) -> bool:
-        """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`.
-
-        Raises:
-            ConfigurationError: on this rank, which the others then name; it has not taken part in DDP's reduction.
-        """
-        graph, self._graph = self._graph, None
-        if not ddp_reduces(worker, self._ddp):
+        """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`."""
+        if self._reduction_of(worker) is None:
             return False
         is_automatic = self.trainer.lightning_module.automatic_optimization
-        parameters = self._reduced_by_ddp.intersection(worker.parameters())
-        trained, reduced = {p for p in parameters if p.requires_grad}, self._hook.reduced_of(parameters)
-        if is_automatic and worker.reduces_in_backward and trained and not reduced and not reaches(graph, trained):
-            raise ConfigurationError(
-                f"Step {worker.step}: the loss that training_step returned on this rank depends on no parameter that "
-                "is trained, and in a dense step the others wait for its gradients, as under DDP. Return a loss that "
-                "depends on them: where there is nothing to learn, the output of the model times 0."
-            )
-        return is_automatic or reduced == parameters
+        return is_automatic or self._hook.have_reduced(self._reduced_by_ddp.intersection(worker.parameters()))
 
     @override
     def _has_mean(self, worker: Synchronizer) -> bool:
@@ -427,14 +417,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """Read what other ranks request, and prepare the next step."""
         if isinstance(worker, LocalSync):
             if self.world_size > 1 and worker.has_met:
-                self._timers.may_run = True
                 self.signals.read_requests(worker, self.trainer)
         else:
             self.signals.end_step(worker, self.trainer)
             method = self.auto.end_step(worker, self.workers, self.trainer)
             if method is not None:
                 self.adopt(method)
-                self.begin_training()
+                self._start_workers(self.world_size)
             if self.trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
                 self.buffers.note_step(worker.step, is_compressed=self._is_compressed)
         self._choose_backward_sync()  # in manual optimization the next backward pass is of the same batch
@@ -454,7 +443,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """Wait for ranks with more batches, and save if it was requested and all ranks are there."""
         if self.method.averages_weights:
             self.uneven.end_batch(self.trainer)
-            self._timers.may_run &= self.uneven.all_are_here
         if self.all_are_here:
             self.signals.save_if_due(self.trainer)
 
@@ -471,9 +459,16 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         is_interrupted = self.is_interrupted or self._is_fit_over  # after an exception replicas differ
         if not is_interrupted:
             self.uneven.check_view(module.trainer)
-            if module.trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
-                agree_on_averages_(module.trainer, self.ledger, self.root_device)
+            self._agree_on_averages()
         self.view.show(self.replicas, module, is_interrupted=is_interrupted)
+
+    def _agree_on_averages(self) -> None:
+        """Average over ranks what callbacks have averaged over steps: they are validated and saved."""
+        everyone = Peers(None, self.ledger)
+        for callback in checks.callbacks_of(self.trainer, *checks.AVERAGING):
+            average = getattr(callback, "_average_model", None)  # not before it begins
+            if average is not None:
+                agree_on_weights_(weights_of(average), everyone, self.root_device)
 
     @override
     def end_epoch(self) -> None:
@@ -573,15 +568,16 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @property
     @override
     def _nodes(self) -> list[list[int]] | None:
-        return self.groups.nodes
+        topology = self.peers.topology  # also of a single node, which has other state than flat ranks
+        return None if topology is None else [list(node) for node in topology.nodes]
 
     @override
     def _chosen(self) -> Mapping[str, Any] | None:
         return self.auto.state_dict()
 
     @override
-    def _load_chosen(self, chosen: Mapping[str, Any] | None, *, is_foreign: bool = False) -> None:
-        method = self.auto.load_state_dict(chosen, is_foreign=is_foreign)
+    def _load_chosen(self, chosen: Mapping[str, Any] | None) -> None:
+        method = self.auto.load_state_dict(chosen, self.method)
         if method is not None:
             self.adopt(method)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw import DGC, AutoStrategy, DGCStrategy, LocalSGDStrategy, SparsityWarmup, Strategy
+from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, SparsityWarmup, Strategy
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 
@@ -40,9 +40,9 @@ TOO_SHORT = "This run has 4 optimizer steps, and the first {} would come with st
     [
         (make_strategy("dgc", rampup_begin_step=4, sparsity=[0.9]), TOO_SHORT.format("compressed step", 5, 4)),
         (make_strategy("dgc", rampup_begin_step=3, sparsity=[0.9]), ""),
-        (LocalSGDStrategy(2, begin_step=4), TOO_SHORT.format("average", 6, 4)),
         (LocalSGDStrategy(2, begin_step=3), TOO_SHORT.format("average", 5, 3) + ", and after it each rank alone"),
         (LocalSGDStrategy(2, begin_step=2), ""),
+        (DGCStrategy(), ""),  # says itself what it has chosen
         (
             LocalSGDStrategy(1, begin_step="first_lr_decay"),
             "begin_step='first_lr_decay', and the module has no learning",
@@ -55,24 +55,15 @@ def test_a_run_that_is_too_short_for_its_method_is_told_so(strategy: Strategy, t
     assert not any("trains as DDP" in each for each in second)
 
 
-def test_a_dry_run_is_not_told_that_it_is_short() -> None:
-    (said, _) = run_ranks(functools.partial(messages_of, fast_dev_run=1), 2, LocalSGDStrategy(begin_step=5))
-    assert not any("trains as DDP" in each for each in said)
-
-
-@pytest.mark.parametrize("cls", [AutoStrategy, DGCStrategy])
-def test_one_rank_alone_is_told(cls: type[Strategy]) -> None:
-    (said,) = run_ranks(messages_of, 1, cls())
-    assert len([each for each in said if each.startswith(f"{cls.__name__} with one rank: there is no other")]) == 1
+def test_one_rank_alone_is_told() -> None:
+    (said,) = run_ranks(messages_of, 1, DGCStrategy())
+    assert len([each for each in said if each.startswith("DGCStrategy with one rank: there is no other")]) == 1
 
 
 MOSTLY_SENT: list[tuple[Callable[[], Strategy], list[pl.Callback], str]] = [
-    (lambda: make_strategy("dgc", sparsity=[0.001]), [], "sparsity=[0.001]: 99.9 % of"),
     (lambda: make_strategy("dgc", sparsity=[0, 0.1, 0.25, 0.5]), [], "sparsity=[0.0, 0.1, 0.25, 0.5]: 90 %, 75 % of"),
     (lambda: make_strategy("dgc"), [SparsityWarmup(begin_step=0, sparsity=[0.002])], "sparsity=[0.002]: 99.8 % of"),
     (lambda: Strategy(DGC(density=0.999)), [], "density=0.999: 99.9 % of the elements are sent. Sparsity is the "),
-    (lambda: LocalSGDStrategy(2, compression={"density": 0.9}), [], "density=0.9: 90 % of"),
-    (lambda: make_strategy("dgc", sparsity=[0, 0.5, 0.9]), [], ""),
     (lambda: LocalSGDStrategy(2, compression={"density": 0.5}), [], ""),
 ]
 
@@ -98,9 +89,7 @@ def adamw(parameters: Any, betas: list[float]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("betas", "exclude", "words"),
     [
-        ([0.9], [], "AdamW: beta1=0.9 is lowered to 0.7 for sparse tensors"),
-        ([0.8, 0.95], [], "beta1=0.8, 0.95 is lowered"),
-        ([0.7], [], ""),
+        ([0.8, 0.95], [], "AdamW: beta1=0.8, 0.95 is lowered to 0.7 for sparse tensors"),
         ([0.9], ["*"], ""),
     ],
 )
@@ -115,9 +104,16 @@ def test_that_little_can_be_compressed_is_told_with_the_numbers() -> None:
     numels = {name: p.numel() for name, p in Tiny().named_parameters() if p.requires_grad}
     total, largest = sum(numels.values()), max(numels, key=numels.__getitem__)
     assert numels[largest] > total / 2
-    for min_numel, exclude in ((total, []), (1, [largest]), (numels[largest], [])):
-        sparse = [numel for name, numel in numels.items() if numel >= min_numel and name not in exclude]
-        said, _ = run_ranks(messages_of, 2, make_strategy("dgc", min_numel=min_numel, exclude=exclude))
-        told = f"{len(sparse)} of {len(numels)} tensors, {sum(sparse) / total:.1%} of the {total:,} elements that are "
-        is_told = sum(sparse) < total / 2
-        assert [each.startswith(told) for each in said if "are sent sparse" in each] == [True] * is_told
+    sparse = [numel for name, numel in numels.items() if name != largest]
+    said, _ = run_ranks(messages_of, 2, make_strategy("dgc", min_numel=1, exclude=[largest]))
+    told = f"{len(sparse)} of {len(numels)} tensors, {sum(sparse) / total:.1%} of the {total:,} elements that are "
+    assert [each.startswith(told) for each in said if "are sent sparse" in each] == [True]
+
+
+@pytest.mark.parametrize("sparsity", [[0.999], None])
+def test_another_optimizer_is_told_that_it_has_no_correction(sparsity: Any) -> None:
+    """Where that is still to be chosen, later, if at all."""
+    model = functools.partial(Tiny, functools.partial(torch.optim.RMSprop, lr=1e-3))
+    said, others = run_ranks(messages_of, 2, DGCStrategy(sparsity=sparsity), model)
+    assert len([each for each in said if "error feedback only" in each]) == (sparsity is not None)
+    assert not any("error feedback only" in each for each in others)

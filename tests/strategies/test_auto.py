@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,32 +19,30 @@ from torch.optim import SGD, AdamW, RMSprop
 
 from lightning_lowbw import (
     AutoStrategy,
-    ConfigurationError,
     DGCStrategy,
-    LocalSGD,
     Method,
     QuantizedGradients,
     SparsityWarmup,
     Strategy,
+    plan,
 )
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.plan import Measured, Run
-from lightning_lowbw.strategies import auto_choice
-from lightning_lowbw.strategies.auto_choice import NUM_STEPS, medians
-from lightning_lowbw.sync import auto
+from lightning_lowbw.strategies import auto_choice, checks
+from lightning_lowbw.strategies.auto_choice import NUM_STEPS, medians, refusals
 from tests.measured import give_measured, make_measured
 from tests.ranks import run_ranks
 from tests.tiny import Stop, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
 
 STEPS, END = 130, 30  # a run is planned for STEPS, and stopped after END: all is chosen by then
 LATER = NUM_STEPS + 10
-SLOW = make_measured(0.1, 1.0, 0.05, float16=0.6, int8=0.4, average=0.35)
-NO_DGC = make_measured(0.1, 1.0, 1.2, float16=0.6, int8=0.4, average=0.35)
+SLOW = make_measured(0.1, 1.0, 0.05, float16=0.6, int8=0.4)
+NO_DGC = make_measured(0.1, 1.0, 1.2, float16=0.6, int8=0.4)
 DGC: dict[str, Any] = {"rampup_begin_step": NUM_STEPS, "sparsity": [0.744]}
 CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy that this is the same as
     "ddp": (dataclasses.replace(SLOW, dense_s=0.101), DDPStrategy),
     "int8": (NO_DGC, lambda: Strategy(QuantizedGradients("int8", rampup_begin_step=NUM_STEPS))),
     "dgc": (SLOW, lambda: DGCStrategy(**DGC)),
-    "local_sgd": (NO_DGC, lambda: Strategy(LocalSGD(8, NUM_STEPS, delay_steps=4))),
 }
 
 
@@ -78,8 +76,7 @@ def fit(
     """Train with what is measured given, from trained weights unless the knobs say otherwise."""
     torch.manual_seed(7)
     num_ranks, measured = dist.get_world_size(), CASES[case][0] if isinstance(case, str) else case
-    local = {"allow_local": True} if case == "local_sgd" else {}
-    strategy = AutoStrategy(**{"pretrained": True, **local, **knobs}) if make is None else make(**knobs)
+    strategy = AutoStrategy(**{"pretrained": True, **knobs}) if make is None else make(**knobs)
     module, stop = model(), Stop(END)
     callbacks = (Watcher(path, save_at), stop, *callbacks)
     trainer = make_trainer(strategy, num_ranks, max_steps=num_steps, max_epochs=-1, callbacks=[*callbacks])
@@ -101,21 +98,10 @@ def fit_without_choosing(case: str) -> dict[str, Any]:
 DGC_AUTO = partial(DGCStrategy, pretrained=True)
 
 
-@pytest.fixture(scope="module")
-def chosen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[dict[str, Any]]]]:
-    """Return a checkpoint of a run with a case, and what `fit` says of it: one run for all tests."""
-
-    @functools.cache
-    def run(case: str) -> tuple[str, list[dict[str, Any]]]:
-        path = str(tmp_path_factory.mktemp(case) / "{}.ckpt")
-        return path.format(LATER), run_ranks(partial(fit, case, path=path, save_at=(LATER,)), 2)
-
-    return run
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, chosen: Any) -> None:
-    path, found = chosen(case)
+def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "{}.ckpt")
+    found = run_ranks(partial(fit, case, path=path, save_at=(LATER,)), 2)
     expected = run_ranks(partial(fit_without_choosing, case), 2)
     assert [each["weights"] for each in found] == [each["weights"] for each in expected]
     assert len({each["weights"] for each in found}) == 1
@@ -125,7 +111,7 @@ def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, chosen: 
     assert f": {case}, " in said
     assert said.count("To write it down: strategy=") == 1
     other = "ddp" if case != "ddp" else "dgc"  # it would choose now
-    later = run_ranks(partial(fit, other, resume=path, allow_local=True), 2)
+    later = run_ranks(partial(fit, other, resume=path.format(LATER)), 2)
     assert [each["num_measured"] for each in later] == [0, 0]
     assert [each["weights"] for each in later] == [each["weights"] for each in found]
     assert later[0]["method"] == found[0]["method"]
@@ -145,24 +131,9 @@ def adamw(parameters: Any) -> AdamW:
     return AdamW(parameters, lr=1e-3)
 
 
-def test_another_choice_is_not_that_of_dgc(chosen: Any) -> None:
-    """It begins with the weights of the replicas, as trained ones, and chooses."""
-    for result in run_ranks(partial(fit, "dgc", DGCStrategy, resume=chosen("local_sgd")[0], num_steps=300), 2):
-        assert result["num_measured"] == 1
-        assert (result["method"].when.rampup_begin_step, result["method"].when.stairs) == (LATER + NUM_STEPS, (0.872,))
-
-
-def test_an_early_checkpoint_of_its_own_is_not_of_trained_weights(tmp_path: Any) -> None:
-    path = str(tmp_path / "{}.ckpt")
-    run_ranks(partial(fit, "dgc", DGCStrategy, path=path, save_at=(3,)), 2)
-    (result, _) = run_ranks(partial(fit, "dgc", DGCStrategy, resume=path.format(3)), 2)
-    assert result["method"].when.rampup_begin_step > 3 + NUM_STEPS
-
-
 @since_lightning_2_5
-@pytest.mark.parametrize("case", ["int8", "local_sgd"])
-def test_the_next_fit_chooses_anew(case: str) -> None:
-    twice = run_ranks(partial(fit, case, fits=2), 2)
+def test_the_next_fit_chooses_anew() -> None:
+    twice = run_ranks(partial(fit, "int8", fits=2), 2)
     assert [each["num_measured"] for each in twice] == [2, 2]
     assert len({each["weights"] for each in twice}) == 1
 
@@ -193,20 +164,14 @@ class Small(Tiny):
         (partial(Wide, partial(RMSprop, lr=1e-3)), "measured with SGD, Adam and AdamW, not with RMSprop"),
         (partial(Wide, partial(SGD, lr=0.05, momentum=0.9, dampening=0.1)), "SGD with dampening=0.1 has no momentum"),
         (Small, "no tensor that is trained has min_numel elements"),
+        (Wide, ""),
     ],
 )
 def test_it_does_not_take_what_cannot_be_used_or_is_not_measured(model: Any, words: str) -> None:
-    (result, _) = run_ranks(partial(fit, "dgc", model=model), 2)
-    assert result["method"].what == QuantizedGradients("int8").what
-    assert words in result["said"][0]
-
-
-@pytest.mark.parametrize("case", ["int8", "local_sgd"])
-def test_two_levels(case: str) -> None:
-    results = run_ranks(partial(fit, case, topology=2), 4)
-    assert len({each["weights"] for each in results}) == 1
-    assert results[0]["method"].where.topology == 2
-    assert f": {case}, " in results[0]["said"][0]
+    module, method = model(), AutoStrategy().method
+    worker = method.make_synchronizer(module.configure_optimizers(), module.named_parameters(), Peers())
+    refused = refusals([worker], is_dgc_asked_for=False)
+    assert words in refused["dgc"] if words else not refused
 
 
 @pytest.mark.parametrize(("num_ranks", "knobs", "word"), [(1, {}, "one rank"), (2, {"topology": 2}, "one node")])
@@ -238,14 +203,10 @@ def runs_of(model: Any, **limits: int) -> list[Run]:
 
 
 def shorter_on_rank_one(*args: Any) -> float:
-    from lightning_lowbw.strategies.advice import num_steps_of_fit
-
-    return num_steps_of_fit(*args) - 10 * dist.get_rank()
+    return checks.num_steps_of_fit(*args) - 10 * dist.get_rank()
 
 
-@pytest.mark.parametrize(
-    ("model", "limits"), [(Wide, {}), (Two, {"max_epochs": 1}), (Two, {"max_steps": 120, "max_epochs": -1})]
-)
+@pytest.mark.parametrize(("model", "limits"), [(Wide, {}), (Two, {"max_steps": 120, "max_epochs": -1})])
 def test_all_ranks_plan_for_the_shortest_run_of_an_optimizer(model: Any, limits: dict[str, int]) -> None:
     assert run_ranks(partial(runs_of, model, **limits), 2) == [[Run(NUM_STEPS, 50)]] * 2
 
@@ -273,9 +234,9 @@ def test_validation_is_not_counted() -> None:
 def measure_and_choose(**knobs: Any) -> tuple[Method, str, list[str]]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(auto, "LEAST_WAIT_S", 0.0)
+        monkeypatch.setattr(plan, "LEAST_WAIT_S", 0.0)
         monkeypatch.setattr(auto_choice, "rank_zero_info", said.append)
-        strategy, module = AutoStrategy(budget=1e-9, allow_local=True, **knobs), Wide()
+        strategy, module = AutoStrategy(budget=1e-9, **knobs), Wide()
         make_trainer(strategy, dist.get_world_size(), max_steps=60, max_epochs=-1).fit(module, make_data(4, 60))
     return strategy.method, weights_of(module), said
 
@@ -303,24 +264,3 @@ class Slow(Wide):
 def fit_slowly(factor: float) -> list[str]:
     measured = make_measured(0.05 * factor, 1.0 * factor, 0.01 * factor)
     return fit(measured, DGC_AUTO, model=Slow)["said"]  # type: ignore[no-any-return]
-
-
-def resume_by_default(path: str) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        fit("dgc", DGC_AUTO, resume=path)
-    return str(caught.value)
-
-
-def test_a_run_with_numbers_does_not_become_dense_by_a_resume(tmp_path: Any) -> None:
-    """What has not been sent would be lost."""
-    path = str(tmp_path / "{}.ckpt")
-    run_ranks(partial(fit, "dgc", partial(DGCStrategy, sparsity=[0.9]), path=path, save_at=(5,)), 2)
-    for message in run_ranks(resume_by_default, 2, path.format(5)):
-        assert "Go on with the schedule it was trained with" in message
-
-
-def test_arguments() -> None:
-    with pytest.raises(ConfigurationError, match="allow_local=1"):
-        AutoStrategy(allow_local=1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="broadcast_buffers=True"):
-        AutoStrategy(allow_local=True, broadcast_buffers=True)

@@ -32,7 +32,7 @@ def make_strategies() -> list[Any]:
         lowbw.LocalSGDStrategy(k_steps=2, topology=2, uneven="stop"),
         lowbw.AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm"),
         lowbw.HierarchicalStrategy(),
-        lowbw.AutoStrategy(allow_local=True),
+        lowbw.AutoStrategy(budget=0.1),
         lowbw.Strategy(lowbw.QuantizedGradients(), find_unused_parameters=True),
         lowbw.ShardedStrategy(lowbw.LocalSGD(), topology=2),
     ]
@@ -101,7 +101,7 @@ class Derived(lowbw.DGCStrategy):
 
 def give_derived() -> None:
     pl = importlib.import_module("pytorch_lightning")
-    with pytest.raises(lowbw.ConfigurationError, match=r"Derive it from lightning_lowbw\.mirror\.dgc\.DGCStrategy"):
+    with pytest.raises(lowbw.ConfigurationError, match=r"Derive it from lightning_lowbw\.mirror\.names\.DGCStrategy"):
         make_trainer(pl, Derived())
     mirror = importlib.import_module("lightning_lowbw.mirror")
     mine = type("Mine", (mirror.DGCStrategy,), {})()
@@ -187,14 +187,11 @@ def make_case(number: int) -> tuple[Any, list[Any]]:
         (make_strategies()[0], [lowbw.TrafficMonitor()]),
         ("local_sgd", [schedule, lowbw.TrafficMonitor()]),
         (lowbw.LocalSGDStrategy(k_steps=2), []),
-        ("diloco", [schedule]),
-        ("int8", []),
-        ("hierarchical", []),
         ("ddp", [lowbw.TrafficMonitor()]),
     ][number]
 
 
-NUM_CASES = 8
+NUM_CASES = 5
 
 
 def train(package: str, number: int, folder: Path | None = None, **options: Any) -> tuple[Any, ...]:
@@ -220,7 +217,7 @@ def train_in_both() -> None:
         first, second = (train(package, number, gradient_clip_val=1.0) for package in PACKAGES)
         assert first == second, number
         assert first[1] == 6
-        assert ("traffic/bytes_sent" in first[2]) == (number in (0, 1, 2, 7))
+        assert ("traffic/bytes_sent" in first[2]) == (number in (0, 1, 2, 4))
 
 
 def test_trains_to_the_same_bits() -> None:
@@ -253,10 +250,6 @@ def give_callbacks() -> None:
             trainer = make_trainer(pl, name, 1, callbacks=callback)
             with pytest.raises(lowbw.ConfigurationError, match=r"strategy is (SingleDevice|DGC|LocalSGD)Strategy"):
                 trainer.fit(make_model(pl), make_data())
-        accumulation = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
-        trainer = make_trainer(pl, "dgc", 1, callbacks=[lowbw.SparsityWarmup(), accumulation])
-        with pytest.raises(lowbw.ConfigurationError, match="GradientAccumulationScheduler"):
-            trainer.fit(make_model(pl), make_data())
 
 
 def test_callbacks_know_the_classes_of_both() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from lightning_lowbw.strategies.base import RUN_STAGE
-from lightning_lowbw.strategies.callback_agreement import AVERAGING
-from lightning_lowbw.strategies.checks import SETTINGS, settings_of
+from lightning_lowbw.strategies.checks import AVERAGING, SETTINGS, settings_of
 from lightning_lowbw.strategies.gradient_hook import GradientHook
 
 
@@ -144,11 +143,6 @@ def test_settings_are_compared_before_callbacks_are_set_up() -> None:
     assert keys[0] != keys[1], "not what it does"
 
 
-def test_the_trainer_keeps_the_name_that_it_was_given() -> None:
-    trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False, barebones=True)
-    assert trainer._accelerator_connector._strategy_flag == "ddp"
-
-
 def test_ddp_searches_for_unused_parameters_where_it_reduces() -> None:
     condition = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
     for function, model in ((DistributedDataParallel._post_forward, "self"), (prepare_for_backward, "model")):
@@ -183,13 +177,6 @@ def test_sigterm_comes_through_a_list_of_handlers_and_is_acted_on_at_the_end_of_
     assert "received_sigterm" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
     run = inspect.getsource(Trainer._run)
     assert run.index("self.strategy.setup(self)") < run.index("register_signal_handlers()")
-
-
-def test_timers_ask_in_on_train_batch_end() -> None:
-    assert "broadcast(" in inspect.getsource(Timer._check_time_remaining)
-    assert "_check_time_remaining" in inspect.getsource(Timer.on_train_batch_end)
-    assert "broadcast(" in inspect.getsource(ModelCheckpoint.on_train_batch_end)
-    assert "self._train_time_interval" in inspect.getsource(ModelCheckpoint)
 
 
 def test_a_checkpoint_asks_the_strategy_for_the_weights_and_then_saves() -> None:

@@ -1,4 +1,4 @@
-"""Between two averages nothing is sent, and signals and timers wait for an average."""
+"""Between two averages nothing is sent, and signals wait for an average."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import OnExceptionCheckpoint, Timer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -48,7 +48,6 @@ def fit_in_silence(accumulate: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         (1, {"k_steps": 3, "compression": SPARSE}),
         (1, {"k_steps": 4, "delay_steps": 3, "compression": SPARSE}),
         (1, {"k_steps": 3, "find_unused_parameters": True}),
-        (1, {"k_steps": 3, "static_graph": True}),
         (1, {"k_steps": 3, "gradient_as_bucket_view": True}),
     ],
 )
@@ -141,27 +140,3 @@ def test_slurms_signal_on_one_rank_saves_on_all_after_the_next_average() -> None
     first, second = run_ranks(fit_until_requeued, 2)
     assert [step for step, _ in first] == [5]
     assert first == second
-
-
-def fit_timed() -> dict[str, Any]:
-    num_ranks = dist.get_world_size()
-    asked: list[int] = []
-
-    class Slow(Timer):
-        def _check_time_remaining(self, trainer: pl.Trainer) -> None:
-            asked.append(trainer.global_step)
-            super()._check_time_remaining(trainer)
-
-        def time_elapsed(self, stage: Any = "train") -> float:
-            return 1e6 if asked and asked[-1] >= 5 and dist.get_rank() == 0 else 0.0
-
-    trainer = make_trainer(LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[Slow({"seconds": 100}), Silence()])
-    trainer.fit(Tiny(), make_data(num_ranks, 12))
-    return {"asked": asked, "steps": trainer.global_step}
-
-
-def test_timers_ask_after_averages_only() -> None:
-    first, second = run_ranks(fit_timed, 2)
-    assert first["steps"] == second["steps"] == 5
-    assert first["asked"][-1] == 5
-    assert not {2, 3, 4} & set(first["asked"])

@@ -27,7 +27,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.ledger import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.strategies.watching import Trace, gathered, weights
-from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer, sgd, weights_of
+from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
 
 STEPS = 10
 
@@ -100,7 +100,8 @@ class Gan(pl.LightningModule):
 def fit_gan(adaptive: bool) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     model = Gan()
-    strategy = AdaptiveLocalSGDStrategy(3) if adaptive else LocalSGDStrategy(3)
+    options = {"find_unused_parameters": True}
+    strategy = AdaptiveLocalSGDStrategy(3, **options) if adaptive else LocalSGDStrategy(3, **options)
     trace = []
 
     class Watch(pl.Callback):
@@ -117,16 +118,6 @@ def fit_gan(adaptive: bool) -> dict[str, Any]:
         "buffers": buffers,
         "end": weights(model),
     }
-
-
-def fit_gan_with_unused() -> int:
-    strategy = LocalSGDStrategy(3, find_unused_parameters=True)
-    make_trainer(strategy, dist.get_world_size()).fit(Gan(), make_data(2, 8))
-    return strategy.workers[0].num_averages
-
-
-def test_manual_optimization_is_local_where_ddp_looks_for_unused_parameters() -> None:
-    assert run_ranks(fit_gan_with_unused, 2) == [2, 2]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -189,8 +180,6 @@ def fit_scheduled(callback: dict[str, Any], strategy: dict[str, Any]) -> tuple[A
     [
         ({"k_steps": 4, "begin_epoch": 1}, {}, (8, 2)),
         ({"begin_step": 0.25}, {"k_steps": 3}, (4, 4)),
-        ({}, {"k_steps": 3, "begin_step": 0.5}, (8, 2)),
-        ({"k_steps": 2, "begin_step": "first_lr_decay"}, {}, ("first_lr_decay", 0)),
     ],
 )
 def test_begin_in_epochs_and_in_fractions(callback: dict[str, Any], strategy: dict[str, Any], expected: Any) -> None:
@@ -219,11 +208,7 @@ def fit_after_a_search(strategy: Any, folder: str) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        LocalSGDStrategy(k_steps=2, begin_step=0.5),
-        LocalSGDStrategy(k_steps=2, begin_step=20),
-        DGCStrategy(rampup_begin_step=20),
-    ],
+    [LocalSGDStrategy(k_steps=2, begin_step=0.5), DGCStrategy(rampup_begin_step=20)],
     ids=repr,
 )
 def test_a_search_is_no_run(strategy: Any, tmp_path: Path) -> None:
@@ -231,128 +216,34 @@ def test_a_search_is_no_run(strategy: Any, tmp_path: Path) -> None:
     assert run_ranks(fit_after_a_search, 2, strategy, str(tmp_path)) == [(20, [])] * 2
 
 
-def fit_with_a_time_to_validate() -> str:
-    trainer = make_trainer(
-        LocalSGDStrategy(k_steps=4), 2, val_check_interval="00:00:00:05", check_val_every_n_epoch=None
-    )
+REFUSED: dict[str, dict[str, Any]] = {
+    "Give a number of batches": {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None},
+    "sync_batchnorm=True": {"sync_batchnorm": True},
+}
+
+
+def fit_refused(options: dict[str, Any]) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(Tiny(), make_data(2, 8), make_data(2, 2))
+        make_trainer(LocalSGDStrategy(), 2, **options).fit(Tiny(), make_data(2, 8), make_data(2, 2))
     return str(caught.value)
 
 
-@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="since Lightning 2.6")
-def test_a_time_after_which_each_rank_would_validate_is_refused() -> None:
-    assert all("Give a number of batches" in message for message in run_ranks(fit_with_a_time_to_validate, 2))
+@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="a time since Lightning 2.6")
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_that_communicate_between_averages_are_refused(words: str) -> None:
+    assert all(words in message for message in run_ranks(fit_refused, 2, REFUSED[words]))
 
 
-def fit_with_finder(folder: str) -> list[str]:
-    num_ranks = dist.get_world_size()
-    model = WithRate()
-    options = {
-        "callbacks": [LearningRateFinder(num_training_steps=12)],
-        "max_time": {"hours": 1},
-        "default_root_dir": folder,
-    }
-    trainer = make_trainer(LocalSGDStrategy(k_steps=3), num_ranks, **options)
-    trainer.fit(model, make_data(num_ranks, 20))
-    return [digest(model.parameters())]
-
-
-def test_a_tuner_in_a_callback_starts_the_training_twice(tmp_path: Path) -> None:
-    first, second = run_ranks(fit_with_finder, 2, str(tmp_path))
-    assert first == second
-
-
-def fit_with_sync_batchnorm() -> str:
-    try:
-        make_trainer(LocalSGDStrategy(), 2, sync_batchnorm=True).fit(Tiny(), make_data(2, 4))
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_synchronised_batch_norm_is_refused() -> None:
-    for message in run_ranks(fit_with_sync_batchnorm, 2):
-        assert "sync_batchnorm" in message
-
-
-def fit_with_static_graph(topology: str | int, path: str = "") -> str:
-    strategy = LocalSGDStrategy(2, begin_step=1 if path else 0, static_graph=True, topology=topology)
-    trainer = make_trainer(strategy, dist.get_world_size(), max_epochs=2 if path else 1)
-    try:
-        trainer.fit(Tiny(), make_data(dist.get_world_size(), 4), ckpt_path=path or None)
-    except ConfigurationError as error:
-        return str(error)
-    return weights_of(trainer.lightning_module)
-
-
-def save_with_static_graph(path: str) -> None:
-    trainer = make_trainer(LocalSGDStrategy(2, static_graph=True), dist.get_world_size())
-    trainer.fit(Tiny(), make_data(dist.get_world_size(), 4))
-    trainer.save_checkpoint(path)
-
-
-def test_a_static_graph_needs_a_first_step_that_ddp_reduces(tmp_path: Path) -> None:
-    """A synchronous one, or one inside the nodes. With begin_step=1 it trains: tests/strategies/test_quiet.py."""
-    for message in run_ranks(fit_with_static_graph, 2, "flat"):
-        assert "static_graph=True, and the first step is local" in message
-    assert len(set(run_ranks(fit_with_static_graph, 4, 2))) == 1
-    path = str(tmp_path / "saved.ckpt")
-    run_ranks(save_with_static_graph, 2, path)
-    for message in run_ranks(fit_with_static_graph, 2, "flat", path):
-        assert "a resume in the local phase has none" in message
-
-
-class OneBackward(Tiny):
-    """Two optimizers that step after one backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return [sgd(self.wide.parameters()), sgd([*self.norm.parameters(), *self.wider.parameters()])]
-
-
-def fit_adaptively() -> list[dict[str, Any]]:
-    num_ranks = dist.get_world_size()
-    strategy = AdaptiveLocalSGDStrategy(begin_step=1, init_k_steps=2)
-    make_trainer(strategy, num_ranks).fit(OneBackward(), make_data(num_ranks, STEPS))
-    assert all(worker.num_averages > 1 for worker in strategy.replicas)
-    return [worker.phase.state_dict() for worker in strategy.replicas]
-
-
-def test_optimizers_that_step_after_one_backward_have_its_loss() -> None:
-    for first, second in run_ranks(fit_adaptively, 2):
-        assert first == second
-
-
-def fit_twice(strategy: Any) -> tuple[Any, list[str]]:
-    """Return where the local phase of a second fit begins, and what is warned of."""
+def fit_twice(strategy: Any) -> Any:
+    """Return where the local phase of a second fit begins."""
     num_ranks = dist.get_world_size()
     trainer = make_trainer(strategy, num_ranks)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for epochs in (1, 2):
-            trainer.fit_loop.max_epochs = epochs
-            trainer.fit(Tiny(), make_data(num_ranks, 6))
-    warned = [str(each.message) for each in caught if "optimizer steps" in str(each.message)]
-    return strategy.method.when.begin_step, warned
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(Tiny(), make_data(num_ranks, 6))
+    return strategy.method.when.begin_step
 
 
-def test_a_second_fit_has_its_own_fraction_and_warnings() -> None:
+def test_a_second_fit_has_its_own_fraction() -> None:
     """It has 6 steps, of which the first is number 0, and the Trainer has done 6 before."""
-    assert run_ranks(fit_twice, 2, LocalSGDStrategy(k_steps=2, begin_step=0.5)) == [(3, [])] * 2
-    begin, warned = run_ranks(fit_twice, 2, LocalSGDStrategy(k_steps=2, begin_step=6))[0]
-    assert begin == 6
-    assert [message.split(",")[0] for message in warned] == ["This run has 6 optimizer steps"] * 2
+    assert run_ranks(fit_twice, 2, LocalSGDStrategy(k_steps=2, begin_step=0.5)) == [3, 3]

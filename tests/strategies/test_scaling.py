@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_lowbw import NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.strategies.scaling import exchange_unscaled_
+from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from tests.ranks import run_ranks
 from tests.strategies.watching import STEPS, fit
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of

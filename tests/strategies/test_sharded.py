@@ -32,20 +32,6 @@ OPTIMIZERS: dict[str, Any] = {"sgd": sgd, "adamw": functools.partial(AdamW, lr=1
 # A node trains as one participant does that holds the whole model ---------------------------------------------------
 
 
-class ClipsByHand(Plain):
-    """Manual optimization that clips after each of two backward passes."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for _ in range(2):
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        optimizer.step()
-
-
 ALL_CHANGES = {**SPARSE_LOCO, "density": 0.999, "value_dtype": "float32", "min_numel": 1}
 NEARLY_ALL = DGC(sparsity=[1e-6], rampup_begin_step=2, min_numel=1, value_dtype="float32")
 CLIP = {"gradient_clip_val": 0.05}
@@ -55,7 +41,6 @@ Case = tuple[Method, type[Plain], str, dict[str, Any], "str | None", float]
 CASES: dict[str, Case] = {
     "dense, clipped": (preset("hierarchical"), Plain, "sgd", CLIP, "ddp", 1e-6),
     "dense, accumulated": (preset("hierarchical"), Configured, "sgd", {"accumulate_grad_batches": 2}, "ddp", 1e-6),
-    "clipped by hand": (QuantizedGradients("bfloat16"), ClipsByHand, "sgd", {}, "ddp", 1e-4),
     "local_sgd": (LocalSGD(k_steps=2), Configured, "sgd", {}, None, 2e-5),
     "diloco": (LocalSGD(k_steps=2, begin_step=0, outer="nesterov"), Configured, "adamw", {}, None, 2e-5),
     "delayed": (LocalSGD(k_steps=3, begin_step=0, delay_steps=1), Configured, "sgd", CLIP, None, 2e-5),
@@ -68,7 +53,7 @@ CASES: dict[str, Case] = {
 def fit(name: str, is_sharded: bool) -> tuple[dict[str, Tensor], str]:
     """Train on an equal share of the same batches; return the weights, and a digest of this rank's shards."""
     method, module, optimizer, trainer, stock, _ = CASES[name]
-    model = (module if is_sharded or module is ClipsByHand else Plain)(OPTIMIZERS[optimizer])
+    model = (module if is_sharded else Plain)(OPTIMIZERS[optimizer])
     strategy = ShardedStrategy(method, topology=2) if is_sharded else stock or Strategy(method)
     train(strategy, model, STEPS, dist.get_world_size(), dist.get_rank(), **trainer)
     return whole(model), shard_digest(model)

@@ -280,9 +280,14 @@ def test_a_training_that_stops_early_ends_on_all_ranks(stop: Callback, options: 
     assert agreed(run_ranks(fits, 2, "local_sgd", "finish", Worse, [7, 10])) == steps
 
 
-def test_timers_wait_until_all_ranks_are_there() -> None:
-    timed = [Timer(duration={"hours": 1})]
-    assert agreed(run_ranks(partial(fit_stream, callbacks=timed), 2, "local_sgd", "finish", Decaying, [6, 11])) == 22
+def fit_with_a_timer() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        fit_stream("local_sgd", "finish", Decaying, [6, 11], callbacks=[Timer(duration={"hours": 1})])
+    return str(caught.value)
+
+
+def test_timers_are_refused_where_a_rank_may_have_no_batch() -> None:
+    assert all("broadcast the time of rank 0" in message for message in run_ranks(fit_with_a_timer, 2))
 
 
 def average(k_steps: int, policy: str) -> list[float]:

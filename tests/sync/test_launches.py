@@ -33,7 +33,7 @@ from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels import gpu, table
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD
-from lightning_lowbw.strategies.scaling import exchange_unscaled_
+from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from tests.shapes import resnet50_shapes, transformer_shapes
