@@ -32,7 +32,7 @@ import lightning_lowbw as lowbw
 from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.lab.counters import read_sent_bytes
+from lightning_lowbw.lab.network import read_sent_bytes
 from lightning_lowbw.strategies.names import OF_SHARDS
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 

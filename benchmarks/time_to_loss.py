@@ -34,7 +34,7 @@ from benchmarks.harness import RESULTS, as_plain, describe_environment, replace_
 from benchmarks.worker import INTERFACE
 from lightning_lowbw import EveryStep, QuantizedGradients, Strategy
 from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.lab.counters import read_sent_bytes
+from lightning_lowbw.lab.network import read_sent_bytes
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_STEPS = 600

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from lightning_lowbw.lab.launcher import MAX_S, Report, check_run, launch
+from lightning_lowbw.lab.namespaces import LabError
 from lightning_lowbw.lab.network import ENDING, MAX_NODES, Network, parse_rate
-from lightning_lowbw.lab.permission import LabError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Nodes as network namespaces, joined by a switch, with a token bucket on both directions of every node's link.
 
 Nothing of the host's own network is touched: the switch has a namespace of its own, and the addresses (10.213.0.0/24)
-exist only in there. The namespaces have no names: `keeper`, a process of its own, holds them, and removes everything
+exist only in there. The namespaces have no names: they belong to a process (`namespaces`), which removes everything
 when the lab ends. Root is not needed where the kernel has user namespaces.
 """
 
@@ -17,15 +17,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
-from lightning_lowbw.lab import keeper
-from lightning_lowbw.lab.permission import LabError, check_requirements, explain_refusal
+from lightning_lowbw.lab import namespaces
+from lightning_lowbw.lab.namespaces import LabError
 
 INTERFACE = "eth0"  # of each node, inside its namespace
 SUBNET = "10.213.0"
 MAX_NODES = 250
 MIN_RATE, MAX_RATE = 1e3, 1e12
+# Of the network namespace that reads it; /sys is that of the machine.
+DEVICES = Path("/proc/net/dev")
+SENT_BYTES_COLUMN = 8  # behind the name: eight columns of what was received
 UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # The bucket: what may pass at once after a pause. A large one would let a whole sparse message through for free; one
@@ -71,6 +75,17 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
+def read_sent_bytes(interface: str) -> int | None:
+    """Return the bytes that an interface has sent so far, headers included; None where the kernel does not count."""
+    if not DEVICES.exists():
+        return None
+    for line in DEVICES.read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[SENT_BYTES_COLUMN])
+    return None
+
+
 class Network:
     """Nodes that reach each other over links of a given rate. A context manager: made on entry, gone on exit.
 
@@ -89,7 +104,7 @@ class Network:
             raise LabError(f"delay of {delay_ms} ms: give a number >= 0.")
         self.rates = list(rates)
         self.delay_ms = delay_ms
-        self._keeper: subprocess.Popen[str] | None = None
+        self._owner: subprocess.Popen[str] | None = None
         self._namespaces: list[str] = []  # of the nodes and of the switch
 
     @property
@@ -106,9 +121,9 @@ class Network:
         return f"{SUBNET}.{node + 1}"
 
     def __enter__(self) -> Network:
-        check_requirements()
+        namespaces.check_requirements()
         try:
-            self._start_keeper()
+            self._make_namespaces()
             self._set_up()
         except BaseException as error:
             self._tear_down()
@@ -147,31 +162,31 @@ class Network:
 
     def end_processes(self) -> None:
         """End what still runs on the nodes: children that a script has left behind."""
-        keeper.end_processes({os.stat(namespace).st_ino for namespace in self._namespaces[: self.num_nodes]})
+        namespaces.end_processes({os.stat(namespace).st_ino for namespace in self._namespaces[: self.num_nodes]})
 
     @property
     def _switch(self) -> str:
         return self._namespaces[self.num_nodes]
 
     def _enter(self, namespace: str) -> list[str]:
-        assert self._keeper is not None
-        theirs, ours = f"/proc/{self._keeper.pid}/ns/user", "/proc/self/ns/user"
+        assert self._owner is not None
+        theirs, ours = f"/proc/{self._owner.pid}/ns/user", "/proc/self/ns/user"
         is_same = os.stat(theirs).st_ino == os.stat(ours).st_ino  # root's; to enter one's own is an error
         return ["nsenter", *([] if is_same else [f"--user={theirs}", "--preserve-credentials"]), f"--net={namespace}"]
 
-    def _start_keeper(self) -> None:
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__, str(self.num_nodes + 1)],
+    def _make_namespaces(self) -> None:
+        self._owner = subprocess.Popen(
+            [sys.executable, "-I", "-S", namespaces.__file__, str(self.num_nodes + 1)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # out of reach of Ctrl-C: it has to outlive this process
         )
-        assert self._keeper.stdout is not None
-        descriptors = self._keeper.stdout.readline().split()
+        assert self._owner.stdout is not None
+        descriptors = self._owner.stdout.readline().split()
         if not descriptors:
-            raise LabError(explain_refusal(self._keeper.wait()))
-        self._namespaces = [f"/proc/{self._keeper.pid}/fd/{descriptor}" for descriptor in descriptors]
+            raise LabError(namespaces.explain_refusal(self._owner.wait()))
+        self._namespaces = [f"/proc/{self._owner.pid}/fd/{descriptor}" for descriptor in descriptors]
 
     def _set_up(self) -> None:
         switch = self._enter(self._switch)
@@ -200,10 +215,10 @@ class Network:
             ) from error
 
     def _tear_down(self) -> None:
-        if self._keeper is None:
+        if self._owner is None:
             return
         with uninterrupted():
-            self._keeper.communicate("end\n")
+            self._owner.communicate("end\n")
 
 
 @contextlib.contextmanager

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_lowbw.demo import cli
-from lightning_lowbw.demo.report import Run, replace_in_readme, summarize
-from lightning_lowbw.demo.training import TRAINER_ARGUMENTS
+from lightning_lowbw.demo import __main__ as demo
+from lightning_lowbw.demo.__main__ import LOOPBACK, TRAINER_ARGUMENTS, Run, replace_in_readme, summarize
 from tests.lab.namespaces import needs_lab
-from tests.programs import run_script
+from tests.ranks import run_ranks
 
 STEPS = 5
 README = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"
@@ -38,18 +37,17 @@ def check(record: dict[str, object], strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", TRAINER_ARGUMENTS)
 def test_a_rank_trains_and_writes_what_it_saw(strategy: str, tmp_path: Path) -> None:
-    options = ["--strategy", strategy, "--max-steps", str(STEPS), "--output", "record.json"]
-    run_script(tmp_path, "-m", "lightning_lowbw.demo.training", *options, num_ranks=2)
+    run_ranks(demo.train_rank, 2, strategy, STEPS, tmp_path / "record.json")
     check(json.loads((tmp_path / "record.json").read_text()), strategy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", [cli.LOOPBACK, pytest.param("1 Gb/s", marks=needs_lab)])
+@pytest.mark.parametrize("link", [LOOPBACK, pytest.param("1 Gb/s", marks=needs_lab)])
 def test_a_training_over_each_kind_of_link(link: str) -> None:
-    run = cli.train(link, "dgc", STEPS)
+    run = demo.train(link, "dgc", STEPS)
     check(vars(run), "dgc")
     assert run.interface_bytes is not None
-    if link != cli.LOOPBACK:  # which others use as well
+    if link != LOOPBACK:  # which others use as well
         assert run.interface_bytes < 2 * sum(run.sent_bytes)
 
 
@@ -62,12 +60,12 @@ def test_the_numbers_of_the_table() -> None:
 
 
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "_has_lab", lambda: True)
-    monkeypatch.setattr(cli, "train", lambda link, strategy, _: replace(RUNS[0], link=link, strategy=strategy))
-    monkeypatch.setattr(cli, "time", SimpleNamespace(perf_counter=iter([100.0, 223.4]).__next__))
+    monkeypatch.setattr(demo, "_has_lab", lambda: True)
+    monkeypatch.setattr(demo, "train", lambda link, strategy, _: replace(RUNS[0], link=link, strategy=strategy))
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=iter([100.0, 223.4]).__next__))
     readme, results = tmp_path / "README.md", tmp_path / "results"
     readme.write_text(README)
-    assert cli.main(["--output", str(results), "--readme", str(readme)]) == 0
+    assert demo.main(["--output", str(results), "--readme", str(readme)]) == 0
     written = json.loads((results / "demo.json").read_text())
     rows = written["rows"]
     assert written["total_s"] == pytest.approx(123.4)
@@ -89,9 +87,9 @@ def test_without_the_lab_it_says_what_is_not_seen(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no iproute2
     links = []
-    monkeypatch.setattr(cli, "train", lambda link, *_: links.append(link) or RUNS[0])
-    assert cli.main(["--output", str(tmp_path)]) == 0
-    assert links == [cli.LOOPBACK, cli.LOOPBACK]
+    monkeypatch.setattr(demo, "train", lambda link, *_: links.append(link) or RUNS[0])
+    assert demo.main(["--output", str(tmp_path)]) == 0
+    assert links == [LOOPBACK, LOOPBACK]
     shown = capsys.readouterr().out
     assert "not installed" in shown or "this is" in shown
     assert "not the time that fewer bytes save" in shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -44,27 +43,6 @@ else:
     sent_again = struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216), 208)[0]
     print(8 * size / seconds, sent_again, flush=True)
 """
-TRAINER = f"""{WITHOUT_LIGHTNING}
-import torch
-import torch.distributed as dist
-from lightning_lowbw.presets import DGC
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-layer = torch.nn.Linear(200, 100)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-worker = DGC(sparsity=[0.99], min_numel=1000).attach(optimizer, layer.named_parameters(), topology="auto")
-for _ in range(3):
-    optimizer.zero_grad()
-    layer(torch.full((4, 200), dist.get_rank() + 1.0)).square().mean().backward()
-    optimizer.step()
-sums = [None] * dist.get_world_size()
-dist.all_gather_object(sums, float(layer.weight.double().sum()))
-if dist.get_rank() == 0:
-    peers = worker.peers
-    print("nodes", peers.topology.nodes, "replicas", len(set(sums)), "to other nodes", peers.ledger.inter_bytes)
-dist.destroy_process_group()
-"""
 
 
 def is_running(pid: int) -> bool:
@@ -74,13 +52,13 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def keepers(pid: int) -> list[int]:
-    """Return the processes that hold the namespaces of a process's labs: other labs are none of our business."""
+def owners(pid: int) -> list[int]:
+    """Return the processes that own the namespaces of a process's labs: other labs are none of our business."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == pid and "lab/keeper.py" in (folder / "cmdline").read_text():
+            if parent == pid and "lab/namespaces.py" in (folder / "cmdline").read_text():
                 found.append(int(folder.name))
     return found
 
@@ -118,10 +96,9 @@ def test_rates() -> None:
         (["--timeout", "nan"], "timeout nan: give a number of seconds, above 0"),
         (["--ranks-per-node", "0"], "ranks per node 0: give a number from 1 to"),
         (["--change", "nan:1gbit"], "--change nan:1gbit: give a time from 0 to"),
-        (["--change=-1:1gbit"], "give a time from 0 to"),
-        (["--change", "1:quick"], "give"),
-        (["--nodes", "3", "--inter", "1gbit,1gbit"], "give"),
-        (["--delay", "nan"], "give"),
+        (["--change", "1:quick"], "give SECONDS:RATE"),
+        (["--nodes", "3", "--inter", "1gbit,1gbit"], "2 rates for 3 nodes; give one"),
+        (["--delay", "nan"], "delay of nan ms: give a number >= 0"),
         (["--report", "."], "--report .: this is a folder; give the name of a file"),
         (["--report", "no/such/folder/report.json"], "there is no such folder; make it first"),
     ],
@@ -150,20 +127,14 @@ class TestTheLab:
 
     @pytest.mark.slow
     @pytest.mark.alone
-    @pytest.mark.parametrize(("rate", "megabytes"), [(1e9, 60), (1e8, 12)])
-    def test_the_link_is_as_slow_as_asked(self, rate: float, megabytes: float) -> None:
-        with Network([rate, rate]) as network:
+    @pytest.mark.parametrize(("rates", "megabytes"), [((1e9, 1e9), 60), ((1e8, 1e8), 12), ((1e9, 5e7), 5)])
+    def test_the_link_of_the_slower_node_is_as_slow_as_asked(self, rates: tuple[float, ...], megabytes: float) -> None:
+        with Network(rates) as network:
             measured, (sent, received, sent_again) = measure(network, megabytes)
-        assert 0.5 * rate < measured < 1.05 * rate  # a busy machine may be slower, never faster
+        assert 0.5 * min(rates) < measured < 1.05 * min(rates)  # a busy machine may be slower, never faster
         # The kernel's counters have the data, what TCP has sent again, and headers of at most 66 in 1514 bytes.
         assert 1e6 * megabytes <= sent < 1.06 * (1e6 * megabytes + sent_again)
-        assert received == pytest.approx(sent, rel=0.01)
-
-    @pytest.mark.slow
-    @pytest.mark.alone
-    def test_the_slower_node_decides(self) -> None:
-        with Network([1e9, 5e7]) as network:
-            assert measure(network, 5)[0] == pytest.approx(5e7, rel=0.15)
+        assert received == pytest.approx(sent, rel=0.02)
 
     @pytest.mark.slow
     @pytest.mark.alone
@@ -193,27 +164,7 @@ class TestTheLab:
             assert output.read().split() == [b"0", b"4", b"0", b"2"]
         assert report.exit_status == [0, 0, 0, 0]
 
-    @pytest.mark.slow
-    def test_torchrun_on_two_nodes_of_two_ranks(self, tmp_path: Path) -> None:
-        """The agents find each other by MASTER_ADDR, and a method finds the nodes by what torchrun says."""
-        torchrun = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2"
-        agent = "--node-rank $GROUP_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
-        script = tmp_path / "trainer.py"
-        script.write_text(TRAINER)
-        with Network([1e9, 1e9]) as network, tempfile.TemporaryFile() as output:
-            command = ["sh", "-c", f"{torchrun} {agent} {script}"]
-            report = launch(network, command, pin=False, timeout_s=180.0, output=output)
-            output.seek(0)
-            shown = output.read().decode()
-        assert report.status == 0, shown
-        found = re.search(r"nodes (.*) replicas (.*) to other nodes (.*)", shown)
-        assert found is not None, shown
-        assert found[1] == "((0, 1), (2, 3))"
-        assert found[2] == "1"
-        assert int(found[3]) > 0
-
-    @pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: sys.exit(77)"])
-    @pytest.mark.parametrize("failing", [0, 1])
+    @pytest.mark.parametrize(("failing", "handler"), [(0, "signal.SIG_IGN"), (1, "lambda *_: sys.exit(77)")])
     def test_the_rank_that_failed_is_blamed(
         self, failing: int, handler: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -225,7 +176,7 @@ class TestTheLab:
         )
         assert main(["--inter", "unlimited", "--", sys.executable, "-c", script]) == 3
         assert "rank 1, its last lines" not in capfd.readouterr().err or failing == 1
-        assert keepers(os.getpid()) == []
+        assert owners(os.getpid()) == []
 
     def test_a_timeout_ends_all_and_shows_them(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         path = tmp_path / "report.json"
@@ -235,7 +186,7 @@ class TestTheLab:
         assert "within 1 s" in shown.err
         assert "waiting as 1" in shown.err
         assert '"timed_out": true' in path.read_text()
-        assert keepers(os.getpid()) == []
+        assert owners(os.getpid()) == []
 
     def test_a_change_that_fails_ends_the_run(self) -> None:
         with Network([1e6]) as network, pytest.raises(LabError, match="could not be changed"):
@@ -244,7 +195,7 @@ class TestTheLab:
     def test_netem_is_there_or_refused(self, capfd: pytest.CaptureFixture[str]) -> None:
         status = main(["--delay", "5", "--", "true"])
         assert status == 0 or (status == 2 and "network emulator" in capfd.readouterr().err)
-        assert keepers(os.getpid()) == []
+        assert owners(os.getpid()) == []
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_nothing_is_left_behind(self, number: signal.Signals, tmp_path: Path) -> None:
@@ -270,14 +221,13 @@ class TestTheLab:
         while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
         pids = [int(pid) for file in files for pid in file.read_text().split()]
-        holders = keepers(lab.pid)
-        assert len(holders) == 1
+        (owner,) = owners(lab.pid)
         lab.send_signal(number)
         _, message = lab.communicate(timeout=30)
         deadline = time.monotonic() + 10
-        while any(map(is_running, [*pids, *holders])) and time.monotonic() < deadline:
-            time.sleep(0.01)  # if it was killed, the keeper cleans up after it
-        assert not any(map(is_running, [*pids, *holders]))
+        while any(map(is_running, [*pids, owner])) and time.monotonic() < deadline:
+            time.sleep(0.01)  # if it was killed, the owner of the namespaces cleans up after it
+        assert not any(map(is_running, [*pids, owner]))
         if number != signal.SIGKILL:
             assert lab.returncode == 130
             assert "interrupted" in message

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import lightning_lowbw.lab
-from lightning_lowbw.lab.permission import explain_refusal
+from lightning_lowbw.lab.namespaces import explain_refusal
 from tests.programs import WITHOUT_LIGHTNING
 
 NOBODY = 65534
