@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from lightning_lowbw import DGC
+from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.topology import part_of
 from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.oracle import OracleDGC
@@ -181,8 +182,9 @@ def by_the_paper(
     clip: Mapping[str, float] = {},
     users: Collection[int] | None = None,
     settings: Callable[[int], Mapping[str, float]] = lambda step: {},
+    make_oracle: Callable[..., Any] = OracleDGC,
     **options: Any,
-) -> tuple[dict[str, Tensor], dict[tuple[str, int], OracleDGC]]:
+) -> tuple[dict[str, Tensor], dict[tuple[str, int], Any]]:
     """Train in one process: each part of a tensor by one rank of the paper per node, with the node's mean gradient.
 
     Args:
@@ -197,7 +199,7 @@ def by_the_paper(
     """
     weights = {name: in_memory(make_weight(name, shape), name).clone() for name, shape in shapes.items()}
     oracles = {
-        (name, local_rank): OracleDGC(
+        (name, local_rank): make_oracle(
             len(nodes), min_numel=1 if weight.numel() >= min_numel else weight.numel() + 1, **{"lr": 0.05, **options}
         )
         for name, weight in weights.items()
@@ -233,6 +235,55 @@ def _clipped(gradients: dict[str, Tensor], clip: Mapping[str, float], factor: fl
     if "value" in clip:
         gradients = {name: g.clamp(-clip["value"], clip["value"]) for name, g in gradients.items()}
     return gradients
+
+
+# A mean of gradients in place of the gradients, with any optimizer behind it ------------------------------------------
+
+Make = Callable[..., Optimizer]
+Signals = list[dict[str, Tensor]]  # of each node, flat, in the order in memory
+
+
+def train_plainly(
+    method: Method,
+    make: Make,
+    shapes: Mapping[str, Shape],
+    nodes: Nodes,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Train on ranks; return weights, and what this rank keeps."""
+    parameters = make_parameters(shapes, dtype)
+    optimizer = make(parameters.values())
+    worker = method.attach(optimizer, parameters.items(), topology=nodes)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(parameters, step)
+        optimizer.step()
+    residuals = worker.state_dict()["residuals"]
+    worker.finish()
+    return {"weights": weights_of(parameters), "residuals": residuals}
+
+
+def train_by_means(
+    mean: Callable[[Signals], dict[str, Tensor]],
+    make: Make,
+    shapes: Mapping[str, Shape],
+    nodes: Nodes,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """Train in one process with the means that an oracle makes of the nodes' mean gradients; return the weights."""
+    weights = {name: make_weight(name, shape, dtype) for name, shape in shapes.items()}
+    optimizer = make(list(weights.values()))
+    for step in range(steps):
+        signals: Signals = []
+        for node in nodes:
+            own = [{name: coefficients(name, w, rank, step) + w for name, w in weights.items()} for rank in node]
+            signals.append({name: in_memory(sum(each[name] for each in own) / len(node), name) for name in weights})  # type: ignore[arg-type]
+        for name, flat in mean(signals).items():
+            weights[name].grad = from_memory(flat, name, shapes[name]).to(dtype)
+        optimizer.step()
+    return weights
 
 
 class Said(logging.Handler):

@@ -5,8 +5,6 @@ That nothing is lost, resumes and bytes are in `tests/contract`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, AdamW
 
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.topology import part_of
-from lightning_lowbw.sync.gradient import GradientSync
 from tests.quantized_oracle import OracleQuantized
 from tests.ranks import run_ranks
 from tests.sync.problem import (
@@ -30,129 +27,64 @@ from tests.sync.problem import (
     FLAT,
     NODES,
     Nodes,
-    backward,
-    coefficients,
+    Signals,
     each,
-    from_memory,
-    in_memory,
     make_parameters,
-    make_weight,
     message_of,
     node_of,
     take_step,
+    train_by_means,
+    train_plainly,
 )
 
-STEPS, OVERFLOW = 5, 2
+STEPS = 5
 SHAPES = {name: AWKWARD[name] for name in ("scalar", "empty", "vector", "conv", "transposed")}
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "momentum": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adam": partial(Adam, lr=0.02),
-    "adamw": partial(AdamW, lr=0.02),
-    "rmsprop": partial(RMSprop, lr=0.01),
-    "adagrad": partial(Adagrad, lr=0.05),
+ADAMW = partial(AdamW, lr=0.02)
+CASES: dict[str, tuple[str, Nodes]] = {
+    "two ranks": ("int8", FLAT),
+    "three ranks": ("int4", ((0,), (1,), (2,))),
+    "crossed": ("int4", NODES["crossed"]),
 }
-CLIP = 2.0
-NUM_MICROBATCHES = 2
-TOPOLOGIES: dict[str, Nodes] = {"two ranks": FLAT, "three ranks": ((0,), (1,), (2,)), "crossed": NODES["crossed"]}
 
 
-def clip_(gradients: list[Tensor]) -> None:
-    """Scale a mean gradient to its largest norm."""
-    total = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-    assert total > CLIP
-    for gradient in gradients:
-        gradient.mul_(CLIP / total)
+class Definition:
+    """The mean of each rank's part, by an oracle of its own, of nodes in the order of the ranks that exchange it."""
 
+    def __init__(self, bits: int, nodes: Nodes) -> None:
+        self.nodes, self.num_local = nodes, len(nodes[0])
+        self.oracles = [OracleQuantized(len(nodes), bits) for _ in range(self.num_local)]
 
-def train(dtype: str, kind: str, nodes: Nodes, form: str) -> dict[str, Any]:
-    """Train; "clipped": after the exchange; "accumulated": two backward passes; "overflow": rank 1 in one step."""
-    parameters = make_parameters(SHAPES)
-    optimizer = OPTIMIZERS[kind](parameters.values())
-    worker = QuantizedGradients(dtype).attach(optimizer, parameters.items(), topology=nodes)
-    assert isinstance(worker, GradientSync)
-    taken = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(NUM_MICROBATCHES if form == "accumulated" else 1):
-            backward(parameters, 10 * step + number)
-        if form == "overflow" and step == OVERFLOW and dist.get_rank() == 1:
-            parameters["conv"].grad.fill_(torch.inf)  # type: ignore[union-attr]
-        with worker.stepping():
-            taken.append(worker.exchange(skip_nonfinite=form == "overflow"))
-            if form == "clipped":
-                clip_([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
-            if taken[-1]:
-                optimizer.step()
-    residuals = {name: residual.clone() for name, residual in worker.residuals.items()}
-    return {"weights": [p.detach() for p in parameters.values()], "residuals": residuals, "taken": taken}
+    def order(self, local_rank: int) -> list[int]:
+        return sorted(range(len(self.nodes)), key=lambda node: self.nodes[node][local_rank])
 
-
-def by_definition(bits: int, kind: str, nodes: Nodes, form: str) -> tuple[list[Tensor], list[OracleQuantized]]:
-    """Train with the oracle's mean; a node's signal is the mean of its ranks'."""
-    weights = {name: make_weight(name, shape) for name, shape in SHAPES.items()}
-    optimizer = OPTIMIZERS[kind](list(weights.values()))
-    num_local = len(nodes[0])
-    oracles = [OracleQuantized(len(nodes), bits) for _ in range(num_local)]
-    for step in range(STEPS):
-        if form == "overflow" and step == OVERFLOW:
-            continue
-        signals = []
-        for node in nodes:
-            of_ranks = [{name: gradient_of(name, weights[name], rank, step, form) for name in SHAPES} for rank in node]
-            means_of_node = {name: sum(each[name] for each in of_ranks) / num_local for name in SHAPES}
-            signals.append({name: in_memory(mean, name) for name, mean in means_of_node.items()})
+    def mean(self, signals: Signals) -> dict[str, Tensor]:
         means: dict[str, list[Tensor]] = {name: [] for name in SHAPES}
-        for local_rank, oracle in enumerate(oracles):
-            parts = [[s[part_of(s.numel(), local_rank, num_local)] for s in of_node.values()] for of_node in signals]
-            longest = sum(part_of(weight.numel(), 0, num_local).stop for weight in weights.values())
+        longest = sum(part_of(each.numel(), 0, self.num_local).stop for each in signals[0].values())
+        for local_rank, oracle in enumerate(self.oracles):
+            parts = [[s[part_of(s.numel(), local_rank, self.num_local)] for s in each.values()] for each in signals]
             rows = [torch.cat([*of_node, torch.zeros(longest)])[:longest].numpy() for of_node in parts]
-            row = torch.from_numpy(oracle.mean([rows[node] for node in order_of(nodes, local_rank)]))
-            for name, mean in zip(SHAPES, cut(row, parts[0]), strict=True):
+            row = torch.from_numpy(oracle.mean([rows[node] for node in self.order(local_rank)]))
+            sizes = [part.numel() for part in parts[0]]
+            for name, mean in zip(SHAPES, row[: sum(sizes)].split(sizes), strict=True):
                 means[name].append(mean)
-        for name, weight in weights.items():
-            weight.grad = from_memory(torch.cat(means[name]), name, SHAPES[name])
-        if form == "clipped":
-            clip_([weight.grad for weight in weights.values() if weight.grad is not None])
-        optimizer.step()
-    return list(weights.values()), oracles
+        return {name: torch.cat(of_parts) for name, of_parts in means.items()}
 
 
-def order_of(nodes: Nodes, local_rank: int) -> list[int]:
-    """Return the nodes in the order of the ranks that exchange a part."""
-    return sorted(range(len(nodes)), key=lambda node: nodes[node][local_rank])
-
-
-def cut(row: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """Return the pieces of a row that are of the sizes of some tensors; what is left is filling."""
-    sizes = [part.numel() for part in parts]
-    return list(row[: sum(sizes)].split(sizes))
-
-
-def gradient_of(name: str, weight: Tensor, rank: int, step: int, form: str) -> Tensor:
-    numbers = range(NUM_MICROBATCHES if form == "accumulated" else 1)
-    return sum((coefficients(name, weight, rank, 10 * step + number) + weight for number in numbers), torch.zeros(()))
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_training_is_that_of_the_definition(topology: str) -> None:
-    nodes, dtype = TOPOLOGIES[topology], "int8" if topology == "two ranks" else "int4"
-    forms = ["plain", "clipped", "accumulated", "overflow"]
-    cases = [(kind, "plain") for kind in OPTIMIZERS] + [("adamw", form) for form in forms[1:]]
-    by_rank = run_ranks(each, sum(map(len, nodes)), train, [(dtype, kind, nodes, form) for kind, form in cases])
-    for number, (kind, form) in enumerate(cases):
-        weights, oracles = by_definition(int(dtype[-1]), kind, nodes, form)
-        for rank, results in enumerate(by_rank):
-            result = results[number]
-            assert result["taken"] == [form != "overflow" or step != OVERFLOW for step in range(STEPS)]
-            for name, mine, expected in zip(SHAPES, result["weights"], weights, strict=True):
-                assert mine.equal(expected), (kind, form, name)
-            node = node_of(rank, nodes)
-            local_rank = nodes[node].index(rank)
-            kept = [result["residuals"][name] for name in SHAPES if name in result["residuals"]]
-            expected_kept = oracles[local_rank].residuals[order_of(nodes, local_rank).index(node)]
-            joined = torch.cat(kept)
-            assert joined.equal(torch.from_numpy(np.asarray(expected_kept))[: len(joined)]), (kind, form)
-            assert bool(joined.any())
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_the_definition(case: str) -> None:
+    dtype, nodes = CASES[case]
+    definition = Definition(int(dtype[-1]), nodes)
+    results = run_ranks(train_plainly, sum(map(len, nodes)), QuantizedGradients(dtype), ADAMW, SHAPES, nodes, STEPS)
+    weights = train_by_means(definition.mean, ADAMW, SHAPES, nodes, STEPS)
+    for rank, result in enumerate(results):
+        for name, expected in weights.items():
+            assert result["weights"][name].equal(expected), name
+        node = node_of(rank, nodes)
+        local_rank = nodes[node].index(rank)
+        kept = torch.cat([result["residuals"][name] for name in SHAPES if name in result["residuals"]])
+        expected_kept = definition.oracles[local_rank].residuals[definition.order(local_rank).index(node)]
+        assert kept.equal(torch.from_numpy(np.asarray(expected_kept))[: len(kept)])
+        assert bool(kept.any())
 
 
 # A payload that is replaced -------------------------------------------------------------------------------------------
@@ -204,7 +136,7 @@ def add_a_group() -> dict[str, Any]:
         optimizer.step()
     return {
         "equal": digest(parameters.values()),
-        "taken": sorted(worker.compressed.residuals),
+        "taken": sorted(worker.state_dict()["residuals"]),
         "is exact": abs(float(parameters["double"][0].detach()) - (1 - 8 * 1.5e-12)) < 1e-15,
         "averages": worker.num_averages,
     }
