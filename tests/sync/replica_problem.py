@@ -35,15 +35,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def loss_of(rank: int, step: int) -> float:
-    return 4.0 / (1 + step) + 0.1 * rank
-
-
-def lr_of(step: int) -> float:
-    """Warm-up, then two decays."""
-    return 0.05 * min(1.0, (step + 1) / 5) * (0.1 if step >= 16 else 0.5 if step >= 11 else 1.0)
-
-
 def gradient_of(name: str, weight: Tensor, rank: int, step: int) -> Tensor:
     return coefficients(name, weight, rank, step) + weight.detach()
 
@@ -69,15 +60,12 @@ def attach(
     return worker, parameters
 
 
-def take_step(worker: LocalSync, parameters: Parameters, step: int, lr: float | None = None) -> None:
+def take_step(worker: LocalSync, parameters: Parameters, step: int) -> None:
     """A step in its explicit form, with gradients that are known in closed form."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             parameter.grad = gradient_of(name, parameter, rank, step)
-    for group in worker.optimizer.param_groups if lr is not None else ():
-        group["lr"] = lr
-    worker.observe_loss(torch.tensor(loss_of(rank, step)))
     with worker.stepping():
         worker.exchange()
         worker.optimizer.step()
@@ -99,21 +87,15 @@ def train(
     nodes: Nodes = (),
     steps: int = STEPS,
     shapes: Mapping[str, Shape] = AWKWARD,
-    schedule_lr: bool = False,
 ) -> dict[str, Any]:
     worker, parameters = attach(method, optimizer, shapes, nodes)
-    ledger = worker.peers.ledger
-    histories: dict[str, list[Any]] = {name: [] for name in ("k", "digests", "averages", "sent", "inter")}
-    for step in range(steps):
-        take_step(worker, parameters, step, lr_of(step) if schedule_lr else None)
-        now = (worker.k_steps, digest(parameters.values()), worker.num_averages, ledger.sent_bytes, ledger.inter_bytes)
-        for history, value in zip(histories.values(), now, strict=True):
-            history.append(value)
+    digests = train_on(worker, parameters, range(steps))
     result = {
         "own": weights_of(parameters),
-        "residuals": residuals_of(worker),
+        "residuals": worker.state_dict()["residuals"],
         "fragments": [[worker.name_of(p) for p in fragment.parameters] for fragment in worker.fragments],
-        **histories,
+        "digests": digests,
+        "sent": worker.peers.ledger.sent_bytes,
     }
     worker.finish()  # what has been begun, before the next function begins something
     return result
@@ -125,12 +107,6 @@ def set_weights(parameters: Parameters, weights: Mapping[str, Tensor]) -> None:
             parameter.copy_(weights[name])
 
 
-def residuals_of(worker: LocalSync) -> dict[str, Tensor]:
-    """Return what has not been sent of each parameter, of this rank's part."""
-    kept = {} if worker.compressed is None else worker.compressed.residuals
-    return {name: each.clone() for name, each in kept.items()}
-
-
 # In one process ----------------------------------------------------------------------------------------------------
 
 
@@ -139,25 +115,17 @@ def flat_groups(num_ranks: int) -> Nodes:
 
 
 def by_oracle(
-    name: str,
-    groups: Sequence[Sequence[int]],
-    optimizer: str,
-    *,
-    steps: int = STEPS,
-    shapes: Mapping[str, Shape] = AWKWARD,
-    schedule_lr: bool = False,
-    **choices: Any,
+    name: str, groups: Sequence[Sequence[int]], optimizer: str, *, steps: int = STEPS, **choices: Any
 ) -> OracleLocalSGD:
     """Train one tensor; each of the groups is a node whose ranks step together, or one rank."""
-    oracle = OracleLocalSGD(make_weight(name, shapes[name]), len(groups), OPTIMIZERS[optimizer], **choices)
+    start = make_weight(name, AWKWARD[name])
+    oracle = OracleLocalSGD(start, len(groups), OPTIMIZERS[optimizer], **{"begin": 1, **choices})
     for step in range(steps):
-        for each in oracle.optimizers if schedule_lr else ():
-            each.param_groups[0]["lr"] = lr_of(step)
         gradients = [
             mean_of([gradient_of(name, replica, rank, step) for rank in ranks])
             for ranks, replica in zip(groups, oracle.replicas, strict=True)
         ]
-        oracle.take_step(gradients, [sum(loss_of(rank, step) for rank in ranks) / len(ranks) for ranks in groups])
+        oracle.take_step(gradients)
     return oracle
 
 
@@ -225,6 +193,3 @@ def check_sparse(
                 # the residual of changes, which are minus the pseudo-gradients
                 assert torch.equal(-results[rank]["residuals"][name], oracle.e[number][part]), (name, rank)
     assert set(results[0]["residuals"]) == set(SPARSE), "small tensors are averaged whole"
-    for step in range(SPARSE_STEPS if not oracle.delay else 0):
-        num_different = len({result["digests"][step] for result in results})
-        assert num_different == (1 if (step + 1) % oracle.k == 0 else len(groups))

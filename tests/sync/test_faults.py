@@ -41,7 +41,7 @@ from tests.ranks import run_ranks
 from tests.sync.problem import FLAT, NODES, Nodes, Parameters, backward, each, make_parameters, message_of
 from tests.sync.problem import take_step as take_gradient_step
 from tests.sync.replica_problem import SHAPES as OF_REPLICAS
-from tests.sync.replica_problem import attach, residuals_of, train_on, with_base
+from tests.sync.replica_problem import attach, train_on, with_base
 
 SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
 METHOD = DGC(sparsity=[0.9], min_numel=100)
@@ -399,7 +399,7 @@ def fail_in_an_average(options: dict[str, Any], where: str) -> dict[str, Any]:
             worker.optimizer.step()
 
     step(5)
-    lost = residuals_of(worker).get("w", torch.zeros(2560))
+    lost = worker.state_dict()["residuals"].get("w", torch.zeros(2560))
     with pytest.MonkeyPatch.context() as patch:
         fail(patch, method, where)
         step(worker.when.delay_steps)
