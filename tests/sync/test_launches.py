@@ -28,7 +28,6 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
-from lightning_lowbw.compress.corrections import MomentumCorrection
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels import gpu, table
 from lightning_lowbw.method import Method
@@ -194,10 +193,9 @@ class Event:
 def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
     """Replace the device, its kernels and its queues; return what counts what they would have done."""
     count: Counter[str] = Counter()
-    for module in (triton_kernels,):
-        for name in vars(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Stub(count, name))
+    for name in vars(triton_kernels):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(triton_kernels, name, Stub(count, name))
     monkeypatch.setattr(gpu, "is_available", lambda device: True)
     monkeypatch.setattr(gpu, "_num_processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
@@ -417,25 +415,6 @@ def test_launches_of_an_average(
     assert num_waits == 1, count
     assert num_launches <= 135 < len(shapes_of("ResNet-50")), count
     check_row(f"an average of {method}, ResNet-50, 8 ranks", num_launches, num_waits, rows, request)
-
-
-def test_a_learning_rate_on_the_device_is_read_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    count: Counter[str] = Counter()
-    stand_in_for_the_device(monkeypatch, count, 0)
-    with torch.no_grad(), FakeTensorMode():
-        rate = torch.empty((), device="cuda")
-        optimizer = SGD([Parameter(torch.empty(3, device="cuda"))])
-        correction, (group,) = MomentumCorrection(optimizer, 2), optimizer.param_groups
-        group["lr"] = rate
-        for expected in (1, 1):
-            correction.rate_of(group)
-            assert count["wait: __float__"] == expected
-        rate.fill_(0.1)  # as torch's schedulers do
-        correction.rate_of(group)
-        group["lr"] = torch.empty((), device="cuda")
-        correction.rate_of(group)
-        assert len(correction._rates) == 1, "a rate that has been replaced is kept"
-    assert count["wait: __float__"] == 3
 
 
 def test_the_count_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
