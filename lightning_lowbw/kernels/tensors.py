@@ -67,16 +67,6 @@ def copy_in_order_(tensor: Tensor, parameter: Tensor, values: Tensor) -> None:
     target.copy_(values.view(target.shape))
 
 
-def reordered(values: Tensor, shape: tuple[int, ...], old: Order, new: Order) -> Tensor:
-    """Return flat values of a whole tensor, in one order, in another."""
-    if old == new:
-        return values
-    logical = torch.empty(shape, dtype=values.dtype, device=values.device)
-    permuted = logical.permute(old)
-    permuted.copy_(values.view(permuted.shape))
-    return logical.permute(new).reshape(-1)
-
-
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, of the same shape; any dtypes and layouts.
 

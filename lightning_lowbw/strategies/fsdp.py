@@ -58,8 +58,7 @@ from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView, Shard, local_parameters
-from lightning_lowbw.sync.resharding import Chunk, reshard
-from lightning_lowbw.sync.state import merge_states
+from lightning_lowbw.sync.state import Chunk, merge_states, reshard
 from lightning_lowbw.sync.status import any_of, first_fault, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
@@ -286,10 +285,10 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
+        view = self._views[worker]
+        view.pull()
         if worker.is_local:
             return worker.exchange()
-        view = self._views[worker]
-        view.refresh()
         view.take_gradients()
         worker.list_gradients()
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
@@ -420,9 +419,11 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING and "global_step" in checkpoint:
             for view in self._views.values():
-                view.refresh()
+                view.pull()
             with torch.no_grad():
                 self._load_shards(checkpoint, checkpoint_path)
+            for view in self._views.values():
+                view.push()
         return checkpoint
 
     @property

@@ -42,7 +42,7 @@ from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at_other_batches
 from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import Row, Velocities, by_group, check_shapes
-from lightning_lowbw.sync.state import check_origin, in_order_of, origin, own_part, saved
+from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
 from lightning_lowbw.sync.status import BY_CLIPPING, Fault, Status, any_of, first_fault, make_mark, status_message
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -599,8 +599,8 @@ class GradientSync(Synchronizer):
         of = (self.peers.local_rank, self.peers.num_local_ranks) if keeps_parts else (0, 1)
 
         def own(name: str, kept: Tensor) -> Tensor:
-            ordered = in_order_of(kept, parameters[name], name, state["orders"][name])
-            return own_part(ordered, parameters[name].numel() * (1 + parameters[name].is_complex()), of)
+            check_order(parameters[name], name, state["orders"][name])
+            return own_part(kept, as_real(parameters[name]).numel(), of)
 
         residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
         self.params.orders = {name: order_of(as_real(parameters[name])) for name in residuals}

@@ -2,21 +2,20 @@
 
 A parameter that `fully_shard` or tensor parallelism has made a `DTensor` has one shard on this rank. A `LocalView`
 presents an optimizer of such parameters as an optimizer of these shards: same class, same options, same state, plain
-tensors that share their memory. Writes go into the shards. The user's own optimizer keeps its parameters and steps them
-itself, so that optimizers whose arithmetic is not elementwise (Muon) can gather whole tensors.
+tensors that share their memory. The user's own optimizer keeps its parameters and steps them itself, so that optimizers
+whose arithmetic is not elementwise (Muon) can gather whole tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-
-from lightning_lowbw.errors import ConfigurationError
 
 try:
     from torch.distributed.tensor import DTensor as DTensor
@@ -53,21 +52,14 @@ class LocalTensors:
         return self._users.get(local, local)
 
     def take_gradient(self, parameter: Parameter) -> None:
-        """Set the gradient of a shard to this rank's part of the parameter's gradient.
+        """Set the gradient of a shard to this rank's part of the parameter's gradient; shares the memory.
 
         In place:
-            `.grad` of the shard; of the parameter where it is laid out otherwise than the parameter.
+            `.grad` of the shard.
         """
-        local, gradient = self.of(parameter), parameter.grad
-        if local is parameter:
-            return
-        if isinstance(gradient, DTensor):
-            assert isinstance(parameter, DTensor)
-            if gradient.placements != parameter.placements:  # of tensor parallelism alone: a partial sum
-                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-            local.grad = _shard_of(gradient)
-        else:
-            local.grad = gradient
+        local = self.of(parameter)
+        if local is not parameter:
+            local.grad = _shard_of(parameter.grad)
 
     def give_gradient(self, parameter: Parameter) -> None:
         """Set a parameter's gradient from that of its shard.
@@ -84,11 +76,12 @@ class LocalTensors:
             parameter.grad = like(local.grad, parameter)
 
 
-def _shard_of(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
+def _shard_of(value: Any) -> Any:
+    """Return this rank's shard; what is not sharded as it is."""
+    if not isinstance(value, DTensor):
+        return value
     with torch.no_grad():
-        shard: Tensor = tensor.to_local()
+        shard: Tensor = value.to_local()
     return shard.detach() if shard.requires_grad else shard
 
 
@@ -115,8 +108,9 @@ class LocalView:
         tensors: the shards, shared by all optimizers of a model.
 
     Attributes:
-        local: the twin: an instance of the optimizer's class whose `param_groups` and `state` read and write those of
-            the user's. It is not stepped.
+        local: the twin: an instance of the optimizer's class whose `param_groups` read and write those of the user's.
+            Its `state` shares the memory of the user's; entries that either has made reach the other by `pull` and
+            `push`. It is not stepped.
     """
 
     def __init__(self, optimizer: Optimizer, tensors: LocalTensors) -> None:
@@ -126,16 +120,27 @@ class LocalView:
         vars(self.local).update(vars(optimizer))
         for name in ("_init_group", "step"):  # wrappers, which belong to the user's own
             vars(self.local).pop(name, None)
-        self.local.state = _LocalStates(optimizer, tensors)  # type: ignore[assignment]
-        self.local.state_dict = self._state_dict  # type: ignore[method-assign]
         self.local.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
-        self.refresh()
+        self.pull()
 
-    def refresh(self) -> None:
-        """Take in param groups that were added, and shards that have moved."""
+    def pull(self) -> None:
+        """Take in the user's state, param groups that were added, and shards that have moved."""
         self.local.param_groups = [self.group_of(group) for group in self.optimizer.param_groups]  # type: ignore[misc]
         for parameter in self.parameters():
             self._tensors.of(parameter)
+        self.local.state = defaultdict(dict)
+        for parameter, entry in self.optimizer.state.items():
+            self.local.state[self._tensors.of(parameter)] = {key: _shard_of(value) for key, value in entry.items()}
+
+    def push(self) -> None:
+        """Give the user's optimizer what has been made in the twin's state."""
+        for local, entry in self.local.state.items():
+            parameter = self._tensors.user_of(local)
+            own = self.optimizer.state[parameter]
+            for key, value in entry.items():
+                if _shard_of(own.get(key)) is not value:
+                    is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
+                    own[key] = like(value, parameter) if is_shard else value
 
     def group_of(self, group: dict[str, Any]) -> _LocalGroup:
         """Return the twin of a param group, always the same object."""
@@ -155,9 +160,10 @@ class LocalView:
             self._tensors.take_gradient(parameter)
 
     def give_gradients(self) -> None:
-        """Set the gradients that the user's optimizer steps with from those of the shards."""
+        """Set the gradients, and the state, that the user's optimizer steps with from those of the shards."""
         for parameter in self.parameters():
             self._tensors.give_gradient(parameter)
+        self.push()
         if "_init_group" in vars(self.local):
             vars(self.optimizer)["_init_group"] = self._gather
 
@@ -168,55 +174,25 @@ class LocalView:
             local = self._tensors.of(parameter)
             if local is not parameter:
                 local.grad = None
+        self.pull()  # not pushed: an optimizer may have put other values in the place of those that the twin has
 
-    def _gather(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+    def _gather(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Stand in for the gathering of a param group that an optimizer's step begins with.
 
         The twin's has been replaced by a correction (Adam's), which steps some of the parameters itself. It gives
         the step the shards of the others: their arithmetic is elementwise.
         """
-        for name in ("grad_scale", "found_inf"):  # of a GradScaler, set for the duration of a step
-            vars(self.local).pop(name, None)
-            if hasattr(self.optimizer, name):
-                setattr(self.local, name, getattr(self.optimizer, name))
         self.take_gradients()  # a hook may have put others in their place
-        return self.local._init_group(self.group_of(group), *lists)  # type: ignore[attr-defined]
+        has_complex: bool = self.local._init_group(self.group_of(group), *lists)  # type: ignore[attr-defined]
+        self.push()  # what it has made for a first step
+        return has_complex
 
-    def _state_dict(self) -> dict[str, Any]:
-        numbers = {parameter: number for number, parameter in enumerate(self._ordered())}
-        state = self.local.state
-        return {
-            "state": {numbers[p]: dict(state[p].items()) for p in numbers if p in state},
-            "param_groups": [
-                {**_options(group), "params": [numbers[local] for local in group["params"]]}
-                for group in self.local.param_groups
-            ],
-        }
-
-    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        groups, saved = self.local.param_groups, state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-            raise ConfigurationError(
-                f"The state has param groups of {[len(group['params']) for group in saved]} parameters, the "
-                f"{type(self.local).__name__} of {[len(group['params']) for group in groups]}. Resume with the "
-                "optimizer it was written with."
-            )
-        for group, other in zip(groups, saved, strict=True):
-            group.update(_options(other))
-        for number, local in enumerate(self._ordered()):
-            entry = self.local.state[local]
-            for key in list(entry):
-                del entry[key]
-            for key, value in state_dict["state"].get(number, {}).items():
-                is_counter = key == "step" and not (groups[0].get("capturable") or groups[0].get("fused"))
-                entry[key] = value.to(local.device) if isinstance(value, Tensor) and not is_counter else value
-
-    def _ordered(self) -> list[Parameter]:
-        return list(dict.fromkeys(local for group in self.local.param_groups for local in group["params"]))
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        type(self.local).load_state_dict(self.local, state_dict)  # which makes new groups, and a new state
+        for group, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+        self.push()
+        self.pull()
 
 
 class _LocalGroup(MutableMapping[str, Any]):
@@ -231,7 +207,6 @@ class _LocalGroup(MutableMapping[str, Any]):
         return self.group[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        assert key != "params"
         self.group[key] = value
 
     def __delitem__(self, key: str) -> None:
@@ -242,61 +217,6 @@ class _LocalGroup(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.group)
-
-
-class _LocalStates(MutableMapping[Parameter, "_LocalState"]):
-    """An optimizer's state by shard; a missing entry is made on access, as in torch."""
-
-    def __init__(self, optimizer: Optimizer, tensors: LocalTensors) -> None:
-        self._optimizer, self._tensors = optimizer, tensors
-
-    def __getitem__(self, local: Parameter) -> _LocalState:
-        parameter = self._tensors.user_of(local)
-        return _LocalState(self._optimizer.state[parameter], parameter, local)
-
-    def get(self, local: Any, default: Any = None) -> Any:
-        return self[local] if local in self else default  # noqa: SIM401 - `self[...]` would make one
-
-    def __contains__(self, local: object) -> bool:
-        return isinstance(local, Parameter) and self._tensors.user_of(local) in self._optimizer.state
-
-    def __setitem__(self, local: Parameter, entry: Mapping[str, Any]) -> None:
-        own = self[local]
-        own.clear()
-        own.update(entry)
-
-    def __delitem__(self, local: Parameter) -> None:
-        del self._optimizer.state[self._tensors.user_of(local)]
-
-    def __iter__(self) -> Iterator[Parameter]:
-        return (self._tensors.of(parameter) for parameter in self._optimizer.state if isinstance(parameter, Parameter))
-
-    def __len__(self) -> int:
-        return len(self._optimizer.state)
-
-
-class _LocalState(MutableMapping[str, Any]):
-    """The state of one parameter: tensors with its layout are read and written as shards."""
-
-    def __init__(self, entry: dict[str, Any], parameter: Parameter, local: Parameter) -> None:
-        self._entry, self._parameter, self._local = entry, parameter, local
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._entry[key]
-        return _shard_of(value) if isinstance(value, DTensor) else value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.shape == self._local.shape
-        self._entry[key] = like(value, self._parameter) if is_shard else value
-
-    def __delitem__(self, key: str) -> None:
-        del self._entry[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entry)
-
-    def __len__(self) -> int:
-        return len(self._entry)
 
 
 def local_parameters(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.nn import Parameter
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import part_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.reference import as_real, is_finite
-from lightning_lowbw.kernels.tensors import Order, order_of, reordered
+from lightning_lowbw.kernels.reference import as_real
+from lightning_lowbw.kernels.tensors import Order, order_of
 from lightning_lowbw.sync.average import change_of
 
 Named = dict[str, Tensor]
@@ -61,61 +62,44 @@ def origin(peers: Peers) -> dict[str, Any]:
 
 
 def check_origin(state: Mapping[str, Any], peers: Peers) -> None:
-    """Check that a state is that of this rank, with the parts that it keeps, or of `merge_states`; and finite.
+    """Check that a state is that of this rank, with the parts that it keeps, or of `merge_states`.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: it is not, and something is kept in it.
     """
-    for key in ("residuals", "velocities"):
-        for name, kept in state.get(key, {}).items():
-            if not is_finite(kept):
-                raise ConfigurationError(
-                    f"The state's {key} of {name!r}, which this rank has kept back for later steps, contain inf or "
-                    "NaN in the checkpoint itself. Resume from an earlier checkpoint, or begin a new run with the "
-                    "weights alone."
-                )
-    here = origin(peers)
-    is_merged, rank, own = state["local_rank"] is None, state.get("rank"), here["rank"]
     keeps = any(state.get(key) for key in ("residuals", "velocities", "local", "own"))
     keeps = keeps or bool(state.get("optimizer", {}).get("state"))
-    if keeps and not is_merged and rank is not None and tuple(rank) != own:
+    if state["local_rank"] is None or not keeps:
+        return
+    here = origin(peers)
+    rank, own = state.get("rank", here["rank"]), here["rank"]
+    if tuple(rank) != own:
         raise ConfigurationError(
             f"The state is that of rank {rank[0]} of {rank[1]}, and this is rank {own[0]} of {own[1]}: what a rank has "
             "kept back is its own. Let each rank save worker.state_dict() in a file of its own and load that; for "
             "another number of ranks load what lightning_lowbw.merge_states makes of the states of all."
         )
-    if not is_merged and state["nodes"] != here["nodes"] and state["residuals"]:
+    if state["nodes"] != here["nodes"] and state["residuals"]:
         raise ConfigurationError(
-            f"The state is that of a rank {_on(state['nodes'])}, and the ranks are now {_on(here['nodes'])}, where "
-            "each keeps other parts of the tensors. Resume with the topology of that run, or load what "
+            f"The state is that of a rank on nodes {state['nodes']}, and the ranks are now on nodes {here['nodes']}, "
+            "where each keeps other parts of the tensors. Resume with the topology of that run, or load what "
             "lightning_lowbw.merge_states makes of the states of all its ranks."
         )
 
 
-def _on(nodes: list[list[int]] | None) -> str:
-    return "without nodes" if nodes is None else f"on nodes {nodes}"
-
-
-def in_order_of(kept: Tensor, parameter: Parameter, name: str, old: Order) -> Tensor:
-    """Return what a state has kept of a parameter, flat, in the present order of its elements in memory.
-
-    Args:
-        old: the order in which it was kept.
+def check_order(parameter: Parameter, name: str, old: Order) -> None:
+    """Check that a parameter lies in memory as when a state was saved, which keeps its elements in that order.
 
     Raises:
-        ConfigurationError: there is only a part, of another order.
+        ConfigurationError: it does not.
     """
-    real = as_real(parameter)
-    new = order_of(real)
-    if tuple(old) == new:
-        return kept
-    if kept.numel() != real.numel():
+    new = order_of(as_real(parameter))
+    if tuple(old) != new:
         raise ConfigurationError(
-            f"The checkpoint keeps parts of {name!r} in the order of its dimensions {tuple(old)}, and it now lies "
-            f"in memory in the order {new}. Resume with the memory format of that run "
-            f"(model.to(memory_format=...)), or {WITHOUT_RESIDUALS}."
+            f"The checkpoint keeps {name!r} in the order of its dimensions {tuple(old)}, and it now lies in memory in "
+            f"the order {new}. Resume with the memory format of that run (model.to(memory_format=...)), or "
+            f"{WITHOUT_RESIDUALS}."
         )
-    return reordered(kept, tuple(real.shape), tuple(old), new)
 
 
 # Another world --------------------------------------------------------------------------------------------------------
@@ -131,38 +115,33 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ConfigurationError: a rank's state is missing or given twice, is that of no rank, or they are not of one step:
             what the ranks have not sent would be lost, or sent twice.
     """
-    checked = _of_one_world(states)
-    first = next(checked)
-    everything = itertools.chain([first], checked)
-    return merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
+    seen: list[tuple[int, int, str]] = []
+    checked = _noted(states, seen)
+    first = next(checked, None)
+    if first is not None:
+        everything = itertools.chain([first], checked)
+        merged = merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
+    ranks, worlds = sorted(rank for rank, _, _ in seen), {(num_ranks, when) for _, num_ranks, when in seen}
+    if len(worlds) != 1 or ranks != list(range(seen[0][1])):
+        given = ", ".join(f"rank {rank} of {num_ranks} after {when}" for rank, num_ranks, when in seen) or "nothing"
+        raise ConfigurationError(
+            f"merge_states was given {given}. Give it worker.state_dict() of each rank that trained, once, all saved "
+            "after the same step."
+        )
+    return merged
 
 
-def _of_one_world(states: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the states, which must be those of all ranks, each once, after the same step or average."""
-    advice = "Give it worker.state_dict() of each rank that trained, once, all saved after the same step."
-    seen: dict[int, str] = {}
-    num_ranks = 1
+def _noted(states: Iterable[Mapping[str, Any]], seen: list[tuple[int, int, str]]) -> Iterator[Mapping[str, Any]]:
+    """Yield states; note in `seen` whose they are, and when they were saved."""
     for state in states:
         if not isinstance(state, Mapping) or "rank" not in state:  # or is of `merge_states` itself
-            raise ConfigurationError(f"merge_states was given a {type(state).__name__} that is no state. {advice}")
-        rank, num_ranks = state["rank"]
-        # With data of unequal lengths the ranks have taken different numbers of steps.
-        place = f"{state['num_averages']} averages" if "num_averages" in state else f"step {state['step']}"
-        place = f"{place} of {num_ranks} ranks"
-        if rank in seen:
-            raise ConfigurationError(f"merge_states was given the state of rank {rank} twice. {advice}")
-        other = next(iter(seen), rank)
-        if place != seen.get(other, place):
             raise ConfigurationError(
-                f"merge_states was given the state of rank {other} after {seen[other]}, and that of rank {rank} after "
-                f"{place}. {advice}"
+                f"merge_states was given a {type(state).__name__} that is no state. Give it worker.state_dict()."
             )
-        seen[rank] = place
+        # With data of unequal lengths the ranks have taken different numbers of steps.
+        when = f"{state['num_averages']} averages" if "num_averages" in state else f"step {state['step']}"
+        seen.append((*state["rank"], when))
         yield state
-    if missing := [str(rank) for rank in range(num_ranks) if rank not in seen]:
-        raise ConfigurationError(
-            f"merge_states was not given the state of rank {', '.join(missing)} of {num_ranks}. {advice}"
-        )
 
 
 def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -198,28 +177,24 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     residuals = _Mean()
     totals: dict[tuple[Any, str], Tensor] = {}
-    counts: dict[tuple[Any, str], int] = {}
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
         merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
         for name, kept in state["residuals"].items():
             residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])
-        for fragment in state["fragments"]:
-            work = fragment["work"] or {"parameters": [], "snapshots": [], "changes": {}}
-            for name, snapshot in zip(work["parameters"], work["snapshots"], strict=False):
+        for work in [fragment["work"] for fragment in state["fragments"] if fragment["work"]]:
+            snapshots = dict(zip(work["parameters"], work["snapshots"], strict=True))
+            for name, mean in work["changes"].items():
                 # The weights have this rank's change, and the consensus its mean: the difference is unsent again. It
                 # holds for the mean over participants; elements taken from one residual are put back by others.
-                if name in work["changes"]:
-                    change = change_of(snapshot, state["start"][name], as_real(state["own"][name]).dtype)
-                    back = work["changes"][name] - change.reshape(-1)
-                    residuals.add(name, back / num_parts, back.numel(), (0, 1))
+                change = change_of(snapshots[name], state["start"][name], as_real(state["own"][name]).dtype)
+                residuals.add(name, (mean - change.reshape(-1)) / num_parts, mean.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
             for name, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     wide = value.to(torch.promote_types(value.dtype, torch.float32))
                     totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
-                    counts[index, name] = counts.get((index, name), 0) + 1
     merged |= {
         "local_rank": None,
         "nodes": None,
@@ -229,9 +204,8 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
     optimizer_state = merged["optimizer"]["state"]
     for (index, name), total in totals.items():
-        entry = optimizer_state.setdefault(index, {})
-        dtype = entry[name].dtype if isinstance(entry.get(name), Tensor) else total.dtype
-        entry[name] = (total / counts[index, name]).to(dtype)
+        if name in optimizer_state.get(index, {}):
+            optimizer_state[index][name] = (total / num_states).to(optimizer_state[index][name].dtype)
     return merged
 
 
@@ -252,3 +226,84 @@ class _Mean:
     def divide(self, num_participants: float) -> Named:
         """Return the whole means: flat, in the dtype of the parts."""
         return {name: (total / num_participants).to(self._dtypes[name]) for name, total in self._totals.items()}
+
+
+# Shards of another size -----------------------------------------------------------------------------------------------
+# `fully_shard` divides the rows of a tensor (its first dimension) into equal chunks, the last ones shorter or empty.
+
+FLAT = ("residuals", "velocities")  # sections of a state, by name; of a shard without rows nothing is kept
+SHAPED = ("start", "velocity")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Which rows of each tensor a rank holds: chunk `number` of `size`."""
+
+    number: int
+    size: int
+
+    def rows(self, num_rows: int) -> range:
+        """Return the rows of a tensor with `num_rows`."""
+        chunk = -(-num_rows // self.size)
+        return range(min(self.number * chunk, num_rows), min((self.number + 1) * chunk, num_rows))
+
+
+def reshard(
+    states: Iterable[Mapping[str, Any]],
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    num_shards: int,
+    own: Chunk,
+) -> dict[str, Any]:
+    """Return the state with which a rank starts if the shards of the checkpoint have another size.
+
+    Args:
+        states: what `merge_states` returns for each shard of a node, in their order; one is in memory at a time.
+        names: of the optimizer's parameters, in the order of its groups.
+        shapes: of the whole tensors, by name.
+        num_shards: how many states there are.
+        own: what this rank holds.
+    """
+    state: dict[str, Any] = {}
+    pieces: dict[tuple[Any, ...], list[Tensor]] = {}  # of the rows that this rank is to hold, by section and key
+    for number, old in enumerate(states):
+        state, chunk = state or dict(old), Chunk(number, num_shards)
+        for key, name, values in _tensors(old, names, shapes, chunk):
+            there, here = chunk.rows(shapes[name][0]), own.rows(shapes[name][0])
+            first = max(here.start - there.start, 0)
+            rows = values.reshape(len(there), *shapes[name][1:])[first : max(here.stop - there.start, first)]
+            pieces.setdefault(key, []).append(rows.clone())
+    parts = {key: torch.cat(each) for key, each in pieces.items()}
+    state |= {section: {} for section in (*FLAT, *SHAPED, "local") if section in state}
+    for (section, name, *rest), part in parts.items():
+        if section == "optimizer":
+            state[section]["state"].setdefault(name, {})[rest[0]] = part
+        elif section in SHAPED:
+            state[section][name] = part
+        elif part.numel() and section == "local":
+            state[section].setdefault(name, {})[rest[0]] = part
+        elif part.numel():
+            state[section][name] = part.reshape(-1)
+    if "shapes" in state:
+        kept = {name: part.shape for (section, name, *_), part in parts.items() if section == "residuals"}
+        state["shapes"] = {name: tuple(shape) for name, shape in kept.items() if math.prod(shape)}
+        state["orders"] = {name: tuple(range(len(shape))) for name, shape in state["shapes"].items()}
+    return state
+
+
+def _tensors(
+    state: Mapping[str, Any], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], chunk: Chunk
+) -> Iterator[tuple[tuple[Any, ...], str, Tensor]]:
+    """Yield what a state has of shards: the keys under which it is, the parameter's name, and the values."""
+    for section in (*FLAT, *SHAPED):
+        for name, values in state.get(section, {}).items():
+            yield (section, name), name, values
+    for name, entry in state.get("local", {}).items():
+        for key, values in entry.items():
+            yield ("local", name, key), name, values
+    for index, entry in state.get("optimizer", {}).get("state", {}).items():
+        shape = shapes[names[index]]
+        numel = len(chunk.rows(shape[0])) * math.prod(shape[1:])
+        for key, values in entry.items():
+            if isinstance(values, Tensor) and values.dim() and values.numel() == numel:  # a count is none of a shard
+                yield ("optimizer", index, key), names[index], values

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.sync.resharding import Chunk, reshard
+from lightning_lowbw.sync.state import Chunk, reshard
 
 SHAPES = {"weight": (5, 3), "bias": (7,), "row": (1, 4)}
 WHOLE = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES.items()}
