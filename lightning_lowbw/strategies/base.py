@@ -26,7 +26,6 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
-from lightning_lowbw.strategies.consensus_view import ConsensusView
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, exchange_unscaled_
@@ -92,7 +91,6 @@ class BaseStrategy(ParallelStrategy):
         """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self._given = self.method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
         self.signals = Signals(self._workers)
-        self.view = ConsensusView()
         self.lost_peers = LostPeers()
         self._clipping = Clipping()
         self._guard = StepGuard()
@@ -102,7 +100,7 @@ class BaseStrategy(ParallelStrategy):
         """Forget the last fit, or the steps with a method of another kind."""
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_new_gradients = False  # since the last exchange
-        self.view.keep()
+        self._has_warned_of_buffers = False
 
     @property
     def workers(self) -> list[Synchronizer]:
@@ -134,11 +132,6 @@ class BaseStrategy(ParallelStrategy):
                 f"{type(self).__name__} exchanges gradients for those only."
             )
         return self._workers[id(optimizer)]
-
-    def note_batch(self) -> None:
-        """Number the batch, by which ranks are found that have left out a step."""
-        for worker in self.workers:
-            worker.batch = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def reconfigure(self, method: Method) -> None:
         """Replace the method's configuration, for the next steps.
@@ -317,9 +310,36 @@ class BaseStrategy(ParallelStrategy):
         self._keep_consensus()
 
     def _keep_consensus(self) -> None:
-        self.view.keep()
         for worker in self.replicas:
             worker.finish()
+
+    @property
+    def is_consensus_shown(self) -> bool:
+        """Whether the model holds the consensus of replicas that differ."""
+        return any(worker.own is not None for worker in self.replicas)
+
+    def _show_mean(self) -> None:
+        """Put the mean of the replicas into the model, until `_hide_mean`. It does not change the training.
+
+        Collective: all ranks; if the replicas are equal, as `Synchronizer.check_late_faults`.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if not self._has_warned_of_buffers:
+            self._has_warned_of_buffers = checks.warn_if_replaced(module, self.replicas)
+        for worker in self.replicas:
+            worker.show_consensus()
+
+    def _hide_mean(self) -> None:
+        """Give this rank its own weights back."""
+        for worker in self.replicas:
+            worker.hide_consensus()
+
+    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's state that does not change when the mean is hidden: it may be written to disk later."""
+        if not self.is_consensus_shown:
+            return state
+        return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in state.items()}
 
     # While an exception ends the fit ----------------------------------------------------------------------------
 

@@ -1,16 +1,26 @@
-"""Checkpoints: a plain ``.ckpt`` that Lightning writes on rank 0, and beside it a shard of each rank's own state."""
+"""Checkpoints: a plain ``.ckpt`` that Lightning writes on rank 0, and beside it a shard of each rank's own state.
+
+The checkpoint loads without this package. Under `METADATA_KEY` it names its shards, the files in the folder
+``<checkpoint>.ranks``. Their names carry an identity of the save: a checkpoint that is overwritten keeps its own shards
+until the new one is there, so that a job that dies in between resumes from the old one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import random
+import re
+import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import zipfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -20,14 +30,24 @@ from typing_extensions import override
 from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.comm.agreement import agree, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies import shards
 from lightning_lowbw.strategies.base import BaseStrategy
+from lightning_lowbw.strategies.keywords import Needs
+from lightning_lowbw.sync.buffers import copies
 from lightning_lowbw.sync.state import merge_states
 
+METADATA_KEY = "lightning_lowbw"
 FORMAT = 3  # of the shards; 1 was that of version 0.1.0
-ALONE: shards.Needs = "weights and optimizer"
-# Each worker's state, this rank's shard if the world is that of the checkpoint, and what an exception had interrupted.
-_Found = tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]
+ALONE: Needs = "weights and optimizer"
+FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
+PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
+BEFORE = "checkpoint.before"  # the one that it replaces
+NAME = re.compile(r"rank-(\d+)-of-\d+-.+\.pt")
+GO_ON = (
+    "give the strategy resume='weights and optimizer', which goes on from the file alone: with the step, the epoch, "
+    "the optimizer and the schedulers, and without what has not been sent"
+)
+
+LoadShard = Callable[[int], Mapping[str, Any]]  # of a rank
 
 
 class CheckpointedStrategy(BaseStrategy):
@@ -36,8 +56,7 @@ class CheckpointedStrategy(BaseStrategy):
     @override
     def _make_parts(self) -> None:
         super()._make_parts()
-        check_one_of("resume", self._options["resume"], get_args(shards.Needs))
-        self._last_queued: Future[None] | None = None  # done when the last save is written
+        check_one_of("resume", self._options["resume"], get_args(Needs))
         self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
         self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
         self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
@@ -69,15 +88,24 @@ class CheckpointedStrategy(BaseStrategy):
         """Keep what a run that is resumed has chosen."""
 
     def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those buffers, by name, that a rank keeps in its shard."""
-        return {**buffers, **self.view.own_buffers(buffers)}
+        """Return those buffers, by name, that a rank keeps in its shard: its own, also while the mean is shown."""
+        own = dict(buffers)
+        for worker in self.replicas:
+            shown = worker.averaged_tensors()  # not a buffer that another tensor has taken the place of
+            own |= {name: each for name, each in worker.own_tensors().items() if shown[name] is buffers.get(name)}
+        return own
 
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        """Enclose the loading of a rank's own state: until the first batch the model keeps the checkpoint's weights."""
-        assert self.lightning_module is not None
-        with self.view.loading(self.replicas, self.lightning_module):
-            yield
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        for worker in self.workers:  # the number of the batch, by which ranks are found that have left out a step
+            worker.batch = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if self._loaded is not None:  # not before the first batch, because Lightning draws some numbers before it
+            set_rng_state(self._loaded["rng"], self.root_device)
+            if self._loaded["precision"]:
+                self.precision_plugin.load_state_dict(self._loaded["precision"])
+            self._loaded = None
+        self._hide_mean()  # the last consensus view may not have ended
 
     # Saving -----------------------------------------------------------------------------------------------------
 
@@ -100,52 +128,44 @@ class CheckpointedStrategy(BaseStrategy):
         Raises:
             ConfigurationError: on all ranks; a rank could not write its file.
         """
-        has_shards = bool(self.workers) and "optimizer_states" in checkpoint
-        if not has_shards:
+        if not self.workers or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
             return
-        self._wait_for_the_save_before()
-        filepath = self._follow_rank_zero(filepath)
-        together = contextlib.nullcontext if self.is_interrupted else failing_together
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
+            # Wait for the save before: shards are kept of two saves, not of three. Its one thread keeps the order.
+            self.checkpoint_io._executor.submit(lambda: None).result()
+        together = failing_together
         if self.is_interrupted:
+            together = contextlib.nullcontext  # type: ignore[assignment]
             for worker in self.workers:
                 worker.recall()
+        filepath = self._follow_rank_zero(filepath)
         self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
-        folder = shards.folder_of(filepath)
-        checkpoint = {**checkpoint, shards.METADATA_KEY: self._metadata(checkpoint, folder)}
-        metadata = checkpoint[shards.METADATA_KEY]
-        path = shards.shard_path(folder, self.global_rank, metadata)
+        folder = folder_of(filepath)
+        metadata = self._metadata(checkpoint)
+        path = shard_path(folder, self.global_rank, metadata)
         renames = self.is_global_zero and self._is_renamed(filepath)
         with together():
-            if renames:
-                shards.prepare(os.fspath(filepath), folder)
-            self.checkpoint_io.save_checkpoint(self._shard(metadata), path)
+            if renames and os.path.isdir(filepath) and not os.path.isfile(os.path.join(filepath, "meta.pt")):
+                raise ConfigurationError(f"{filepath!r} is a folder, and no checkpoint. Save under another name.")
+            write_shard(self._shard(metadata), path)
+        checkpoint = {**checkpoint, METADATA_KEY: metadata}
         with together():
             if renames:
-                shards.overwrite(checkpoint, os.fspath(filepath), folder, write)
+                overwrite(checkpoint, os.fspath(filepath), folder, write)
             else:
                 write(checkpoint, filepath)
-        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
-            self._last_queued = self.checkpoint_io._executor.submit(lambda: None)  # its one thread keeps the order
         if not self.is_interrupted:
             self._sweep(folder, path)
 
     def _is_renamed(self, filepath: _PATH) -> bool:
-        """Return whether the checkpoint is written under another name first; see `shards`."""
+        """Return whether the checkpoint is written under another name first; see `overwrite`."""
         return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
-    def _wait_for_the_save_before(self) -> None:
-        """Wait until AsyncCheckpointIO has written its queue: shards are kept of two saves, not of three."""
-        if self._last_queued is not None:
-            self._last_queued.result()
-            self._last_queued = None
-
-    def _metadata(self, checkpoint: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "num_ranks": self.world_size,
-            "folder": folder.replace("\\", "/").rsplit("/", 1)[-1],
             "save_id": f"{self._run_id}-{self._num_saves}",
-            "step": checkpoint["global_step"],
             "is_interrupted": self.is_interrupted,
             "format": FORMAT,
             "kind": self._kind,
@@ -159,15 +179,15 @@ class CheckpointedStrategy(BaseStrategy):
         assert module is not None
         buffers = self._own_buffers(dict(module.named_buffers()))
         return {
-            **{name: metadata[name] for name in ("save_id", "step")},
+            "save_id": metadata["save_id"],
             "rank": self.global_rank,
             "workers": [worker.state_dict() for worker in self.workers],
-            "rng": shards.rng_state(self.root_device),
+            "rng": rng_state(self.root_device),
             "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
         }
 
-    def _follow_rank_zero(self, filepath: _PATH = "") -> _PATH:
+    def _follow_rank_zero(self, filepath: _PATH) -> _PATH:
         """Return the path of rank 0, and remove in each node what rank 0 has removed.
 
         Both may differ between ranks: names have metrics in them, and `ModelCheckpoint` removes the worst by a metric.
@@ -179,49 +199,31 @@ class CheckpointedStrategy(BaseStrategy):
             return filepath
         filepath, removed = self.broadcast((filepath, self._removed))
         self._removed = []
-        for folder in () if self.is_global_zero else removed:
-            self._latest.pop(folder, None)
-            if self.local_rank == 0:  # disks need not be shared
-                self._remove(folder)
+        if self.local_rank == 0 and not self.is_global_zero:  # disks need not be shared
+            for folder in removed:
+                remove_folder(folder)
         return filepath
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._follow_rank_zero()
 
     def _sweep(self, folder: str, path: str) -> None:
         """Delete earlier shards of this rank beside a checkpoint, and those of ranks that no longer exist."""
-        kept = {path}
         before, self._latest[folder] = self._latest.get(folder), path
         rank, num_ranks, is_first = self.global_rank, self.world_size, self.local_rank == 0
+        kept = {path}
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
+            if before is None:
+                return
+            kept.add(before)
         try:
-            if self.is_global_zero:  # of a process that was killed while it overwrote a checkpoint
-                shards.remove(f"{folder}/{shards.PART}")
-            if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
-                if before is None:
-                    return
-                kept.add(before)
-            elif before not in (None, path):  # also where a plugin keeps files that cannot be listed
-                self.checkpoint_io.remove_checkpoint(before)
-            shards.sweep(
-                self.checkpoint_io, folder, kept, lambda other: other == rank or (is_first and other >= num_ranks)
-            )
+            sweep(folder, kept, lambda other: other == rank or (is_first and other >= num_ranks))
         except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
             rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        super().remove_checkpoint(filepath)  # other nodes delete their shards at the next save
+        super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            folder = shards.folder_of(filepath)
-            self._removed.append(folder)
-            self._latest.pop(folder, None)
-            self._remove(folder)
-
-    def _remove(self, folder: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # nodes may share the disk
-            self.checkpoint_io.remove_checkpoint(folder)
+            self._removed.append(folder_of(filepath))  # other nodes delete their shards at the next save
+            remove_folder(folder_of(filepath))
 
     # Loading ----------------------------------------------------------------------------------------------------
 
@@ -239,88 +241,86 @@ class CheckpointedStrategy(BaseStrategy):
                 resume needs it.
             DisagreementError: on all ranks; they have loaded different checkpoints.
         """
-        metadata: Mapping[str, Any] = checkpoint.get(shards.METADATA_KEY) or {}
-        step, name = checkpoint["global_step"], type(self).__name__
+        metadata: Mapping[str, Any] = checkpoint.get(METADATA_KEY) or {}
+        step, name, is_exact = checkpoint["global_step"], type(self).__name__, self._options["resume"] != ALONE
         agree("checkpoint that is resumed", {"global_step": step, "save_id": metadata.get("save_id")})
-        if self._options["resume"] != ALONE and metadata.get("format", FORMAT) != FORMAT:
+        if is_exact and metadata.get("format", FORMAT) != FORMAT:
             raise ConfigurationError(
                 f"{path} was written by another version of lightning_lowbw: the ranks' own state beside it has format "
                 f"{metadata['format']}, and this version reads {FORMAT}. Finish the run with the version that wrote "
-                f"it, or {shards.GO_ON}."
+                f"it, or {GO_ON}."
             )
         is_ours = metadata.get("format") == FORMAT
         if is_ours:
             self._load_chosen(metadata["chosen"])
+        states: Sequence[Mapping[str, Any]] = ()
         if not is_ours or metadata["kind"] != self._kind:
-            self._set_workers(step, [])
-            writer = f"a method whose ranks keep {_kept(metadata['kind'])}" if is_ours else "another program"
+            writer = f"a method of kind {metadata['kind']!r}" if is_ours else "another program"
             rank_zero_info(
-                f"The checkpoint was written by {writer}. {name}, whose ranks keep {_kept(self._kind)}, begins with "
-                "the weights, the optimizer and the step in it, and with nothing else."
+                f"The checkpoint was written by {writer}. {name}, of kind {self._kind!r}, begins with the weights, the "
+                "optimizer and the step in it, and with nothing else."
             )
-        elif self._options["resume"] == ALONE:
-            self._set_workers(step, metadata["workers"])
+        elif is_exact:
+            assert path is not None
+            self._load_workers(metadata, path)
+            return
+        else:
+            states = metadata["workers"]
             rank_zero_info(
                 f"resume={ALONE!r}: {name} resumes from the checkpoint alone, with the weights, the optimizer, the "
                 "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
                 "momentum begins at zero."
             )
-        else:
-            assert path is not None
-            self._load_workers(metadata, path)
-
-    def _set_workers(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Set the workers' steps, and what is the same on all ranks, where the checkpoint has that."""
-        for number, worker in enumerate(self.workers):
+        for worker in self.workers:
             worker.step = step // len(self.workers)
-            if number < len(states):
-                worker.load_equal_state(states[number])
+        for worker, state in zip(self.workers, states, strict=False):
+            worker.load_equal_state(state)
 
     def _load_workers(self, metadata: Mapping[str, Any], path: _PATH) -> None:
         """Load the workers' state and, with the same number of ranks, the other state of this rank.
 
         Collective: all ranks, blocking.
         """
+        load, shard = functools.partial(load_shard, path, metadata), None
         with failing_together():
-            states, shard, torn = self._find(metadata, path)
-        with self._loading():
-            with failing_together():
-                for worker, state in zip(self.workers, states, strict=True):
-                    worker.load_state_dict(state)
-            if shard is not None:
-                self._restore(shard)
+            if (metadata["num_ranks"], metadata["nodes"]) == (self.world_size, self._nodes):
+                shard = load(self.global_rank)
+            states = self._merged_states(metadata, path, load) if shard is None else shard["workers"]
+        consensus = [copies(worker.averaged_tensors()) for worker in self.replicas]
+        with failing_together():
+            for worker, state in zip(self.workers, states, strict=True):
+                worker.load_state_dict(state)
         if shard is None:
             rank_zero_info(
                 f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata['nodes'])}; it is resumed "
                 f"by {self.world_size}{_on(self._nodes)}. Each starts with the mean of the ranks' own states."
             )
         else:
-            torn = by_rank(gather(torn, "interrupted steps"))
-            folder = shards.folder_of(path)
-            if shard["path"].startswith(f"{folder}/"):  # else those of another checkpoint are there
-                self._latest[folder] = shard["path"]  # deleted by the next save; another job may be writing others
-        if torn:
-            rank_zero_warn(
-                f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
-                f"{torn}. Those ranks take the step again, so that what it adds to their weights, or to what they have "
-                "not sent, may count twice."
-            )
+            self._restore(shard)
+        for worker, values in zip(self.replicas, consensus, strict=True):
+            if not worker.is_consensus:  # until the first batch the model keeps the checkpoint's weights
+                worker.show(values)
+        if metadata["is_interrupted"]:
+            own = "" if shard is None else " and ".join(state["torn"] for state in states if state["torn"])
+            torn = [f"rank {rank}: {each}" for rank, each in enumerate(gather(own, "interrupted steps")) if each]
+            if torn or shard is None:
+                rank_zero_warn(
+                    f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
+                    f"{'; '.join(torn) or 'some ranks'}. Those ranks take the step again, so that what it adds to "
+                    "their weights, or to what they have not sent, may count twice."
+                )
 
-    def _find(self, metadata: Mapping[str, Any], path: _PATH) -> _Found:
-        """Return each worker's state, this rank's shard if the world is that of the checkpoint, and what was
-        interrupted.
+    def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
+        """Return each worker's state in another world: the mean; one shard is in memory at a time.
 
         Raises:
             ConfigurationError: on this rank; a shard is missing, damaged or another one.
         """
-        load = functools.partial(shards.load, self.checkpoint_io, path, metadata)
-        if metadata["num_ranks"] == self.world_size and metadata.get("nodes") == self._nodes:
-            shard, own_path = load(self.global_rank)
-            return shard["workers"], {**shard, "path": own_path}, _torn(shard)
-        numbers, ranks = range(len(self.workers)), range(metadata["num_ranks"])
-        torn: dict[int, str] = {}
-        merged: list[Mapping[str, Any]] = [merge_states(states_of(number, ranks, load, torn)) for number in numbers]
-        return merged, None, by_rank([torn[rank] for rank in ranks])
+        return [self._mean_of(number, range(metadata["num_ranks"]), load) for number in range(len(self.workers))]
+
+    @staticmethod
+    def _mean_of(number: int, ranks: Sequence[int], load: LoadShard) -> Mapping[str, Any]:
+        return merge_states(load(rank)["workers"][number] for rank in ranks)
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         """Load what a rank has beside its workers."""
@@ -331,48 +331,158 @@ class CheckpointedStrategy(BaseStrategy):
             if name in shard["buffers"] and buffer.shape == shard["buffers"][name].shape:
                 buffer.copy_(shard["buffers"][name])
 
-    def _restore_random_numbers(self) -> None:
-        """Set the state of the random numbers; only before the first batch, because Lightning draws some before it."""
-        if self._loaded is None:
-            return
-        shards.set_rng_state(self._loaded["rng"], self.root_device)
-        if self._loaded["precision"]:
-            self.precision_plugin.load_state_dict(self._loaded["precision"])
-        self._loaded = None
-
-
-def states_of(
-    number: int,
-    ranks: Iterable[int],
-    load: Callable[[int], tuple[Mapping[str, Any], str]],
-    torn: dict[int, str],
-) -> Iterator[Mapping[str, Any]]:
-    """Yield what ranks have saved of a worker, one shard in memory at a time.
-
-    In place:
-        `torn`: what an exception had interrupted, by rank.
-    """
-    for rank in ranks:
-        shard, _ = load(rank)
-        torn[rank] = _torn(shard)
-        yield shard["workers"][number]
-
-
-def _torn(shard: Mapping[str, Any]) -> str:
-    return " and ".join(state["torn"] for state in shard["workers"] if state["torn"])
-
-
-def by_rank(texts: Sequence[str]) -> str:
-    """Return the texts of the ranks; ranks with the same text are put together."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items() if text)
-
 
 def _on(nodes: list[list[int]] | None) -> str:
     return "" if nodes is None else f" on nodes {nodes}"
 
 
-def _kept(kind: str) -> str:
-    return {"replicas": "weights of their own", "gradients": "unsent gradients"}.get(kind.split()[0], "nothing")
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def folder_of(checkpoint_path: _PATH) -> str:
+    """Return the folder that holds the shards of a checkpoint; local paths and fsspec URLs alike."""
+    return f"{os.fspath(checkpoint_path)}{FOLDER_SUFFIX}"
+
+
+def shard_path(folder: str, rank: int, metadata: Mapping[str, Any]) -> str:
+    """Return the path of one rank's shard."""
+    return f"{folder}/rank-{rank}-of-{metadata['num_ranks']}-{metadata['save_id']}.pt"
+
+
+def write_shard(shard: Mapping[str, Any], path: str) -> None:
+    """Write a shard, under a name that no other has."""
+    files = get_filesystem(path)
+    files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    with files.open(path, "wb") as file:
+        torch.save(shard, file)
+
+
+def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Load the shard of one rank, which must be what its name says.
+
+    Raises:
+        ConfigurationError: on this rank; the shard is missing, damaged, or that of another rank, save or step.
+    """
+    given = os.fspath(checkpoint_path)
+    target = given if "://" in given else os.path.realpath(given)  # a link (`save_last="link"`)
+    path = shard_path(folder_of(target), rank, metadata)
+    shard = _read(path)
+    if shard is None:
+        raise ConfigurationError(
+            f"The shard {path!r} is missing. It belongs to {given!r}, saved by {metadata['num_ranks']} ranks: copy the "
+            f"folder along with the file (from all nodes, if their disks are not shared), or {GO_ON}."
+        )
+    expected = {"rank": rank, "save_id": metadata["save_id"]}
+    found = {name: shard.get(name) for name in expected}
+    if metadata["is_interrupted"]:  # else all ranks were at the same place, with uneven data after different batches
+        expected["steps and averages"] = _progress(metadata["workers"])
+        found["steps and averages"] = _progress(shard["workers"])
+    wrong = [f"{name} {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]
+    if wrong:
+        raise ConfigurationError(
+            f"The shard {path!r} does not belong to the checkpoint beside it: {', '.join(wrong)}. All shards must be "
+            f"of one save: copy the file and its folder once more, together, or {GO_ON}."
+        )
+    return shard
+
+
+def _read(path: str) -> dict[str, Any] | None:
+    """Read a file of tensors and primitives; None if it is not there.
+
+    Raises:
+        ConfigurationError: it is damaged.
+    """
+    try:
+        with get_filesystem(path).open(path, "rb") as file:
+            with zipfile.ZipFile(file) as archive:  # torch compares no checksums, and takes half of all damaged files
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+            file.seek(0)
+            shard: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            return shard
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # of zipfile, of the unpickler, of the file system: anything
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ConfigurationError(
+            f"The shard {path!r} is damaged ({type(error).__name__}: {reason}). It must be the file that was saved: "
+            f"copy it again, or {GO_ON}."
+        ) from error
+
+
+def _progress(states: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    return [(state["step"], state.get("num_averages", 0)) for state in states]
+
+
+def sweep(folder: str, kept: Collection[str], is_mine: Callable[[int], bool]) -> None:
+    """Delete shards that no checkpoint names any more: of the previous save, and of interrupted saves.
+
+    Args:
+        folder: of the shards; nothing else in it is touched.
+        kept: paths of shards.
+        is_mine: whether this rank deletes the shards of a rank.
+    """
+    files, names = get_filesystem(folder), {path.rsplit("/", 1)[-1] for path in kept}
+    files.invalidate_cache(folder)
+    for listed in files.ls(folder, detail=False):
+        name = str(listed).replace("\\", "/").rsplit("/", 1)[-1]
+        match = NAME.fullmatch(name)
+        if match is not None and name not in names and is_mine(int(match[1])):
+            with contextlib.suppress(FileNotFoundError):  # another node was faster
+                files.rm(f"{folder}/{name}")
+
+
+def remove_folder(folder: str) -> None:
+    """Delete the shards of a checkpoint, if they are there: nodes may share the disk."""
+    with contextlib.suppress(FileNotFoundError):
+        get_filesystem(folder).rm(folder, recursive=True)
+
+
+def overwrite(checkpoint: Any, filepath: str, folder: str, write: Callable[[Any, str], None]) -> None:
+    """Write a checkpoint in place of the one of this name, so that at any time one of both is whole on disk.
+
+    It is written into the folder of the shards, and then renamed. Lightning writes files to the folder for temporary
+    files first: from another disk they would be copied, and a crash or a full disk would leave a part of one. A folder
+    cannot be renamed over another: a process that is killed between both renames leaves the previous one in `BEFORE`.
+
+    Args:
+        checkpoint: for `write`.
+        filepath: where the checkpoint, a file or a folder, is to be.
+        folder: of its shards.
+        write: makes a file, or a folder, of the name that it is given.
+    """
+    part, before = f"{folder}/{PART}", f"{folder}/{BEFORE}"
+    _remove(part)  # of a process that was killed
+    write(checkpoint, part)
+    if os.path.isdir(part) or os.path.isdir(filepath):
+        _remove(before)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(filepath, before)
+    os.replace(part, filepath)
+    _remove(before)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of this process's random number generators: tensors and primitives."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Load what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

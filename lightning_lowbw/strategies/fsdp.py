@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,44 +23,49 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.arguments import check_flag, code_of, names_arguments
-from lightning_lowbw.comm.agreement import agree, failing_together
-from lightning_lowbw.comm.collectives import broadcast_flat_
+from lightning_lowbw.comm.agreement import agree, differ, failing_together
+from lightning_lowbw.comm.collectives import Held, broadcast_flat_, group_of
 from lightning_lowbw.comm.ledger import TrafficLedger
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, Where, as_method
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.strategies import checks, shards
+from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.base import buffers_by_optimizer
-from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
-from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy, by_rank, states_of
-from lightning_lowbw.strategies.keywords import as_timeout
-from lightning_lowbw.strategies.sharding import (
-    NodeMesh,
-    check_reduced,
-    check_sharded,
-    equalise_,
-    install_default,
-    make_node_mesh,
-    remove_default,
-    reshard_,
-)
+from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy, LoadShard
+from lightning_lowbw.strategies.keywords import Needs, as_timeout
 from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange, scaler_of
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView, Shard, local_parameters
-from lightning_lowbw.sync.state import Chunk, merge_states, reshard
+from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView, Shard
+from lightning_lowbw.sync.state import Chunk, reshard
 from lightning_lowbw.sync.status import any_of, first_fault, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
+
+try:
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    HAS_FULLY_SHARD = True
+except ImportError:  # before torch 2.6
+    HAS_FULLY_SHARD = False
+
+DIMENSIONS = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelParallelStrategy
+# Of a LightningModule that is sharded itself: its weights are gathered before each of these.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are not called
+PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @names_arguments
@@ -108,7 +113,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         topology: TopologyChoice | None = None,
         save_distributed_checkpoint: bool = True,
         offload_state: bool = False,
-        resume: shards.Needs = "exact",
+        resume: Needs = "exact",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
     ) -> None:
@@ -192,12 +197,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         reshard_(module)  # a forward pass since the last fit has gathered weights
         if fitting:
             shown = ", ".join(str(list(node)) for node in topology.nodes)
-            rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.")
-        if fitting and topology.num_nodes == 1:
-            rank_zero_warn(
-                f"{name}, topology={self.topology!r}: all ranks are on one node, so there is no slow network between "
-                "nodes: this trains as FSDP."
-            )
+            alone = " There is no slow network between nodes: this trains as FSDP." if topology.num_nodes == 1 else ""
+            rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.{alone}")
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -230,7 +231,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         Collective: all ranks.
         """
         peers = Peers(self.mesh.peers(), self.ledger, nodes=self._nodes)
-        named = local_parameters(module.named_parameters(), self._tensors)
+        named = [(name, self._tensors.of(parameter)) for name, parameter in module.named_parameters()]
         numels = {self._tensors.of(parameter): parameter.numel() for parameter in module.parameters()}
         with failing_together():
             buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
@@ -264,13 +265,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         super().teardown()
 
     # The step ---------------------------------------------------------------------------------------------------
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self.note_batch()
-        self._restore_random_numbers()
-        self._hide_consensus()  # the last view may not have ended
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -320,7 +314,13 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         finds those of its first rank, or the running statistics of rank 0 where gradients are exchanged.
         """
         module = self.lightning_module
-        if not self.workers or module is None or module._trainer is None or self._is_fit_over or self.view.is_shown:
+        if (
+            not self.workers
+            or module is None
+            or module._trainer is None
+            or self._is_fit_over
+            or self.is_consensus_shown
+        ):
             return
         reshard_(module)
         if self.is_interrupted:
@@ -335,17 +335,18 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 agree_in_world(worker)
             elif worker.peers.num_ranks > 1 and worker.method.sends_changes:
                 check_last_faults(worker)  # also ranks whose shards are empty, and which have no flag
-        self.view.show(self.replicas, module, is_interrupted=False)
-        if self.view.is_shown:
-            for worker in self.replicas:
-                every = (*worker.buffers.floating.values(), *worker.buffers.counts)
-                broadcast_flat_(every, lambda flat: dist.broadcast(flat, group=self.mesh.node(), group_src=0))
-            self.view.remember_shown(module)
+        self._show_mean()
+        for worker in self.replicas:
+            if worker.own is not None:
+                buffers = (*worker.buffers.floating.values(), *worker.buffers.counts.values())
+                broadcast_flat_(buffers, lambda flat: dist.broadcast(flat, group=self.mesh.node(), group_src=0))
+                worker.note_shown()
 
-    def _hide_consensus(self) -> None:
-        if self.view.is_shown:
+    @override
+    def _hide_mean(self) -> None:
+        if self.is_consensus_shown:
             reshard_(self.trainer.lightning_module)
-            self.view.hide()
+            super()._hide_mean()
 
     @override
     def end_epoch(self) -> None:
@@ -359,14 +360,10 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Average weights that differ between nodes after the last average: a callback may have put in its own."""
         self.lost_peers.come_to_end(self.trainer.global_step, self._timeout)
         self._check_last_faults()
         if not self.replicas:
             checks.agree_on_hyperparameters(self.trainer)
-        for worker in self.replicas:
-            own = [each.detach() for each in worker.parameters() if each.numel()]
-            agree_on_weights_(own, worker.peers, worker.device)
         super().on_train_end()
 
     def _check_last_faults(self) -> None:
@@ -378,7 +375,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         if not self.trainer.sanity_checking:  # after which there may be nothing to train
-            self._hide_consensus()
+            self._hide_mean()
         reshard_(self.trainer.lightning_module)
 
     @override
@@ -388,7 +385,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._check_last_faults()
             self.show_consensus()
-        return self.view.copied(super().lightning_module_state_dict())
+        return self._copied(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -409,13 +406,10 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             return
         self._save(checkpoint, filepath, functools.partial(super().save_checkpoint, storage_options=storage_options))
         if not self.trainer.validating:
-            self._hide_consensus()
+            self._hide_mean()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with failing_together():
-            if self.is_global_zero:
-                shards.put_back(os.fspath(checkpoint_path), shards.folder_of(checkpoint_path))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING and "global_step" in checkpoint:
             for view in self._views.values():
@@ -442,30 +436,25 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         return (is_folder and "://" not in str(filepath)) or super()._is_renamed(filepath)
 
     @override
-    def _find(
-        self, metadata: Mapping[str, Any], path: _PATH
-    ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any] | None, str]:
-        """Return, where the nodes are others, the mean over the nodes of what they had of this rank's rows."""
-        nodes, mesh = metadata["nodes"], self.mesh
-        size, own = len(nodes[0]), Chunk(mesh.coordinate, mesh.topology.ranks_per_node)
-        if nodes == self._nodes:
-            return super()._find(metadata, path)
-        load = functools.partial(shards.load, self.checkpoint_io, path, metadata)
-        torn: dict[int, str] = {}
-
-        def mean_of(number: int, coordinate: int) -> Mapping[str, Any]:
-            return merge_states(states_of(number, [node[coordinate] for node in nodes], load, torn))
-
-        if size == own.size:
-            found = [mean_of(number, own.number) for number in range(len(self.workers))]
-        else:
-            shapes = _shapes(self.trainer.lightning_module, path)
-            found = []
-            for number, worker in enumerate(self.workers):
-                names = [worker.name_of(p) for group in worker.optimizer.param_groups for p in group["params"]]
-                states = (mean_of(number, coordinate) for coordinate in range(size))
-                found.append(reshard(states, names, shapes, size, own))
-        return found, None, by_rank([torn[rank] for rank in sorted(torn)])
+    def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
+        """Return the mean over the nodes of what they had of this rank's rows."""
+        nodes, own = metadata["nodes"], Chunk(self.mesh.coordinate, self.mesh.topology.ranks_per_node)
+        named = dict(self.trainer.lightning_module.named_parameters())
+        is_same_size, size = len(nodes[0]) == own.size, len(nodes[0])
+        by_columns = [n for n, p in named.items() if isinstance(p, DTensor) and Shard(0) not in p.placements]
+        if by_columns and not is_same_size:
+            raise ConfigurationError(
+                f"{path} was written by nodes of another size, and {by_columns[0]!r} is not sharded by rows, which "
+                f"alone are dealt out anew. Resume with any number of nodes of {size} ranks, or {GO_ON}."
+            )
+        shapes, merged = {name: tuple(parameter.shape) for name, parameter in named.items()}, []
+        for number, worker in enumerate(self.workers):
+            of_shards = (self._mean_of(number, [node[shard] for node in nodes], load) for shard in range(size))
+            if is_same_size:
+                merged.append(self._mean_of(number, [node[own.number] for node in nodes], load))
+            else:
+                merged.append(reshard(of_shards, list(worker.by_name()), shapes, size, own))
+        return merged
 
 
 def _between_nodes(method: Method) -> Method:
@@ -476,39 +465,20 @@ def _between_nodes(method: Method) -> Method:
     """
     when, where = method.when, method.where
     rule, fragments = (getattr(when, name, None) for name in ("rule", "num_fragments"))
-    refused = {
-        "sparsity='auto'": isinstance(when, EveryStep)
-        and when.is_auto
-        and "it measures steps of DDP. Give the numbers, as in DGC(sparsity=[0.99], rampup_begin_step=100)",
-        f"rule={rule!r}": rule in ("fleet", "adacomm")
-        and "it follows the loss, which differs between the shards of a node. Take 'fixed' or 'qsr'",
-        f"num_fragments={fragments!r}": fragments not in (None, 1)
-        and "parts are balanced by bytes, which differ between shards. Leave it out",
-        f"algorithm={where.algorithm!r}": where.algorithm not in (None, "sharded")
-        and "each rank exchanges its shard with those of the other nodes. Leave it out",
-        f"inter_dtype={where.inter_dtype!r}": where.inter_dtype != "float32"
-        and f"there is no dense sum on two levels. Take QuantizedGradients({where.inter_dtype!r})",
-    }
-    for given, reason in refused.items():
-        if reason:
-            raise ConfigurationError(f"{given} with a sharded model: {reason}.")
+    refused = ""
+    if isinstance(when, EveryStep) and when.is_auto:
+        refused = "sparsity='auto' measures steps of DDP. Give the numbers: DGC(sparsity=[0.99], rampup_begin_step=100)"
+    elif rule in ("fleet", "adacomm"):
+        refused = f"rule={rule!r} follows the loss, which differs between the shards of a node. Take 'fixed' or 'qsr'"
+    elif fragments not in (None, 1):
+        refused = f"num_fragments={fragments!r}: parts are balanced by bytes, which differ between shards. Leave it out"
+    elif where.algorithm not in (None, "sharded"):
+        refused = f"algorithm={where.algorithm!r}: each rank exchanges its shard with other nodes. Leave it out"
+    elif where.inter_dtype != "float32":
+        refused = f"inter_dtype={where.inter_dtype!r}: take QuantizedGradients({where.inter_dtype!r})"
+    if refused:
+        raise ConfigurationError(f"With a sharded model, {refused}.")
     return Method(when=when, what=method.what, where=Where())
-
-
-def _shapes(module: torch.nn.Module, path: _PATH) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the whole parameters by name.
-
-    Raises:
-        ConfigurationError: alike on all ranks; one is not sharded by rows.
-    """
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and Shard(0) not in parameter.placements:
-            raise ConfigurationError(
-                f"{path} was written by nodes of another number of ranks, and {name!r} is not sharded by rows, which "
-                "alone are dealt out anew. Resume with nodes of that size (any number of them), or "
-                f"{shards.GO_ON}."
-            )
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 # Messages between shards --------------------------------------------------------------------------------------------
@@ -570,3 +540,183 @@ def _any_in(
     if not is_same_batch:
         raise_at_other_batches(worker.batch, worker.step, group)
     return message[0], requests
+
+
+# Nodes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeMesh:
+    """The ranks of a node, and those with the same shards in the other nodes.
+
+    Attributes:
+        topology: which ranks share a node, each of which holds the whole model.
+        mesh: of this rank's node; its second dimension, as in Lightning's ModelParallelStrategy, is of size 1.
+        coordinate: which shards this rank holds; its local rank.
+        node: returns the process group of the node.
+        peers: returns that of the ranks with this coordinate in all nodes.
+    """
+
+    topology: Topology
+    mesh: DeviceMesh
+    coordinate: int
+    node: Held
+    peers: Held
+
+
+def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: timedelta | None) -> NodeMesh:
+    """Make the meshes of all nodes, and the process groups between them.
+
+    Collective: all ranks, blocking. A mesh is made of groups that are there: those that `DeviceMesh` makes itself have
+    torch's own timeout, whatever the user has said.
+
+    Raises:
+        ConfigurationError: on all ranks; the nodes are of different sizes.
+    """
+    if not topology.has_equal_nodes:
+        sizes = ", ".join(f"node {index} has {len(node)}" for index, node in enumerate(topology.nodes))
+        raise ConfigurationError(
+            f"The nodes have different numbers of ranks ({sizes}), and each rank exchanges its shard with one of the "
+            "same size in every other node. Start as many ranks on each."
+        )
+    node, coordinate = topology.node_of(rank), topology.local_rank_of(rank)
+    nodes = [group_of(ranks, DIMENSIONS[0], timeout) for ranks in topology.nodes]
+    alone = [group_of((each,), DIMENSIONS[1], timeout) for each in range(topology.world_size)]
+    between = [group_of(topology.peers(each), "equal shards", timeout) for each in range(topology.ranks_per_node)]
+    mesh = DeviceMesh.from_group(
+        [group for group in (nodes[node], alone[rank]) if group is not None],
+        device_type,
+        torch.tensor(topology.nodes[node], dtype=torch.int).view(-1, 1),
+        mesh_dim_names=DIMENSIONS,
+    )
+    return NodeMesh(topology, mesh, coordinate, Held(nodes[node]), Held(between[coordinate]))
+
+
+# Modules without `configure_model` --------------------------------------------------------------------------------
+
+
+def install_default(module: Any, device: torch.device) -> None:
+    """Give a module that has none a `configure_model` that shards it, until `remove_default`.
+
+    The whole model is on each rank until then. A model that does not fit needs one of its own, under
+    ``with torch.device("meta")``.
+
+    Raises:
+        ConfigurationError: this torch cannot shard.
+    """
+    if not HAS_FULLY_SHARD:
+        raise ConfigurationError(
+            f"ShardedStrategy needs torch.distributed.fsdp.fully_shard, which torch {torch.__version__} does not have: "
+            "install torch 2.6 or newer."
+        )
+    if not is_overridden("configure_model", module):
+        module.configure_model = lambda: _shard(module, device)
+
+
+def remove_default(module: nn.Module) -> None:
+    """Take it away again."""
+    vars(module).pop("configure_model", None)
+
+
+def _shard(module: Any, device: torch.device) -> None:
+    """Shard the children, and the layers in lists; the module itself takes what several of them share, and its own."""
+    if any(isinstance(each, DTensor) for each in module.parameters()):  # in an earlier fit
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:  # as DDP: rank 0's, before each keeps its shard of it
+        whole = tensor.detach().to(device)
+        dist.broadcast(whole, 0)
+        with torch.no_grad():
+            tensor.copy_(whole)
+    lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+    children, in_lists = set(_layers_in(module)), {layer for each in lists for layer in _layers_in(each)}
+    users: dict[Parameter, set[nn.Module]] = {}
+    for layer in module.modules():
+        for parameter in layer.parameters(recurse=False):
+            users.setdefault(parameter, set()).add(layer)
+    alone = [  # inner ones first; before torch replaces any parameter
+        layer
+        for layer in reversed(list(module.modules()))
+        if layer in children | in_lists and any(True for _ in layer.parameters())
+        if all(users[parameter] <= set(layer.modules()) for parameter in layer.parameters())
+    ]
+    mesh = module.device_mesh[DIMENSIONS[0]]
+    for layer in alone:  # others stay gathered until the backward pass, as a root does: a loss may use their weights
+        fully_shard(layer, mesh=mesh, reshard_after_forward=layer in in_lists)
+    if not all(isinstance(each, DTensor) for each in module.parameters()):
+        fully_shard(module, mesh=mesh)
+        for name in STEPS:
+            register_fsdp_forward_method(module, name)
+
+
+def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module; in place of a list or dictionary of layers those that are in it."""
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _layers_in(child)
+        elif not isinstance(child, PARAMETERS):
+            yield child
+
+
+# What is gathered, and what is not --------------------------------------------------------------------------------
+
+
+def check_sharded(module: nn.Module, mesh: NodeMesh) -> None:
+    """Check that each parameter that is trained is sharded over this node, and not over more or less.
+
+    Raises:
+        ConfigurationError: one is not; names it.
+    """
+    ranks = set(mesh.topology.nodes[mesh.topology.node_of(dist.get_rank())])
+    for name, parameter in module.named_parameters():
+        others = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
+        if not others <= ranks or (parameter.requires_grad and len(ranks) > 1 and others != ranks):
+            raise ConfigurationError(
+                f"{name!r} is sharded over ranks {sorted(others)}, and this node has {sorted(ranks)}: it would be sent "
+                "between nodes in every forward pass, or its gradient would be that of one rank alone. In "
+                'configure_model give each fully_shard mesh=self.device_mesh["data_parallel"], and end with '
+                "fully_shard(self, mesh=...), which takes what no block has."
+            )
+
+
+def check_reduced(module: nn.Module) -> None:
+    """Check after a backward pass that FSDP has reduced all gradients.
+
+    In manual optimization it does not reduce those of the module's own parameters, and of layers that share one: they
+    are gathered for `training_step`, which has not ended.
+
+    Raises:
+        ConfigurationError: a parameter is gathered and has a gradient, which would be missing in this step.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            raise ConfigurationError(
+                f"{name!r}: FSDP has not reduced its gradient. In manual optimization a parameter of the module "
+                "itself, or one that several layers share, needs a configure_model: shard a layer around all its users."
+            )
+
+
+def reshard_(module: nn.Module) -> None:
+    """Free the weights that a forward pass has gathered, and that it keeps for a backward pass that may not come.
+
+    After a validation these would be used by the next forward pass, although the shards have other values by then.
+    """
+    for layer in module.modules():
+        if HAS_FULLY_SHARD and isinstance(layer, FSDPModule):
+            layer.reshard()
+
+
+@torch.no_grad()
+def equalise_(module: nn.Module, tensors: LocalTensors, group: dist.ProcessGroup | None) -> None:
+    """Give all nodes the weights and buffers of the first, where they differ.
+
+    In place:
+        Parameters and buffers.
+
+    Collective: the ranks of the group, which have the same shards; two numbers, and the tensors where these differ.
+    """
+    own: list[Tensor] = [tensors.of(parameter).detach() for parameter in module.parameters()]
+    own += list(module.buffers())
+    if own and dist.get_world_size(group) > 1 and any(differ([own], group, own[0].device)):
+        for tensor in own:
+            if tensor.numel():
+                dist.broadcast(tensor, group=group, group_src=0)

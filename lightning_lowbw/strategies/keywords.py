@@ -18,13 +18,13 @@ from typing_extensions import TypedDict
 
 from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.shards import Needs
 
 # The communication hook is this package's; the others would communicate outside of the hook.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
 
+Needs = Literal["exact", "weights and optimizer"]  # what a resume loads
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 

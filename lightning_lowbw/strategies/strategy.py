@@ -36,13 +36,20 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, as_method
-from lightning_lowbw.strategies import checks, shards
+from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
 from lightning_lowbw.strategies.base import buffers_by_optimizer
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
-from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, DDPKeywords, asked_of_buffers, given_keywords, shows
+from lightning_lowbw.strategies.keywords import (
+    DDP_KEYWORDS,
+    DDPKeywords,
+    Needs,
+    asked_of_buffers,
+    given_keywords,
+    shows,
+)
 from lightning_lowbw.strategies.launcher import Launcher
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
@@ -93,7 +100,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         *,
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
-        resume: shards.Needs = "exact",
+        resume: Needs = "exact",
         **kwargs: Unpack[DDPKeywords],
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
@@ -306,7 +313,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.view.is_shown and not self.is_interrupted:  # a resume with no batch left to train
+        if self.is_consensus_shown and not self.is_interrupted:  # a resume with no batch left to train
             self._keep_consensus()
         self.peers.close()
         self._worker_peers.close()
@@ -318,10 +325,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.note_batch()
-        self._restore_random_numbers()
         if self.method.averages_weights:
-            self.view.hide()  # the last consensus view may not have ended
             if self.world_size > 1:
                 self.uneven.count(batch)
                 self.uneven.begin_batch(self.trainer)
@@ -454,13 +458,15 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             if self._workers and not self._is_fit_over:
                 self.buffers.share_(self.trainer.lightning_module, self.ledger, self.root_device)
             return
-        if module is None or module._trainer is None or self.view.is_shown:
+        if module is None or module._trainer is None or self.is_consensus_shown:
             return
-        is_interrupted = self.is_interrupted or self._is_fit_over  # after an exception replicas differ
-        if not is_interrupted:
-            self.uneven.check_view(module.trainer)
-            self._agree_on_averages()
-        self.view.show(self.replicas, module, is_interrupted=is_interrupted)
+        if self.is_interrupted or self._is_fit_over:  # others may be elsewhere: each keeps its own weights
+            if not all(worker.parameters_agree for worker in self.replicas):
+                rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
+            return
+        self.uneven.check_view(module.trainer)
+        self._agree_on_averages()
+        self._show_mean()
 
     def _agree_on_averages(self) -> None:
         """Average over ranks what callbacks have averaged over steps: they are validated and saved."""
@@ -523,7 +529,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if not self.method.averages_weights:
             self.auto.restart_clock(self.ledger)
         elif not self.trainer.sanity_checking:  # after which there may be nothing to train
-            self.view.hide()
+            self._hide_mean()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -533,7 +539,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._check_late_faults()
         elif trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.show_consensus()
-        return self.view.copied(super().lightning_module_state_dict())
+        return self._copied(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -558,7 +564,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if not self.method.averages_weights:
             self.auto.restart_clock(self.ledger)
         elif not self.trainer.validating:
-            self.view.hide()
+            self._hide_mean()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

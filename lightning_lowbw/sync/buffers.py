@@ -23,13 +23,13 @@ class ReplicaBuffers:
 
     Attributes:
         floating: those that are averaged, by name.
-        counts: those of which the largest is taken, such as the number of batches a batch norm has seen.
+        counts: those of which the largest is taken, such as the number of batches a batch norm has seen, by name.
         start: of those that are averaged at the last average; empty before `begin`.
     """
 
     def __init__(self, named_buffers: Mapping[str, Tensor]) -> None:
         self.floating = {name: b for name, b in named_buffers.items() if b.is_floating_point() or b.is_complex()}
-        self.counts = [b for b in named_buffers.values() if not (b.is_floating_point() or b.is_complex())]
+        self.counts = {name: b for name, b in named_buffers.items() if name not in self.floating}
         self.start: dict[str, Tensor] = {}
         means = {name: name.removesuffix("running_var") + "running_mean" for name in self.floating}
         # The running mean that belongs to a running variance, by its name.
@@ -109,10 +109,11 @@ class ReplicaBuffers:
         """
         if not self.counts:
             return
-        flat = torch.cat([count.reshape(-1).to(torch.int64) for count in self.counts])
+        counts = list(self.counts.values())
+        flat = torch.cat([count.reshape(-1).to(torch.int64) for count in counts])
         peers.all_reduce_(flat, dist.ReduceOp.MAX)
-        parts = flat.split([count.numel() for count in self.counts])
-        copy_all_(self.counts, [part.view(count.shape) for count, part in zip(self.counts, parts, strict=True)])
+        parts = flat.split([count.numel() for count in counts])
+        copy_all_(counts, [part.view(count.shape) for count, part in zip(counts, parts, strict=True)])
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,35 +122,21 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unchanged(
-    buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return what buffers had before others were shown, of those that the user's code has not changed meanwhile.
+    """Return what tensors had before others were shown, of those that the user's code has not changed meanwhile.
 
     Args:
-        buffers: by name.
-        own: what they had; not of all.
-        shown: copies of what was put into them.
+        tensors: by name.
+        own: what they had.
+        shown: copies of what was put into them; of those that the user's code may change.
     """
-    return {
-        name: value
-        for name, value in own.items()
-        if name not in shown or (name in buffers and _is_same(buffers[name], shown[name]))
-    }
-
-
-@torch.no_grad()
-def put_back_(buffers: Mapping[str, Tensor], own: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> list[str]:
-    """Put back what is `unchanged`, from the same arguments; return the names of the others."""
-    kept = unchanged(buffers, own, shown)
-    for name, value in kept.items():
-        if name in buffers:
-            buffers[name].copy_(value)
-    return [name for name in own if name not in kept]
+    return {name: each for name, each in own.items() if name not in shown or _is_same(tensors[name], shown[name])}
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and values; NaN is the same as NaN."""
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    """Return whether two tensors have the same values; NaN is the same as NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -60,7 +60,7 @@ from lightning_lowbw.sync.average import (
     make_fragments,
     note_steps,
 )
-from lightning_lowbw.sync.buffers import ReplicaBuffers, copies, put_back_, unchanged, wide_copies
+from lightning_lowbw.sync.buffers import ReplicaBuffers, copies, unchanged, wide_copies
 from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import check_shapes
@@ -676,7 +676,7 @@ class LocalSync(Synchronizer):
         return {**self.by_name(), **self._averaged_buffers()}
 
     def _averaged_buffers(self) -> dict[str, Tensor]:
-        return {**self.buffers.floating, **{f"count.{i}": count for i, count in enumerate(self.buffers.counts)}}
+        return {**self.buffers.floating, **self.buffers.counts}
 
     def _unequal(self) -> list[Parameter]:
         """Return the parameters that may differ between ranks: those trained since their last average."""
@@ -729,7 +729,7 @@ class LocalSync(Synchronizer):
         if float(num_faulty):
             own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
             raise_fault(first_fault(own, self.fault_group))
-        self.hold_own()
+        self.own = copies(self.own_tensors())
         means = mean.dense()
         for parameter in parameters:
             as_real(parameter).copy_(means[self.name_of(parameter)])
@@ -743,17 +743,28 @@ class LocalSync(Synchronizer):
         """Note what the buffers have now, with the consensus in the model."""
         self._shown = copies(self._averaged_buffers())
 
-    def hold_own(self) -> None:
-        """Keep this rank's own tensors until `hide_consensus`, because the model's are about to be overwritten."""
+    @torch.no_grad()
+    def show(self, values: Mapping[str, Tensor]) -> None:
+        """Put a consensus into the model, until `hide_consensus`; one of a checkpoint that has just been loaded.
+
+        Args:
+            values: for `averaged_tensors`.
+        """
         self.own = copies(self.own_tensors())
+        for name, tensor in self.averaged_tensors().items():
+            tensor.copy_(values[name])
+        self.note_shown()
 
     @torch.no_grad()
     def hide_consensus(self) -> None:
         """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile."""
-        if self.own is not None:
-            changed = put_back_(self.averaged_tensors(), self.own, self._shown)
-            self.buffers.restart(changed)
-            self.own, self._shown = None, {}
+        if self.own is None:
+            return
+        tensors, kept = self.averaged_tensors(), self._unchanged()
+        for name, value in kept.items():
+            tensors[name].copy_(value)
+        self.buffers.restart(self.own.keys() - kept.keys())
+        self.own, self._shown = None, {}
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

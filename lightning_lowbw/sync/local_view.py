@@ -9,7 +9,7 @@ whose arithmetic is not elementwise (Muon) can gather whole tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -128,13 +128,14 @@ class LocalView:
         self.local.param_groups = [self.group_of(group) for group in self.optimizer.param_groups]  # type: ignore[misc]
         for parameter in self.parameters():
             self._tensors.of(parameter)
-        self.local.state = defaultdict(dict)
-        for parameter, entry in self.optimizer.state.items():
+        state, self.local.state = dict[Any, Any](self.optimizer.state), defaultdict(dict)
+        for parameter, entry in state.items():
             self.local.state[self._tensors.of(parameter)] = {key: _shard_of(value) for key, value in entry.items()}
 
     def push(self) -> None:
         """Give the user's optimizer what has been made in the twin's state."""
-        for local, entry in self.local.state.items():
+        state: dict[Any, dict[str, Any]] = self.local.state
+        for local, entry in state.items():
             parameter = self._tensors.user_of(local)
             own = self.optimizer.state[parameter]
             for key, value in entry.items():
@@ -217,10 +218,3 @@ class _LocalGroup(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.group)
-
-
-def local_parameters(
-    named_parameters: Iterable[tuple[str, Parameter]], tensors: LocalTensors
-) -> list[tuple[str, Parameter]]:
-    """Return the shards of a model's parameters, with the names of these."""
-    return [(name, tensors.of(parameter)) for name, parameter in named_parameters]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_lowbw import ConfigurationError, LocalSGDStrategy
+from lightning_lowbw import LocalSGDStrategy
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies import checkpoint
 from tests.ranks import run_ranks
@@ -26,12 +26,8 @@ from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_strategy,
 STEPS = 10
 OPTIMIZERS: dict[str, Any] = {
     "sgd": sgd,
-    "nesterov": partial(sgd, nesterov=True),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
 }
-CHOICES: list[tuple[str, dict[str, Any]]] = [
-    *((optimizer, {}) for optimizer in ("sgd", "nesterov", "adamw")),
-]
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
@@ -59,35 +55,29 @@ def fit(
     amp: bool = False,
     looks: bool = False,
     dropout: float = 0.3,
-    changes: dict[str, Any] = {},  # noqa: B006 - read only
-    accumulated: int = 1,
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     model = Tiny(OPTIMIZERS[optimizer], dropout=dropout, data_by_step=True)
     torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
     options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if amp else {}
-    options |= {"max_steps": STEPS, "max_epochs": -1, "accumulate_grad_batches": accumulated}
+    options |= {"max_steps": STEPS, "max_epochs": -1}
     if looks:
         options |= {"val_check_interval": 2, "num_sanity_val_steps": 1}
-    strategy = make_strategy("dgc", **changes)
-    trainer = make_trainer(strategy, num_ranks, callbacks=[Watcher(path, save_at)], **options)
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, callbacks=[Watcher(path, save_at)], **options)
     trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 2) if looks else None, ckpt_path=resume)
     assert model.looks > 0 or not looks
     return state_of(trainer)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "changes", "amp"),
-    [*((*choice, False) for choice in CHOICES[1:]), (*CHOICES[0], True)],
-)
-def test_resume_continues_to_the_bit(tmp_path: Path, optimizer: str, changes: dict[str, Any], amp: bool) -> None:
+def test_resume_with_a_scaler_continues_to_the_bit(tmp_path: Path) -> None:
+    """Each rank has random numbers of its own; of all methods: tests/golden."""
     path = str(tmp_path / "step{}.ckpt")
     steps = (1, 4, 7)
-    whole = run_ranks(fit, 2, optimizer, path, steps, None, amp, False, 0.3, changes)
+    whole = run_ranks(fit, 2, "sgd", path, steps, None, True)
     assert whole[0]["weights"] == whole[1]["weights"]
     assert whole[0]["residuals"] != whole[1]["residuals"]
     for step in steps:  # dense phase, in the warm-up (or at its begin), after it
-        assert run_ranks(fit, 2, optimizer, path, (), path.format(step), amp, False, 0.3, changes) == whole, step
+        assert run_ranks(fit, 2, "sgd", path, (), path.format(step), True) == whole, step
 
 
 def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
@@ -97,9 +87,9 @@ def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
     assert run_ranks(fit, 2, "sgd", path, tuple(range(STEPS)), None, False, True, 0.0) == blind
 
 
-def test_checkpoint_is_a_plain_file(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_plain_file_and_may_be_moved_with_its_shards(tmp_path: Path) -> None:
     path = str(tmp_path / "step{}.ckpt")
-    run_ranks(fit, 2, "sgd", path, (7,))
+    whole = run_ranks(fit, 2, "sgd", path, (7,))
     checkpoint = torch.load(path.format(7), weights_only=True)
     Tiny().load_state_dict(checkpoint["state_dict"])
     metadata = checkpoint["lightning_lowbw"]
@@ -107,6 +97,11 @@ def test_checkpoint_is_a_plain_file(tmp_path: Path) -> None:
     names = [f"rank-{rank}-of-2-{metadata['save_id']}.pt" for rank in (0, 1)]
     assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == names
     torch.load(tmp_path / "step7.ckpt.ranks" / names[1], weights_only=True)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (tmp_path / "step7.ckpt").rename(moved / "renamed.ckpt")
+    (tmp_path / "step7.ckpt.ranks").rename(moved / "renamed.ckpt.ranks")
+    assert run_ranks(fit, 2, "sgd", "", (), str(moved / "renamed.ckpt")) == whole
 
 
 def mean_update(path: str, resume: str) -> dict[str, Tensor]:
@@ -120,12 +115,11 @@ def mean_update(path: str, resume: str) -> dict[str, Tensor]:
     return {**{f"v {name}": v for name, v in worker.residuals.items()}, **buffers}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path, num_ranks: int) -> None:
+def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path) -> None:
     path = str(tmp_path / "step{}.ckpt")
-    run_ranks(fit, 5 - num_ranks, "sgd", path, (7,))
+    run_ranks(fit, 3, "sgd", path, (7,))
     shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "step7.ckpt.ranks").iterdir())]
-    for residuals in run_ranks(mean_update, num_ranks, path, path.format(7)):
+    for residuals in run_ranks(mean_update, 2, path, path.format(7)):
         assert residuals
         for name, value in residuals.items():
             key = {"v": "residuals", "u": "velocities"}[name[0]]
@@ -134,33 +128,15 @@ def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: P
             assert float(value.abs().max()) > 0
 
 
-def test_a_checkpoint_may_be_moved_with_its_shards(tmp_path: Path) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    whole = run_ranks(fit, 2, "sgd", path, (7,))
-    moved = tmp_path / "elsewhere"
-    moved.mkdir()
-    (tmp_path / "step7.ckpt").rename(moved / "renamed.ckpt")
-    (tmp_path / "step7.ckpt.ranks").rename(moved / "renamed.ckpt.ranks")
-    assert run_ranks(fit, 2, "sgd", "", (), str(moved / "renamed.ckpt")) == whole
-
-
-def fit_with_model_checkpoint(folder: str, **options: Any) -> list[str]:
+def fit_linking_the_last(folder: str) -> list[str]:
     num_ranks = dist.get_world_size()
-    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, monitor="val_loss", **options)
-    trainer = make_trainer(
-        make_strategy("dgc"), num_ranks, callbacks=[keep], enable_checkpointing=True, val_check_interval=2
+    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, monitor="val_loss", save_top_k=-1, save_last="link")
+    options: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "val_check_interval": 2}
+    make_trainer(make_strategy("dgc"), num_ranks, **options).fit(
+        Tiny(), make_data(num_ranks, STEPS), make_data(num_ranks, 2)
     )
-    trainer.fit(Tiny(), make_data(num_ranks, STEPS), make_data(num_ranks, 2))
     dist.barrier()
     return sorted(os.listdir(folder))
-
-
-def fit_keeping_one(folder: str) -> list[str]:
-    return fit_with_model_checkpoint(folder, save_top_k=1)
-
-
-def fit_linking_the_last(folder: str) -> list[str]:
-    return fit_with_model_checkpoint(folder, save_top_k=-1, save_last="link")
 
 
 class OwnMetric(Tiny):
@@ -185,12 +161,6 @@ def test_all_nodes_delete_the_shards_of_what_rank_zero_deletes(tmp_path: Path) -
     kept = ["epoch=0.ckpt", "epoch=0.ckpt.ranks", "epoch=2.ckpt", "epoch=2.ckpt.ranks"]
     assert run_ranks(fit_on_two_nodes_of_one_rank, 2, str(tmp_path)) == [kept] * 2
     assert all(len(os.listdir(tmp_path / name)) == 2 for name in kept if name.endswith(".ranks"))
-
-
-def test_deleting_a_checkpoint_deletes_its_shards(tmp_path: Path) -> None:
-    names = run_ranks(fit_keeping_one, 2, str(tmp_path))[0]
-    assert len(names) == 2
-    assert names[1] == names[0] + ".ranks"
 
 
 def test_a_linked_last_checkpoint_resumes(tmp_path: Path) -> None:
@@ -232,21 +202,6 @@ def test_remote_file_systems() -> None:
         assert after == []
 
 
-def resume_with_a_later_begin(resume: str) -> tuple[str, int]:
-    num_ranks = dist.get_world_size()
-    trainer = make_trainer(make_strategy("dgc", rampup_begin_step=100), num_ranks, max_steps=STEPS, max_epochs=-1)
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=resume)
-    return str(caught.value), trainer.global_step
-
-
-def test_going_back_to_dense_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    run_ranks(fit, 2, "sgd", str(tmp_path / "step{}.ckpt"), (7,))
-    for message, step in run_ranks(resume_with_a_later_begin, 2, str(tmp_path / "step7.ckpt")):
-        assert "Step 7 would be dense" in message
-        assert step == 7
-
-
 def resume_from_ddp(path: str) -> tuple[int, str]:
     num_ranks = dist.get_world_size()
     options = {"max_steps": STEPS, "max_epochs": -1}
@@ -258,15 +213,15 @@ def resume_from_ddp(path: str) -> tuple[int, str]:
         monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
         trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
         assert said == [
-            "The checkpoint was written by another program. DGCStrategy, whose ranks keep unsent gradients, begins "
-            "with the weights, the optimizer and the step in it, and with nothing else."
+            "The checkpoint was written by another program. DGCStrategy, of kind 'gradients', begins with the weights, "
+            "the optimizer and the step in it, and with nothing else."
         ]
         local = make_trainer(LocalSGDStrategy(k_steps=2, begin_step=0), num_ranks, max_steps=2)
         local.fit(Tiny(), make_data(num_ranks, 2), ckpt_path=None)
         local.save_checkpoint(path)
         again = make_trainer(make_strategy("dgc"), num_ranks, max_steps=3)
         again.fit(Tiny(), make_data(num_ranks, 3), ckpt_path=path)
-        assert "was written by a method whose ranks keep weights of their own. DGCStrategy" in said[-1]
+        assert "was written by a method of kind 'replicas'. DGCStrategy" in said[-1]
     return trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)
 
 
@@ -292,10 +247,10 @@ def test_a_run_can_change_to_dgc_and_back(tmp_path: Path) -> None:
     assert results[0][0] == STEPS
 
 
-@pytest.mark.parametrize(("optimizer", "changes"), CHOICES)
-def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path, optimizer: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path, optimizer: str) -> None:
     path = str(tmp_path / "step{}.ckpt")
-    run_ranks(fit, 2, optimizer, path, (7,), None, False, False, 0.3, changes)
+    run_ranks(fit, 2, optimizer, path, (7,))
     # As the optimizer has it after any 7 steps, under any strategy.
     keys = {"exp_avg", "exp_avg_sq", "step"} if optimizer == "adamw" else {"momentum_buffer"}
     saved = torch.load(path.format(7), weights_only=True)["optimizer_states"][0]["state"]

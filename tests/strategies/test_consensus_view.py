@@ -43,11 +43,8 @@ def fit_and_look(look: bool, kwargs: dict[str, Any], folder: str) -> dict[str, A
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"k_steps": 4},
         {"k_steps": 5, "delay_steps": 3},
-        {"k_steps": 3, "outer": "slowmo"},
         {"k_steps": 20},
-        {"k_steps": 4, "compression": SPARSE},
         {"k_steps": 4, "num_fragments": 3, "delay_steps": 2, "compression": SPARSE},
     ],
 )

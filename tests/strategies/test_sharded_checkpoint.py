@@ -1,4 +1,7 @@
-"""Checkpoints of sharded models: resumed to the bit, by other nodes, by other strategies, overwritten."""
+"""Checkpoints of sharded models: resumed by other nodes, by other strategies, overwritten.
+
+That the same nodes resume to the bit is in `tests/golden`, and after a SIGTERM in `test_sharded_errors.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from lightning_lowbw import ShardedStrategy, Strategy
 from lightning_lowbw.compress.top_k import SPARSE_LOCO
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.presets import DGC, LocalSGD
-from lightning_lowbw.strategies.shards import BEFORE, PART
+from lightning_lowbw.strategies.checkpoint import BEFORE, PART
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import ByStep, Plain, distance, shard_digest, train, whole
 from tests.sync.problem import each
 from tests.tiny import Watcher, sgd
 
-STEPS, SAVED_AT = 8, 5
+STEPS = 8
 METHODS = {
     "dgc": DGC(sparsity=[0.9], rampup_begin_step=2, min_numel=50),
     "sparse_loco": LocalSGD(k_steps=2, begin_step=0, compression={**SPARSE_LOCO, "min_numel": 50, "density": 0.1}),
@@ -31,27 +34,6 @@ METHODS = {
 
 def strategy_of(name: str, **kwargs: Any) -> ShardedStrategy:
     return ShardedStrategy(METHODS[name], **{"topology": 2, **kwargs})
-
-
-def run(path: str) -> list[str]:
-    """Train with a save on the way, without, and once more from that; return digests of the shards."""
-    digests = []
-    for kwargs in ({"callbacks": [Watcher(path, (SAVED_AT,))]}, {}, {"ckpt_path": path.format(SAVED_AT)}):
-        model = ByStep(sgd)
-        strategy = strategy_of("dgc", save_distributed_checkpoint=False)
-        trainer = train(strategy, model, STEPS, 4, dist.get_rank(), **kwargs)
-        assert trainer.global_step == STEPS
-        digests.append(shard_digest(model))
-    return digests
-
-
-def test_a_resume_from_one_file_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    """From a folder: tests/golden."""
-    for digests in run_ranks(run, 4, str(tmp_path / "step-{}.ckpt")):
-        assert len(set(digests)) == 1
-    saved = tmp_path / f"step-{SAVED_AT}.ckpt"
-    assert saved.is_file()
-    assert len(os.listdir(f"{saved}.ranks")) == 4
 
 
 # Other nodes --------------------------------------------------------------------------------------------------------
@@ -175,47 +157,9 @@ def test_a_checkpoint_is_overwritten_and_other_folders_are_not(tmp_path: Path) -
     (mine / "mine.txt").write_text("mine")
     for resumed, expected, refusal in run_ranks(overwrite, 4, str(path), timeout_s=90):
         assert resumed == (expected, 5)
-        assert "folder with other files" in refusal
+        assert "is a folder, and no checkpoint" in refusal
     assert path.is_dir()
     assert os.listdir(mine) == ["mine.txt"]
     names = os.listdir(f"{path}.ranks")
     assert len(names) == 4
     assert not {PART, BEFORE}.intersection(names)
-
-
-def be_killed(path: str) -> tuple[tuple[str, int], str]:
-    """Fail in the second save as a kill does, after which nothing is put back; resume."""
-    rename, replace = os.rename, os.replace
-
-    def fail(source: Any, target: Any, **kwargs: Any) -> None:
-        if str(source).endswith(PART) and os.path.lexists(f"{path}.ranks/{BEFORE}"):
-            raise RuntimeError("killed")
-        replace(source, target, **kwargs)
-
-    def stay(source: Any, target: Any, **kwargs: Any) -> None:
-        if str(source).endswith(BEFORE):
-            raise OSError("a process that was killed does not put back")
-        rename(source, target, **kwargs)
-
-    expected, _ = fit("", ())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", fail)
-        patch.setattr(os, "rename", stay)
-        with pytest.raises((RuntimeError, ConfigurationError), match="killed"):
-            fit(path, (2, 4))
-    if dist.get_rank() == 0:
-        assert not os.path.lexists(path)
-    dist.barrier()
-    return fit(path, (6,), resume=path), expected
-
-
-@pytest.mark.fault(
-    "a process that is killed while it puts a sharded model's new folder in the place of the former",
-    "a resume finds the checkpoint before, whole, and goes on to the same bits",
-)
-def test_a_process_that_is_killed_between_the_two_renames(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    for resumed, expected in run_ranks(be_killed, 4, str(path)):
-        assert resumed == (expected, 2)
-    assert path.is_dir()
-    assert len(os.listdir(f"{path}.ranks")) == 4

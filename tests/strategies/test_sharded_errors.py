@@ -42,7 +42,7 @@ DENSE = preset("hierarchical")
 KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (lambda: ShardedStrategy(DENSE, static_graph=True), "static_graph'. Its arguments are: method, topol"),
     "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "state in every step"),
-    "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers, as in DGC(sparsity=[0.99]"),
+    "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers: DGC(sparsity=[0.99]"),
     "rule": (lambda: ShardedStrategy(AdaptiveLocalSGD(rule="fleet")), "Take 'fixed' or 'qsr'"),
     "fragments": (lambda: ShardedStrategy(LocalSGD(4, num_fragments=2)), "parts are balanced by bytes"),
     "flat": (lambda: ShardedStrategy(DENSE, topology="flat"), "a model is sharded over the ranks of a node. Give"),
@@ -79,8 +79,8 @@ LBFGS = functools.partial(torch.optim.LBFGS, lr=0.1)
 FITS: dict[str, tuple[type[Plain], dict[str, Any], Any, str]] = {
     "unequal nodes": (Configured, {"topology": [[0, 1, 2], [3]]}, sgd, "Start as many ranks on each"),
     "not all ranks": (Configured, {"topology": 3}, sgd, "4 ranks cannot be divided into nodes of"),
-    "over the world": (WholeWorld, {}, sgd, 'mesh=self.device_mesh["data_parallel"]'),
-    "unsharded": (HalfSharded, {}, sgd, "'head.weight' is not sharded over the node: its gradient would be that of th"),
+    "over the world": (WholeWorld, {}, sgd, "is sharded over ranks [0, 1, 2, 3], and this node has "),
+    "unsharded": (HalfSharded, {}, sgd, "'head.weight' is sharded over ranks [], and this node has "),
     "averaging of weights": (Configured, {"callbacks": [SWA]}, sgd, "StochasticWeightAveraging: it averages copies of"),
     "LBFGS": (Configured, {}, LBFGS, "LBFGS"),
 }

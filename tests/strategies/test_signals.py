@@ -29,7 +29,7 @@ from lightning_lowbw import (
     QuantizedGradients,
     Strategy,
 )
-from lightning_lowbw.strategies.shards import METADATA_KEY
+from lightning_lowbw.strategies.checkpoint import METADATA_KEY
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.strategies.watching import weights
