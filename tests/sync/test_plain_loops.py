@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
