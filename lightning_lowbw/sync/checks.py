@@ -66,14 +66,12 @@ def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup
 
 
 def _is_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> bool:
-    ours, kinds, ranks = set(parameters), [DistributedDataParallel], _ranks_of(group)
-    for kind in kinds:
-        kinds += kind.__subclasses__()
+    ours, ranks = set(parameters), _ranks_of(group)
     # Each instance refers to its class. This is one pass in C over all objects, some 0.1 s for a million.
     return any(
         not ours.isdisjoint(each.parameters()) and len(ranks) > 1 and ranks <= _ranks_of(each.process_group)
-        for each in gc.get_referrers(*kinds)
-        if type(each) in kinds and hasattr(each, "process_group")
+        for each in gc.get_referrers(DistributedDataParallel)
+        if type(each) is DistributedDataParallel and hasattr(each, "process_group")
     )
 
 

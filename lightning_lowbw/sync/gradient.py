@@ -43,7 +43,7 @@ from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at
 from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import Row, Velocities, by_group, check_shapes
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
-from lightning_lowbw.sync.status import BY_CLIPPING, Fault, Status, any_of, first_fault, make_mark, status_message
+from lightning_lowbw.sync.status import Fault, Status, any_of, first_fault, make_mark, status_message
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
@@ -53,7 +53,6 @@ class GradientSync(Synchronizer):
     """One rank's exchange of gradients for one optimizer; see `Synchronizer` for a step.
 
     Attributes:
-        by_clipping: whether the gradients of this step are exchanged before it, to be clipped by hand.
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
         correction: how a gradient enters the residual, and what is left to the optimizer.
         velocities: u of the compressed tensors.
@@ -69,7 +68,7 @@ class GradientSync(Synchronizer):
         super().__init__(method, optimizer, named_parameters, peers)
         assert isinstance(method.when, EveryStep)
         what = method.what
-        self.last_density, self.by_clipping = 1.0, False
+        self.last_density = 1.0
         self._last_residual_norm: float | None = None
         self._rows: list[Row] = []  # of the step in progress
         self.fault: Tensor | None = None
@@ -174,8 +173,8 @@ class GradientSync(Synchronizer):
     # One step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
-        self.is_prepared, self.by_clipping = True, by_clipping
+    def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
+        self.is_prepared = True
         self._end_step()  # of one that has failed
         if self.peers.num_ranks == 1:
             return
@@ -287,7 +286,7 @@ class GradientSync(Synchronizer):
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
         weights = None if self.step % CHECK_EVERY_STEPS else (row.parameter for row in self._rows)
-        mark = make_mark(self.batch % BY_CLIPPING + BY_CLIPPING * self.by_clipping, weights)
+        mark = make_mark(self.batch, weights)
         message = status_message(used, self.fault, mark, peers.rank, peers.num_ranks, self.fault.device, self.requests)
         exact = self.is_sparse or self.method.where.inter_dtype == "float32"
         mean, numbers = WholeExchange(peers, exact=exact).begin(whole, message).wait()
@@ -460,8 +459,7 @@ class GradientSync(Synchronizer):
     def _check_marks(self, status: Status) -> None:
         counts, checksums = status.differences()
         if counts:
-            before = "clip_gradients" if self.by_clipping else "optimizer.step"
-            raise_at_other_batches(self.batch, self.step, self.peers.group, {"exchange before": before})
+            raise_at_other_batches(self.batch, self.step, self.peers.group)
         if checksums:
             raise DisagreementError(
                 f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "

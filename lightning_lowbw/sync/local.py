@@ -210,7 +210,7 @@ class LocalSync(Synchronizer):
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
+    def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
         self.check_schedule()
         self.check_payload()
         self.is_prepared, self._reduced = True, frozenset(reduced)

@@ -27,7 +27,6 @@ from lightning_lowbw.comm.agreement import checksum, gather
 from lightning_lowbw.kernels.table import constant, upload
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
-BY_CLIPPING = MODULUS // 2  # added to the number of the batch in an exchange before clipping by hand
 STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
 EXACT = 1 << 24  # integers below are exact in float32
 

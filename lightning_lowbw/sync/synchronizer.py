@@ -136,7 +136,7 @@ class Synchronizer:
         self.list_gradients(reduced=reduced)
         self.check_gradients()
 
-    def list_gradients(self, *, reduced: Collection[Parameter] = (), by_clipping: bool = False) -> None:
+    def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
         """List the tensors of this step; `exchange` calls it if the caller has not.
 
         In place:
@@ -147,7 +147,6 @@ class Synchronizer:
         Args:
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, over the node where
                 `reduces_in_node`.
-            by_clipping: whether gradients are exchanged before the step, to be clipped by hand: on all ranks or none.
         """
         raise NotImplementedError
 
