@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.arguments import is_count, is_number, names_arguments
+from lightning_lowbw.arguments import is_number, names_arguments
 from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
@@ -67,43 +67,37 @@ class SparsityWarmup(Callback):
                 "give epochs or steps, not both."
             )
         _check_epochs(begin_epoch=begin_epoch, epochs=epochs)
-        for name, value in (("begin_step", begin_step), ("steps", steps)):
-            if value is not None and not is_count(value, 0):
-                raise ConfigurationError(f"{name}={value!r}: give a number of optimizer steps, an integer >= 0.")
         if sparsity is None or isinstance(sparsity, str):
             raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
         self._in_steps, self._sparsity = in_steps, as_stairs(sparsity)
         num, given = len(self._sparsity), steps if in_steps else epochs
-        is_short, is_spread = steps is not None and steps < num, bool(epochs) or (steps or 0) > 1
-        if is_short if num > 1 else is_spread:
+        if num == 1 and (given or 0) > in_steps:  # one step is not spread, and an epoch is several
             raise ConfigurationError(
-                f"SparsityWarmup({'steps' if in_steps else 'epochs'}={given}, sparsity={list(self._sparsity)}): each "
-                "value takes at least one step, and a single one is not spread. Give as many values as needed, such as "
-                "[0.984375, 0.996, 0.999], or leave out the length."
+                f"SparsityWarmup({'steps' if in_steps else 'epochs'}={given}, sparsity={list(self._sparsity)}): a "
+                "single value is not spread. Give several, such as [0.984375, 0.996, 0.999], or leave out the length."
             )
         self._begin: float = (begin_step or 0) if in_steps else 2 if begin_epoch is None else begin_epoch
         self._length: float = given if given is not None else num if in_steps else 3
+        if in_steps:  # checked now, not after the data have been loaded
+            self.schedule(1)
 
     def schedule(self, steps_per_epoch: int) -> EveryStep:
-        """Return the warm-up in optimizer steps."""
-        unit = 1 if self._in_steps else steps_per_epoch
+        """Return the warm-up in optimizer steps; where epochs have too few, each value is taken for one step."""
+        if self._in_steps:
+            return EveryStep(self._begin, self._length, self._sparsity)  # type: ignore[arg-type]  # checks them
         num = len(self._sparsity)
-        length = 1 if num == 1 else max(num, round(self._length * unit))
-        return EveryStep(round(self._begin * unit), length, self._sparsity)
+        length = 1 if num == 1 else max(num, round(self._length * steps_per_epoch))
+        return EveryStep(round(self._begin * steps_per_epoch), length, self._sparsity)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, OF_PACKAGE) or not strategy.method.compresses_gradients:
-            raise ConfigurationError(
-                "SparsityWarmup sets the sparsity of methods that compress gradients, such as strategy='dgc'; the "
-                f"strategy is {_named(strategy)}. Use another strategy, or leave out the callback."
-            )
-        schedule = self.schedule(
-            0 if self._in_steps else _steps_per_epoch(trainer, pl_module, "SparsityWarmup(begin_step=..., steps=...)")
+        strategy = _strategy_of(
+            trainer,
+            lambda method: method.compresses_gradients,
+            "SparsityWarmup sets the sparsity of methods that compress gradients, such as strategy='dgc'",
         )
-        given = strategy.method.when
-        assert isinstance(given, EveryStep)
-        defaults = [EveryStep(sparsity=each) for each in (AUTO, DGC_SPARSITY)]
+        instead = "SparsityWarmup(begin_step=..., steps=...)"
+        schedule = self.schedule(1 if self._in_steps else _steps_per_epoch(trainer, pl_module, instead))
+        given, defaults = strategy.method.when, [EveryStep(sparsity=each) for each in (AUTO, DGC_SPARSITY)]
         if given not in (*defaults, schedule):
             rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
         strategy.reconfigure(dataclasses.replace(strategy.method, when=schedule))
@@ -165,12 +159,11 @@ class AveragingSchedule(Callback):
         return method.replace(**changes)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, OF_PACKAGE) or not strategy.method.averages_weights:
-            raise ConfigurationError(
-                "AveragingSchedule is for methods that average weights, such as strategy='local_sgd' or 'diloco'; the "
-                f"strategy is {_named(strategy)}. Use another strategy, or leave out the callback."
-            )
+        strategy = _strategy_of(
+            trainer,
+            lambda method: method.averages_weights,
+            "AveragingSchedule is for methods that average weights, such as strategy='local_sgd' or 'diloco'",
+        )
         num_steps = 1
         if self._begin_epoch is not None:
             num_steps = _steps_per_epoch(trainer, pl_module, "AveragingSchedule(begin_step=...)")
@@ -186,6 +179,14 @@ def _check_epochs(**epochs: float | None) -> None:
             raise ConfigurationError(f"{name}={value!r}: give a number of epochs, >= 0.")
 
 
+def _strategy_of(trainer: pl.Trainer, takes: Callable[[Method], bool], needs: str) -> Strategy | ShardedStrategy:
+    strategy = trainer.strategy
+    if isinstance(strategy, OF_PACKAGE) and takes(strategy.method):
+        return strategy
+    shown = repr(strategy) if isinstance(strategy, OF_PACKAGE) else type(strategy).__name__
+    raise ConfigurationError(f"{needs}; the strategy is {shown}. Use another strategy, or leave out the callback.")
+
+
 def _steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
     """Return the optimizer steps of an epoch; where ranks have different numbers, the largest.
 
@@ -199,26 +200,14 @@ def _steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alterna
     Raises:
         ConfigurationError: on all ranks; the number cannot be known.
     """
-    with failing_together():
-        number = _steps_per_epoch_here(trainer, pl_module, alternative)
-    return max(gather(number, "number of steps per epoch"))
-
-
-def _steps_per_epoch_here(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
-    in_steps = f"Give it in steps: {alternative}."
+    unknown, number = "", steps_per_epoch_of(trainer)
     if not pl_module.automatic_optimization:
-        raise ConfigurationError(f"In manual optimization only the module knows its steps per epoch. {in_steps}")
-    if accumulates_by_schedule(trainer):
-        raise ConfigurationError(
-            "With GradientAccumulationScheduler the steps per epoch are not known when the training starts. Use "
-            f"Trainer(accumulate_grad_batches=...) instead. Or: {in_steps}"
-        )
-    number = steps_per_epoch_of(trainer)
-    if number is None:
-        raise ConfigurationError(f"The training data has no length. {in_steps}")
-    return number
-
-
-def _named(strategy: object) -> str:
-    """Return a strategy as an error message names it: one of this package with what it does."""
-    return repr(strategy) if isinstance(strategy, OF_PACKAGE) else type(strategy).__name__
+        unknown = "in manual optimization only the module knows them"
+    elif accumulates_by_schedule(trainer):
+        unknown = "GradientAccumulationScheduler changes them"
+    elif number is None:
+        unknown = "the training data has no length"
+    with failing_together():
+        if unknown or number is None:
+            raise ConfigurationError(f"The steps per epoch are not known: {unknown}. Give it in steps: {alternative}.")
+    return max(gather(number, "number of steps per epoch"))

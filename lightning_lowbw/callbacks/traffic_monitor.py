@@ -86,10 +86,13 @@ class TrafficMonitor(Callback):
         self._last = now
         strategy = trainer.strategy
         shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
+        # In the last step; validation may have sent something, too.
+        replicas = strategy.replicas if isinstance(strategy, OF_PACKAGE) else []
+        has_exchanged = not replicas or any(worker.has_met for worker in replicas)
         has_levels = isinstance(strategy, Strategy) and strategy.peers.is_two_level
         sent, dense = now.of_slow_network(has_levels)
         sent_before, dense_before = self._at_last_send.of_slow_network(has_levels)
-        if sent > sent_before and _have_met(strategy):
+        if sent > sent_before and has_exchanged:
             shown["traffic/compression_ratio"] = (dense - dense_before) / (sent - sent_before)
             self._at_last_send = now
         silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
@@ -105,12 +108,6 @@ class TrafficMonitor(Callback):
                 silent |= {f"traffic/{key}{suffix}": value for key, value in worker.metrics(is_due).items()}
         pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
-
-
-def _have_met(strategy: object) -> bool:
-    """Whether gradients or weights were exchanged in the last step; validation may have sent something, too."""
-    replicas = strategy.replicas if isinstance(strategy, OF_PACKAGE) else []
-    return not replicas or any(worker.has_met for worker in replicas)
 
 
 def _read(trainer: pl.Trainer) -> TrafficLedger:

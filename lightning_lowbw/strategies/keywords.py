@@ -5,16 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import TypedDict
 
 from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
@@ -28,85 +22,25 @@ Needs = Literal["exact", "weights and optimizer"]  # what a resume loads
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-class DDPKeywords(TypedDict, total=False):
-    """Keywords that all strategies pass to DDP, for type checkers, editors and LightningCLI.
-
-    Which of these there are depends on the installed torch: see `DDP_KEYWORDS`.
-
-    Args:
-        accelerator: set by the Trainer.
-        parallel_devices: set by the Trainer.
-        cluster_environment: found out by the Trainer.
-        checkpoint_io: what writes and reads checkpoints.
-        precision_plugin: made by the Trainer.
-        process_group_backend: "nccl" or "gloo"; by default what suits the device.
-        timeout: how long a collective may take: seconds, or a timedelta; also of the groups of two levels.
-        start_method: "popen", "spawn", "fork" or "forkserver": how processes are started.
-        broadcast_buffers: whether rank 0 sends its buffers in every forward pass; see the strategy.
-        init_sync: whether rank 0 sends parameters and buffers at the start.
-        process_group: the ranks, where they are not the world.
-        bucket_cap_mb: the size of the buckets in which dense steps reduce gradients.
-        find_unused_parameters: whether dense steps search for parameters that the loss does not depend on; sparse and
-            local steps do not need to.
-        check_reduction: without effect.
-        gradient_as_bucket_view: whether gradients are views of the buckets, which saves memory.
-        static_graph: whether all steps use the same parameters.
-        skip_all_reduce_unused_params: as in `DistributedDataParallel`.
-        bucket_cap_mb_list: as in `DistributedDataParallel`.
-        batched_grad_copy: as in `DistributedDataParallel`.
-        forward_sync_buffers: as in `DistributedDataParallel`.
-    """
-
-    accelerator: Accelerator | None
-    parallel_devices: list[torch.device] | None
-    cluster_environment: ClusterEnvironment | None
-    checkpoint_io: CheckpointIO | None
-    precision_plugin: Precision | None
-    process_group_backend: str | None
-    timeout: timedelta | float | None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"]
-    broadcast_buffers: bool | None
-    init_sync: bool
-    process_group: ProcessGroup | None
-    bucket_cap_mb: int | None
-    find_unused_parameters: bool
-    check_reduction: bool
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    skip_all_reduce_unused_params: bool
-    bucket_cap_mb_list: list[int] | None
-    batched_grad_copy: bool
-    forward_sync_buffers: bool | None
+def _keyword(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter of DDP as it is shown: torch has no types for most."""
+    kind: Any = parameter.annotation
+    if parameter.name == "timeout":  # seconds, too
+        kind = timedelta | float | None
+    elif kind is parameter.empty:
+        kind = bool if isinstance(parameter.default, bool) else Any
+    if parameter.name == "broadcast_buffers":
+        # "As the method needs it" here, and none of DDP's own defaults, which depend on the release of torch.
+        return parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=bool | None, default=None)
+    return parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind)
 
 
-class StrategyKeywords(DDPKeywords, total=False):
-    """Keywords that a strategy with a class of its own passes to `Strategy`.
-
-    Args:
-        resume: see `Strategy`.
-    """
-
-    resume: Needs
-
-
-TYPES = get_type_hints(DDPKeywords)
-
-
-def _keywords_of(*classes: type) -> dict[str, inspect.Parameter]:
-    return {
-        name: parameter.replace(
-            kind=inspect.Parameter.KEYWORD_ONLY,
-            annotation=TYPES.get(name, parameter.annotation),
-            # "As the method needs it" here, and none of DDP's own defaults, which depend on the release of torch.
-            default=None if name == "broadcast_buffers" else parameter.default,
-        )
-        for cls in classes
-        for name, parameter in inspect.signature(cls).parameters.items()
-        if name not in SET_BY_LIGHTNING
-    }
-
-
-ALL_KEYWORDS = _keywords_of(DistributedDataParallel, DDPStrategy)
+ALL_KEYWORDS = {
+    name: _keyword(parameter)
+    for cls in (DistributedDataParallel, DDPStrategy)
+    for name, parameter in inspect.signature(cls).parameters.items()
+    if name not in SET_BY_LIGHTNING
+}
 DDP_KEYWORDS = {name: each for name, each in ALL_KEYWORDS.items() if name not in OWNED | UNSUPPORTED}
 STRATEGY_KEYWORDS = {
     "resume": inspect.Parameter("resume", inspect.Parameter.KEYWORD_ONLY, default="exact", annotation=Needs),
@@ -130,7 +64,7 @@ def shows(passed_on: Mapping[str, inspect.Parameter]) -> Callable[[Constructor],
     return decorate
 
 
-def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
+def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords to pass to DDP: those whose values are not the defaults.
 
     LightningCLI passes all defaults explicitly.
@@ -152,7 +86,7 @@ def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> DDPKeywords:
             raise ConfigurationError(f"{strategy.__name__}({name}=...): unknown keyword. Allowed: {allowed}.")
     if given.get("timeout") is not None:
         given["timeout"] = as_timeout(given["timeout"])
-    return given  # type: ignore[return-value]  # checked, and not all of them known to `DDPKeywords` of this release
+    return given
 
 
 def as_timeout(value: object) -> timedelta:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
-from typing_extensions import Unpack
 
 from lightning_lowbw.comm.peers import Algorithm
 from lightning_lowbw.comm.topology import TopologyChoice
@@ -35,7 +34,7 @@ from lightning_lowbw.presets import (
 from lightning_lowbw.schedules.every_k import OuterName, Rule
 from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
-from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, StrategyKeywords, shows
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.strategies.uneven import Policy
 
@@ -97,7 +96,7 @@ class DGCStrategy(Strategy):
         exclude: Sequence[str] = (),
         value_dtype: str = "bfloat16",
         topology: TopologyChoice = "flat",
-        **kwargs: Unpack[StrategyKeywords],
+        **kwargs: Any,
     ) -> None:
         if sparsity is None:
             sparsity = AUTO if (rampup_begin_step, rampup_step) == (0, 1) else DGC_SPARSITY
@@ -168,7 +167,7 @@ class LocalSGDStrategy(Strategy):
         compression: Mapping[str, Any] | TopK | str | None = None,
         uneven: Policy = "finish",
         topology: TopologyChoice = "flat",
-        **kwargs: Unpack[StrategyKeywords],
+        **kwargs: Any,
     ) -> None:
         method = LocalSGD(
             k_steps=k_steps,
@@ -218,7 +217,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         compression: Mapping[str, Any] | TopK | str | None = None,
         uneven: Policy = "finish",
         topology: TopologyChoice = "flat",
-        **kwargs: Unpack[StrategyKeywords],
+        **kwargs: Any,
     ) -> None:
         method = AdaptiveLocalSGD(
             init_k_steps,
@@ -270,7 +269,7 @@ class HierarchicalStrategy(Strategy):
         algorithm: Algorithm | None = None,
         *,
         inter_dtype: str = "float32",
-        **kwargs: Unpack[StrategyKeywords],
+        **kwargs: Any,
     ) -> None:
         method = Hierarchical(topology, algorithm, inter_dtype=inter_dtype)
         super().__init__(method, **kwargs)
@@ -312,7 +311,7 @@ class AutoStrategy(Strategy):
         budget: float = 0.05,
         pretrained: bool = False,
         topology: TopologyChoice = "flat",
-        **kwargs: Unpack[StrategyKeywords],
+        **kwargs: Any,
     ) -> None:
         super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
 

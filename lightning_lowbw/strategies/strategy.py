@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import agree, failing_together
@@ -42,14 +42,7 @@ from lightning_lowbw.strategies.base import buffers_by_optimizer
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
-from lightning_lowbw.strategies.keywords import (
-    DDP_KEYWORDS,
-    DDPKeywords,
-    Needs,
-    asked_of_buffers,
-    given_keywords,
-    shows,
-)
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, shows
 from lightning_lowbw.strategies.launcher import Launcher
 from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
@@ -101,9 +94,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         topology: TopologyChoice | None = None,
         uneven: Policy = "finish",
         resume: Needs = "exact",
-        **kwargs: Unpack[DDPKeywords],
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**given_keywords(type(self), kwargs))  # type: ignore[arg-type]  # the timeout is a timedelta
+        super().__init__(**given_keywords(type(self), kwargs))
         self.method = as_method(method, topology)
         self.ledger = TrafficLedger()
         self._options = {"uneven": uneven, "resume": resume}
