@@ -24,11 +24,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks as cb
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
 from lightning_lowbw.comm.agreement import digest
@@ -209,7 +208,8 @@ class Watched(Model):
         self.seen.append(digest(self.parameters()))
 
 
-def average(run: Run, callback: Any) -> str | None:
+@row("`WeightAveraging`")
+def weight_averaging(run: Run) -> str | None:
     sums: list[Tensor] = []
     num = 0
     last: list[Tensor] = []
@@ -221,23 +221,12 @@ def average(run: Run, callback: Any) -> str | None:
         sums[:] = last if not sums else [a + b for a, b in zip(sums, last, strict=True)]
 
     model = Watched()
-    run.fit(model, callbacks=[callback, Look(add)])
+    run.fit(model, callbacks=[cb.WeightAveraging(), Look(add)])
     ended = copies(model.parameters())
     assert not are_close(ended, mean_of_ranks(last)), "not swapped"
-    if type(callback) is not getattr(cb, "EMAWeightAveraging", None):
-        assert are_close(ended, mean_of_ranks([each / num for each in sums])), "not the average"
+    assert are_close(ended, mean_of_ranks([each / num for each in sums])), "not the average"
     looks = [each for each in model.seen if len(each) > 10]
     return None if len(set(everywhere(tuple(looks)))) == 1 else "until the end each rank's own average is validated"
-
-
-@row("`WeightAveraging`")
-def weight_averaging(run: Run) -> str | None:
-    return average(run, cb.WeightAveraging())
-
-
-@row("`EMAWeightAveraging`")
-def ema(run: Run) -> str | None:
-    return average(run, cb.EMAWeightAveraging(decay=0.5))
 
 
 class Thaw(cb.BaseFinetuning):
@@ -249,7 +238,8 @@ class Thaw(cb.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.02)  # type: ignore[arg-type]
 
 
-def thaw(run: Run, callback: cb.BaseFinetuning) -> None:
+@row("`BaseFinetuning`")
+def base_finetuning(run: Run) -> None:
     model = Model()
     weight = model.backbone[0].weight
     assert isinstance(weight, Tensor)
@@ -259,20 +249,10 @@ def thaw(run: Run, callback: cb.BaseFinetuning) -> None:
         if trainer.global_step == BATCHES:
             at_epoch_1[:] = copies([weight])
 
-    trainer = run.fit(model, max_epochs=3, callbacks=[callback, Look(look)])
+    trainer = run.fit(model, max_epochs=3, callbacks=[Thaw(), Look(look)])
     assert are_equal(begun, at_epoch_1), "trained while frozen"
     assert len(trainer.optimizers[0].param_groups) == 2
     assert not begun[0].equal(weight), "thawed, and not trained"
-
-
-@row("`BaseFinetuning`")
-def base_finetuning(run: Run) -> None:
-    thaw(run, Thaw())
-
-
-@row("`BackboneFinetuning`")
-def backbone_finetuning(run: Run) -> None:
-    thaw(run, cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02, train_bn=False))
 
 
 @row("`EarlyStopping`")
@@ -321,57 +301,6 @@ def batch_size_finder(run: Run) -> None:
     assert model.batch_size > 2
 
 
-class Log(pl.loggers.Logger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    name = version = "log"  # type: ignore[assignment]
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:  # type: ignore[override]
-        self.rows.append(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-@row("`LearningRateMonitor`")
-def learning_rate_monitor(run: Run) -> None:
-    model = Model(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-    callback, log = cb.LearningRateMonitor(logging_interval="epoch"), Log()
-    run.fit(model, callbacks=[callback], logger=log)
-    assert callback.lrs == {"lr-SGD": [LR, LR / 2]}, callback.lrs
-    assert [row["lr-SGD"] for row in log.rows if "lr-SGD" in row] == [LR, LR / 2]
-
-
-@row("`DeviceStatsMonitor`")
-def device_stats_monitor(run: Run) -> None:
-    class Counts(CPUAccelerator):
-        def get_device_stats(self, device: Any) -> dict[str, Any]:  # Lightning's needs psutil
-            return {"threads": float(torch.get_num_threads())}
-
-    log, accelerator = Log(), Counts()
-    run.fit(
-        Model(),
-        callbacks=[cb.DeviceStatsMonitor(cpu_stats=True)],
-        logger=log,
-        log_every_n_steps=1,
-        accelerator=accelerator,
-    )
-    found = [name for row in log.rows for name in row if name.startswith("DeviceStatsMonitor.on_train_batch_end")]
-    assert len(found) == 2 * BATCHES, f"{len(found)} were logged"
-
-
-@row("`Timer`")
-def timer(run: Run) -> None:
-    callback = cb.Timer(duration={"milliseconds": 60}, interval="step")  # type: ignore[arg-type]
-    trainer = run.fit(Model(), loader(), max_epochs=-1, callbacks=[callback])
-    assert len(set(everywhere(trainer.global_step))) == 1
-    assert everywhere(callback.time_elapsed("train"))[0] >= 0.06  # it is rank 0's time that ends the training
-
-
 @row("`OnExceptionCheckpoint`")
 def on_exception_checkpoint(run: Run) -> None:
     def fail(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -395,13 +324,6 @@ def top_k(run: Run) -> None:
     assert {path.name for path in run.folder.glob("*.ckpt")} == {"epoch=0.ckpt", "epoch=1.ckpt"}
     assert len(list(run.folder.iterdir())) in (2, 4), "files of deleted checkpoints are left"
     assert callback.best_model_path.endswith("epoch=0.ckpt")
-
-
-@row("`ModelCheckpoint(every_n_train_steps=3)`")
-def every_n_train_steps(run: Run) -> None:
-    run.fit(Model(), callbacks=[cb.ModelCheckpoint(run.folder, "{step}", every_n_train_steps=3, save_top_k=-1)])
-    dist.barrier()
-    assert {path.name for path in run.folder.glob("*.ckpt")} == {"step=3.ckpt", "step=6.ckpt"}
 
 
 @row('`ModelCheckpoint(save_last="link")`')
@@ -453,21 +375,6 @@ def weights_only(run: Run) -> None:
     assert len(model.losses) == BATCHES, "not resumed"
 
 
-@row("`ModelPruning`")
-def pruning(run: Run) -> None:
-    model = Model()
-    callback = cb.ModelPruning(
-        "l1_unstructured",
-        parameters_to_prune=[(model.head, "weight")],
-        amount=0.5,
-        make_pruning_permanent=True,
-        use_lottery_ticket_hypothesis=False,
-    )
-    run.fit(model, callbacks=[callback])
-    zeros = int((model.head.weight == 0).sum())
-    assert zeros >= model.head.weight.numel() // 2, f"{zeros} zeros"
-
-
 # Schedulers -----------------------------------------------------------------------------------------------------
 
 
@@ -513,15 +420,15 @@ COUNTED: dict[str, tuple[dict[str, Any], int, list[str] | None]] = {
     "`limit_train_batches`, `limit_val_batches`: numbers": (
         {"limit_train_batches": 3, "limit_val_batches": 1}, 6, 2 * [*3 * [T], V],
     ),
-    "`limit_train_batches`, `limit_val_batches`: fractions": (
-        {"limit_train_batches": 0.5, "limit_val_batches": 0.5}, 4, 2 * [*2 * [T], V],
-    ),
     "`val_check_interval`: a number": ({"max_epochs": 1, "val_check_interval": 2}, 4, 2 * [T, T, V, V]),
-    "`val_check_interval`: a fraction": ({"max_epochs": 1, "val_check_interval": 0.25}, 4, 4 * [T, V, V]),
     "`val_check_interval=3`, `check_val_every_n_epoch=None`": (
         {"val_check_interval": 3, "check_val_every_n_epoch": None}, 8, [*2 * [*3 * [T], V, V], T, T],
     ),
     "`check_val_every_n_epoch=2`": ({"check_val_every_n_epoch": 2}, 8, [*8 * [T], V, V]),
+    "`fast_dev_run=2`": ({"fast_dev_run": 2}, 2, [T, T, V, V]),
+    "`barebones=True`": ({"barebones": True}, 8, None),
+    "`sync_batchnorm=True`": ({"sync_batchnorm": True}, 8, None),
+    "`use_distributed_sampler=False`": ({"use_distributed_sampler": False, "max_epochs": 1}, 8, None),  # all of it
     "`num_sanity_val_steps=2`": ({"num_sanity_val_steps": 2, "max_epochs": 1}, 4, ["sanity", "sanity", *4 * [T], V, V]),
 }  # fmt: skip
 
@@ -545,11 +452,6 @@ def max_time(run: Run) -> None:
     assert len(set(everywhere(trainer.global_step))) == 1
 
 
-@row("`fast_dev_run=2`")
-def fast_dev_run(run: Run) -> None:
-    count(run, {"fast_dev_run": 2}, 2, [T, T, V, V])
-
-
 def clip(run: Run, algorithm: str) -> None:
     """With a loss a million times larger, only clipped gradients leave the weights where they are."""
     model, most = Model(lr=1.0, momentum=0.0, scale=1e6), 1e-3
@@ -571,52 +473,6 @@ def clip_value(run: Run) -> None:
     clip(run, "value")
 
 
-@row("`detect_anomaly=True`")
-def anomaly(run: Run) -> None:
-    class Asks(Model):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            self.seen.append(f"anomaly {torch.is_anomaly_enabled()}")
-            return super().training_step(batch, batch_idx)
-
-    model = Asks()
-    run.fit(model, max_epochs=1, detect_anomaly=True)
-    assert model.seen.count("anomaly True") == BATCHES
-
-
-@row("`deterministic=True`")
-def deterministic(run: Run) -> None:
-    ends = []
-    for _ in range(2):
-        run.fit(model := Model(), max_epochs=1, deterministic=True)
-        assert torch.are_deterministic_algorithms_enabled()
-        ends.append(digest(model.parameters()))
-    assert ends[0] == ends[1]
-
-
-@row("`inference_mode=False`")
-def inference_mode(run: Run) -> None:
-    class Asks(Model):
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            self.seen.append(f"inference {torch.is_inference_mode_enabled()}")
-            with torch.enable_grad():
-                self.loss(batch).backward()  # of the gradients in validation; none is left for the next step
-            self.zero_grad()
-
-    model = Asks()
-    run.fit(model, inference_mode=False)
-    assert "inference False" in model.seen
-
-
-@row("`barebones=True`")
-def barebones(run: Run) -> None:
-    count(run, {"barebones": True}, 8, None)
-
-
-@row("`sync_batchnorm=True`")
-def sync_batchnorm(run: Run) -> None:
-    count(run, {"sync_batchnorm": True}, 8, None)
-
-
 @row("`reload_dataloaders_every_n_epochs=1`")
 def reload(run: Run) -> None:
     model, trainer = WithData(), run.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -624,43 +480,6 @@ def reload(run: Run) -> None:
     check_equal(model)
     assert model.num_loaded == 3
     assert trainer.global_step == 3 * 2 * BATCHES
-
-
-def indices(trainer: pl.Trainer) -> set[int]:
-    assert trainer.train_dataloader is not None
-    return set(trainer.train_dataloader.sampler)
-
-
-@row("`use_distributed_sampler=True`")
-def distributed_sampler(run: Run) -> None:
-    trainer = run.fit(Model(), max_epochs=1)
-    assert isinstance(trainer.train_dataloader.sampler, DistributedSampler)
-    shares = everywhere(indices(trainer))
-    assert not shares[0] & shares[1]
-    assert len(shares[0] | shares[1]) == len(trainer.train_dataloader.dataset)
-
-
-@row("`use_distributed_sampler=False`")
-def own_sampler(run: Run) -> None:
-    count(run, {"use_distributed_sampler": False, "max_epochs": 1}, 2 * BATCHES, None)  # each rank has all of it
-
-
-@row('`profiler="simple"`')
-def simple_profiler(run: Run) -> None:
-    trainer = run.fit(Model(), profiler="simple")
-    assert len(trainer.profiler.recorded_durations["run_training_batch"]) == 2 * BATCHES  # type: ignore[attr-defined]
-
-
-@row('`profiler="advanced"`')
-def advanced_profiler(run: Run) -> None:
-    summaries: list[str] = []
-
-    class Read(cb.Callback):
-        def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            summaries.append(trainer.profiler.summary())  # type: ignore[attr-defined]
-
-    run.fit(Model(), max_epochs=1, profiler="advanced", callbacks=[Read()])
-    assert re.search(r"run_training_batch.*\d+ function calls", summaries[0], re.DOTALL)
 
 
 # Modules --------------------------------------------------------------------------------------------------------
@@ -674,29 +493,6 @@ def compiled(run: Run) -> None:
     assert trainer.global_step == BATCHES
     assert not any(a.equal(b) for a, b in zip(begun, model.parameters(), strict=True))
     check_equal(model)
-
-
-@row("`channels_last`")
-def channels_last(run: Run) -> None:
-    class Pictures(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = nn.Sequential(
-                nn.Conv2d(4, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.AdaptiveAvgPool2d(1)
-            )
-            self.to(memory_format=torch.channels_last)
-
-        def forward(self, x: Tensor) -> Tensor:
-            picture = x.unflatten(1, (4, 2, 2)).to(memory_format=torch.channels_last)
-            return self.head(self.backbone(picture).flatten(1))
-
-    model = Pictures()
-    begun = copies(model.parameters())
-    run.fit(model)
-    weight = model.backbone[0].weight
-    assert isinstance(weight, Tensor)
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert not any(a.equal(b) for a, b in zip(begun, model.parameters(), strict=True))
 
 
 @row("tied weights")
