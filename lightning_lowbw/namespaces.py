@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-import warnings
 from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -166,12 +165,7 @@ class _Finder(MetaPathFinder):
             return
         version: str = sys.modules[PYTORCH_LIGHTNING].__version__
         if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
-            warnings.warn(
-                f"lightning_lowbw works with pytorch_lightning {'.'.join(map(str, OLDEST))} or newer; this is "
-                f"{version}: its Trainer will not know the strategies. Upgrade it, or use lightning.pytorch.",
-                stacklevel=2,
-            )
-            return
+            return  # such a Trainer does not know the strategies
         importlib.import_module(MIRROR)
 
     def introduce(self, mirror: ModuleType) -> None:

@@ -119,13 +119,8 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
     ("overrides", "expected"),
     [
         ((), EveryStep(sparsity="auto")),
-        (("strategy.pretrained=true",), EveryStep(sparsity="auto", pretrained=True)),
         (("strategy.rampup_begin_step=100",), EveryStep(100, 1, [0.999])),
-        (("strategy.sparsity=[0.999]",), EveryStep(0, 1, [0.999])),
-        (
-            ("strategy.sparsity=[0.75,0.99,0.999]", "strategy.rampup_begin_step=100", "strategy.rampup_step=9"),
-            EveryStep(100, 9, [0.75, 0.99, 0.999]),
-        ),
+        (("strategy.sparsity=[0.75,0.99]", "strategy.rampup_step=9"), EveryStep(0, 9, [0.75, 0.99])),
     ],
 )
 def test_the_sparsity_is_chosen_unless_a_schedule_is_given(
@@ -141,14 +136,10 @@ def test_parts_of_a_compression_are_overridden_one_by_one(composing: None) -> No
     assert (method.when.k_steps, method.when.begin_step, method.when.num_fragments) == (25, 0, 3)
 
 
-@pytest.mark.parametrize("topology", [None, "auto", 2, [[0, 1], [2, 3]]])
-def test_each_topology_goes_with_each_strategy(topology: object, composing: None) -> None:
-    for strategy in ("dgc", "local_sgd", "adaptive_local_sgd", "hierarchical", "method"):
-        override = () if topology is None else (f"strategy.topology={topology}".replace(" ", ""),)
-        built = instantiate(compose_train(f"strategy={strategy}", *override).strategy, _convert_="all")
-        default = "auto" if strategy == "hierarchical" else "flat"
-        expected = Topology(tuple(map(tuple, topology))) if isinstance(topology, list) else topology or default
-        assert built.method.where.topology == expected
+def test_a_list_of_nodes_is_a_topology(composing: None) -> None:
+    for strategy in ("dgc", "local_sgd", "hierarchical", "method"):
+        node = compose_train(f"strategy={strategy}", "strategy.topology=[[0,1],[2,3]]").strategy
+        assert instantiate(node, _convert_="all").method.where.topology == Topology(((0, 1), (2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -186,15 +177,10 @@ def test_only_rank_zero_keeps_its_folder(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("metric", ["test_acc", None])
-def test_a_sweep_gets_the_metric_it_asks_for(
-    metric: str | None, composing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = cli.train(compose_in_one_process(monkeypatch, f"optimized_metric={metric or 'null'}", "test=true"))
-    assert result is None if metric is None else 0 < result <= 1
-
-
-def test_a_metric_that_is_not_logged_is_an_error(composing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_gets_the_metric_it_asks_for(composing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cli.train(compose_in_one_process(monkeypatch, "optimized_metric=test_acc", "test=true"))
+    assert found is not None
+    assert 0 < found <= 1
     with pytest.raises(ValueError, match=r"optimized_metric='speed' was not logged; logged were \['train_loss', "):
         cli.train(compose_in_one_process(monkeypatch, "optimized_metric=speed"))
 

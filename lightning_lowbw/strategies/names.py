@@ -6,25 +6,21 @@ processes, and for models with parameters that no loss depends on, with the endi
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_lowbw.comm.peers import Algorithm
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.plan import CANDIDATES
 from lightning_lowbw.presets import (
     DGC,
     DGC_SPARSITY,
-    FAMILIES,
     PRESETS,
     AdaptiveLocalSGD,
     Hierarchical,
@@ -346,29 +342,14 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
-    """Register the strategies with Lightning by name. May be called any number of times.
-
-    Fabric gets the names, too, only to refuse them with a reason.
-    """
-    entries: dict[str, tuple[str, type, dict[str, Any]]] = {}  # by name: the base name, the class, its arguments
+    """Register the strategies with Lightning by name. May be called any number of times."""
+    entries: dict[str, tuple[type, dict[str, Any]]] = {}  # by name: the class, its arguments
     for base, (strategy, arguments) in NAMES.items():
         levels = {"": {}, **({} if base == "hierarchical" else {"_hierarchical": {"topology": "auto"}})}
         for level, start, search in itertools.product(levels, START_METHODS, SEARCHES):
             options = {**arguments, **levels[level], **SEARCHES[search], "start_method": START_METHODS[start]}
-            entries[base + level + start + search] = base, strategy, options
-    entries |= {f"{base}_fsdp": (base, ShardedStrategy, {"method": method}) for base, method in OF_SHARDS.items()}
-    for name, (base, strategy, options) in entries.items():
+            entries[base + level + start + search] = strategy, options
+    entries |= {f"{base}_fsdp": (ShardedStrategy, {"method": method}) for base, method in OF_SHARDS.items()}
+    for name, (strategy, options) in entries.items():
         if name not in registry.available_strategies():
             registry.register(name, strategy, description=f"{strategy.__name__} with {options}", **options)
-        if name not in FABRIC_REGISTRY.available_strategies():
-            FABRIC_REGISTRY.register(name, functools.partial(_refuse_fabric, name, base))
-
-
-def _refuse_fabric(name: str, base: str) -> NoReturn:
-    method = FAMILIES[PRESETS[base].family].__name__ if base in PRESETS else "DGC"
-    raise ConfigurationError(
-        f"Fabric(strategy={name!r}): the strategies are for Lightning's Trainer. In a loop of your own a method is "
-        f"attached to the optimizer: lightning_lowbw.{method}(...).attach(optimizer, model.named_parameters()), after "
-        "Fabric(strategy='ddp').launch(). Leave out Fabric.setup of the model and of the optimizer: its DDP would send "
-        "all gradients, too."
-    )

@@ -70,7 +70,8 @@ def train(name: str) -> list[tuple[str, list[Tensor]]]:
     "the same means as after `manual_backward`: the weights stay equal",
 )
 @pytest.mark.parametrize(
-    "name", ["dgc, dense at first", "dgc on two levels", "hierarchical", "local_sgd, synchronous at first", "sharded"]
+    "name",
+    ["dgc, dense at first", "dgc on two levels", "hierarchical", "local_sgd, synchronous at first", "sharded"],
 )
 def test_a_plain_backward_is_as_good_as_manual_backward(name: str) -> None:
     ranks = run_ranks(train, 4, name)

@@ -201,22 +201,6 @@ def test_strategies_by_name(name: str, method: dict[str, Any]) -> None:
     assert {key: values[key] for key in method} == method
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("dgc", "DGC"),
-        ("diloco_hierarchical_spawn_find_unused_parameters_true", "LocalSGD"),
-        ("int8", "QuantizedGradients"),
-        ("lowbw", "DGC"),
-    ],
-)
-def test_fabric_names_the_plain_loop(name: str, method: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"Fabric\(strategy='{name}'\).*lightning_lowbw\.{method}\(\.\.\.\)\."
-    ):
-        Fabric(strategy=name, accelerator="cpu", devices=2)
-
-
 def loop_with_fabric() -> tuple[list[float], str]:
     fabric = Fabric(strategy="ddp", accelerator="cpu", devices=2)
     fabric.launch()

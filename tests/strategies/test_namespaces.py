@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_lowbw as lowbw
 from lightning_lowbw import namespaces
 from lightning_lowbw.comm.agreement import digest
-from tests.programs import ROOT, run_script
+from tests.programs import run_script
 from tests.ranks import run_ranks
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -307,20 +306,3 @@ def test_one_of_them_is_enough(package: str, hidden: str, tmp_path: Path) -> Non
     script = tmp_path / "only_one.py"
     script.write_text(ONLY_ONE.format(package=package, hidden=hidden))
     run_script(tmp_path, str(script))
-
-
-def import_old(folder: str) -> None:
-    sys.path.insert(0, folder)
-    with pytest.warns(UserWarning, match=r"works with pytorch_lightning 2\.4 or newer; this is 2\.3\.1"):
-        importlib.import_module("pytorch_lightning")
-    assert namespaces.MIRROR not in sys.modules
-
-
-def test_an_old_mirror_is_left_alone(tmp_path: Path) -> None:
-    package = tmp_path / "pytorch_lightning"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '2.3.1'")
-    run_ranks(import_old, 1, str(tmp_path), fresh=True)
-    requirement = re.search(r"lightning>=([0-9.]+)", (ROOT / "pyproject.toml").read_text())
-    assert requirement is not None
-    assert requirement[1] == ".".join(map(str, namespaces.OLDEST))

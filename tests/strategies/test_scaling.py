@@ -76,7 +76,7 @@ def scaled_and_unscaled(clip: float | None, optimizer: Any) -> list[list[Tensor]
 FUSED = [partial(sgd, fused=True), partial(torch.optim.AdamW, lr=0.01, fused=True)]  # unscale inside their step
 
 
-@pytest.mark.parametrize(("clip", "optimizer"), [(None, sgd), (0.3, sgd), *((None, fused) for fused in FUSED)])
+@pytest.mark.parametrize(("clip", "optimizer"), [(0.3, sgd), *((None, fused) for fused in FUSED)])
 def test_the_scale_does_not_reach_the_residual(clip: float | None, optimizer: Any) -> None:
     unscaled, scaled = run_ranks(scaled_and_unscaled, 2, clip, optimizer)[0]
     for a, b in zip(unscaled, scaled, strict=True):
