@@ -23,12 +23,10 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import DGC
-from lightning_lowbw.comm.collectives import Collectives
-from lightning_lowbw.comm.ledger import TrafficLedger, all_gather_bytes, all_reduce_bytes
-from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.comm.collectives import Collectives, TrafficLedger, all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.compress.sparse_sum import COUNT_BYTES, SparseSum, even_boundaries
-from lightning_lowbw.compress.values import VALUE_NAMES
 from lightning_lowbw.sync.exchange import SparseReduceScatter
 from tests.ranks import run_ranks
 

@@ -40,7 +40,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import lightning_lowbw
 from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync import whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "ops_gpu", help="of the results, without a suffix")
     options = parser.parse_args()
     device = torch.device(options.device)
-    if device.type == "cuda" and not (torch.cuda.is_available() and gpu.is_available(torch.device("cuda", 0))):
+    if device.type == "cuda" and not (torch.cuda.is_available() and dispatch.uses_triton(torch.device("cuda", 0))):
         raise SystemExit("This measures a GPU: it needs a CUDA device that Triton supports, and Triton.")
     if device.type == "cuda" and (reason := dispatch.prepare(torch.device("cuda", 0))):
         raise SystemExit(reason)

@@ -27,10 +27,9 @@ from torch.nn import functional as F
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
 from lightning_lowbw.comm.agreement import checksum
-from lightning_lowbw.compress.codec import pack, unpack
+from lightning_lowbw.compress.codec import make_value_format, pack, unpack
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression
-from lightning_lowbw.compress.values import make_value_format
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.kernels.tensors import NUM_SAMPLED

@@ -29,7 +29,7 @@ import matplotlib
 from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
 from benchmarks.harness import RESULTS, describe_environment, in_words, replace_block, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
-from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.lab import parse_rate
 
 matplotlib.use("Agg")  # draws without a display

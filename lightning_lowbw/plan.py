@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import TopK

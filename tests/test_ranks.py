@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_lowbw.comm import ledger
+from lightning_lowbw.comm import collectives
 from tests.ranks import idle_processes, run_ranks
 
 
@@ -53,7 +53,7 @@ def look() -> dict[str, object]:
         "filters": len(warnings.filters),
         "rank of Lightning": rank_zero_only.rank,
         "loggers": [(len(logger.handlers), logger.level) for logger in loggers],
-        "package": (ledger.all_reduce_bytes(8, 2), dist.get_world_size()),
+        "package": (collectives.all_reduce_bytes(8, 2), dist.get_world_size()),
     }
 
 
@@ -74,7 +74,7 @@ def leave_everything_behind(folder: str) -> None:
     logging.getLogger("lightning.pytorch").addHandler(logging.NullHandler())
     logging.getLogger().setLevel(1)
     dist.new_group([0])
-    ledger.all_reduce_bytes = lambda *_: -1
+    collectives.all_reduce_bytes = lambda *_: -1
     dist.get_world_size = lambda *_: -1
 
 

@@ -41,7 +41,7 @@ from benchmarks.beside_ddp.tasks import (
 from benchmarks.harness import as_plain
 from lightning_lowbw import DGCStrategy, EveryStep, Method
 from lightning_lowbw import plan as rule
-from lightning_lowbw.comm.ledger import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.comm.collectives import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import MOST_NUMEL, TopK, small_numel

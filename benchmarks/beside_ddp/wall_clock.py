@@ -34,7 +34,7 @@ from benchmarks.beside_ddp.tasks import (
 )
 from benchmarks.harness import run_in_lab
 from lightning_lowbw import DGC, DGCStrategy, EveryStep
-from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.plan import DENSITIES, Candidate, Measured, Run, choose, why_dense
 from lightning_lowbw.strategies import auto_choice

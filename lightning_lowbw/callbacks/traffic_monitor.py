@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import check_flag, names_arguments
 from lightning_lowbw.callbacks.schedules import OF_PACKAGE
-from lightning_lowbw.comm.ledger import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies import Strategy

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.comm.collectives import Collectives
-from lightning_lowbw.comm.ledger import (
+from lightning_lowbw.comm.collectives import (
+    Collectives,
     all_gather_bytes,
     all_gather_rounds,
     all_reduce_rounds,

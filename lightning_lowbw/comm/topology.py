@@ -131,12 +131,6 @@ def _shown(ranks: Iterable[int]) -> str:
     return f"{len(ranks)} ({', '.join(map(str, ranks))})"
 
 
-def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
-    """Return the part of a flat tensor that one of a node's ranks keeps; the last ones may be shorter, or empty."""
-    size = -(-numel // num_local_ranks)
-    return slice(min(local_rank * size, numel), min((local_rank + 1) * size, numel))
-
-
 # "flat", "auto", ranks per node, the ranks of each node, or these as a value
 TopologyChoice = int | str | Sequence[Sequence[int]] | Topology
 # Variables of torchrun, Lightning and SLURM that distinguish nodes with the same host name (containers, the lab).

@@ -4,7 +4,7 @@ The few bits are those of half types, or of integers with a scale per block.
 
 A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale and of each
 value the nearest integer in units of it. For dense values, mostly near zero, that is closer than the logarithmic levels
-of `compress.values`, which are made for the elements that top-k selects.
+of `compress.codec`, which are made for the elements that top-k selects.
 
 Source: a scale per small block as in Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep
 Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, because the error is fed back.
@@ -19,7 +19,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.values import FloatFormat
+from lightning_lowbw.compress.codec import FloatFormat
 from lightning_lowbw.kernels.dispatch import compiled_for
 
 QuantizedName = Literal["bfloat16", "float16", "int8", "int4"]
@@ -141,6 +141,15 @@ def make_format(name: str) -> QuantizedFormat:
     for dtype in (torch.bfloat16, torch.float16):
         formats[str(dtype).removeprefix("torch.")] = HalfFormat(dtype)
     return formats[name]
+
+
+def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat) -> int:
+    """Return the bytes a rank sends for a mean of vectors in few bits: 2 (W - 1) parts of ceil(numel / W) values.
+
+    On two levels that of a part of ceil(numel / ranks of a node) elements, between nodes; and in a node, to gather the
+    parts of the mean, `all_gather_bytes` of a part in the vector's own dtype.
+    """
+    return 2 * (num_ranks - 1) * value_format.nbytes(-(-numel // num_ranks))
 
 
 def largest_integer(bits: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.table import upload
+from lightning_lowbw.kernels.tensors import upload
 
 Sparse = tuple[Tensor, Tensor]  # (positions int64, values), positions ascending
 
@@ -44,6 +44,15 @@ def scatter_capacity(num_selected: int, num_ranks: int) -> int:
 def gather_capacity(num_selected: int, num_ranks: int) -> int:
     """Return how many sums each owner can hand out in the sparse reduce-scatter: GATHERED k / W, rounded up."""
     return -(-GATHERED * num_selected // num_ranks)
+
+
+def reduce_scatter_elements(num_selected: int, num_ranks: int) -> int:
+    """Return how many (position, value) pairs a rank receives in both phases: below 6 k for k >= 16 W.
+
+    Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", arXiv 2201.07598, whose
+    bound counts positions and values apart.
+    """
+    return (num_ranks - 1) * (scatter_capacity(num_selected, num_ranks) + gather_capacity(num_selected, num_ranks))
 
 
 @dataclass(frozen=True)

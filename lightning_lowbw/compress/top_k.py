@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
-from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.compress.sparse_sum import Sparse
-from lightning_lowbw.compress.values import VALUE_NAMES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import scatter_mean_
 

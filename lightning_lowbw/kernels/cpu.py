@@ -1,7 +1,12 @@
 """Twins of `reference` for contiguous float32 on a CPU, compiled by numba: one pass over memory, the same bits.
 
-numba is optional (``pip install lightning-lowbw[cpu]``); `dispatch` imports this file where it is.
+numba is optional (``pip install lightning-lowbw[cpu]``); `dispatch` imports this file where it is. A function is
+compiled at its first call, in seconds, and kept where numba keeps it. numba notices when this file changes, and no
+other: all that is compiled, with its constants, is here. Missing tensors are empty ones, so that there is one variant
+of each function.
 """
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
 
@@ -10,20 +15,476 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels import numba_kernels as kernels
 from lightning_lowbw.kernels.reference import Arrival, Segment, sample_accumulated
 from lightning_lowbw.kernels.tensors import allocate
 
 __all__ = ["accumulate_", "average_many_", "decode_blocks", "encode_blocks_", "largest", "pack_", "reach",
-           "sample_accumulated", "unpack"]  # fmt: skip
+           "sample_accumulated", "take_", "unpack"]  # fmt: skip
 
 T = TypeVar("T")
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 NOTHING = np.empty(0, dtype=np.float32)  # stands for a missing tensor
+
+OPTIONS: Any = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
+try:
+    kernel = numba.njit(cache=True, **OPTIONS)
+    kernel(lambda: None)
+except RuntimeError:  # there is no folder to keep it in
+    kernel = numba.njit(**OPTIONS)
+inner = numba.njit(**OPTIONS)
+
+BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
+CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
+MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
+INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
+SHORT, GROUP = 1 << 14, 16  # elements of a chunk, and of a group; of 64 in 4096 the bound lets about 74 through
+LANES = 4  # counts kept apart: neighbours are often counted in one place, and each would wait for the one before
+AVERAGED = 1 << 13  # elements: their means stay in the first cache
+BYTE = 8  # elements
+PLACES = np.array([sorted(range(BYTE), key=lambda bit: ~byte >> bit & 1) for byte in range(1 << BYTE)], dtype=np.uint8)
+NUM_PLACES = np.array([byte.bit_count() for byte in range(1 << BYTE)], dtype=np.int64)
+GATHER = np.uint64(0x0102040810204080)  # times eight bytes, each 0 or 1: the highest byte has a bit for each
+
+
+@numba.njit(fastmath={"contract"}, **OPTIONS)
+def multiply_add(a, b, c):
+    """As `Tensor.add(other, alpha=...)` does it: rounded once, where the processor can."""
+    return a * b + c
+
+
+@inner
+def largest_bits(bits):
+    """Return the largest magnitude of float32 values, all as their bits: without a sign they compare as integers."""
+    largest = np.int32(0)
+    for i in range(bits.size):
+        magnitude = np.int32(bits[i] & MAGNITUDE)  # which numba has widened
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@inner
+def collect(bits, first, least, most, positions, count, flags):
+    """Write where magnitudes of a block lie between two bounds; from more than there is room for on only count.
+
+    There must be room for CHUNK more than are to be found; `flags` has CHUNK bytes of any content. Eight elements make
+    a byte, and a table has the places of the ones in each byte: all eight are written, of which those that count are
+    kept. A branch at each element would be foreseen wrongly as often as there is a one.
+
+    Source: Lemire, Boytsov and Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399,
+    section 4.
+    """
+    if least > most:
+        return count
+    bytes_of_flags = flags.view(np.uint64)
+    whole, span = bits.size // CHUNK * CHUNK, np.uint32(most - least)
+    for start in range(0, whole, CHUNK):
+        chunk = bits[start : start + CHUNK]
+        if largest_bits(chunk) < least:
+            continue
+        if count + CHUNK > positions.size:
+            return positions.size
+        for i in range(CHUNK):
+            flags[i] = np.uint32(np.int32(chunk[i] & MAGNITUDE) - least) <= span
+        for i in range(CHUNK // BYTE):
+            byte = np.int64((bytes_of_flags[i] * GATHER) >> np.uint64(56))
+            for place in range(BYTE):
+                positions[count + place] = first + start + BYTE * i + PLACES[byte, place]
+            count += NUM_PLACES[byte]
+    if whole < bits.size and count + CHUNK > positions.size:
+        return positions.size
+    for i in range(whole, bits.size):
+        positions[count] = first + i
+        count += np.uint32(np.int32(bits[i] & MAGNITUDE) - least) <= span
+    return count
+
+
+@kernel
+def reach_kernel(bits, least, positions):
+    """Write the positions of the magnitudes that reach a bound; return how many there are."""
+    return collect(bits, 0, least, INFINITE, positions, 0, np.empty(CHUNK, dtype=np.uint8))
+
+
+# The equations of `reference.accumulate_`. A loop is made of vector instructions only where it has no branch: so a
+# block goes through several.
+
+
+@inner
+def clean(gradient, out, fault):
+    """Copy a gradient, with zeros for inf and NaN."""
+    for i in range(gradient.size):
+        is_finite = abs(gradient[i]) < np.inf
+        out[i] = gradient[i] if is_finite else np.float32(0)
+        if not is_finite:
+            fault[0] = True
+
+
+@inner
+def scale_add(factor, x, scale, y, out):
+    """``out = factor x + scale y``, with one rounding of the sum."""
+    for i in range(y.size):
+        out[i] = multiply_add(factor, x[i], scale * y[i])
+
+
+@inner
+def take_square(g, square, largest, adam, s):
+    """Update Adam's second moment; write the divisor of the velocity."""
+    beta2, share, slope, least = adam
+    for i in range(g.size):
+        square[i] = multiply_add(share * g[i], g[i], beta2 * square[i])
+    root = square
+    if largest.size:
+        for i in range(g.size):
+            largest[i] = max(largest[i], square[i])
+        root = largest
+    for i in range(g.size):
+        s[i] = slope * np.sqrt(root[i]) + least
+
+
+@inner
+def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
+    """Accumulate g: ``u = momentum u + gain g; v = v + u``, as `reference.correct_`; in units of s with Adam."""
+    if u.size == 0:
+        for i in range(v.size):
+            v[i] += g[i]
+        return
+    if is_adam:
+        for i in range(v.size):
+            u[i] = multiply_add(gain, g[i], momentum * u[i])
+            v[i] += u[i] / s[i]
+    elif nesterov:
+        for i in range(v.size):
+            u[i] = multiply_add(gain, g[i], momentum * u[i])
+            v[i] = multiply_add(momentum, u[i], v[i] + g[i])
+    else:
+        for i in range(v.size):
+            u[i] = multiply_add(gain, g[i], momentum * u[i])
+            v[i] += u[i]
+
+
+@kernel
+def accumulate_kernel(
+    v, u, gradient, w, square, largest, momentum, gain, nesterov, decay, less, sign, adam, least, positions, fault
+):
+    """Correct and accumulate a gradient, and collect where the sum reaches a bound; see `cpu.accumulate_`."""
+    count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
+    room = np.empty((3, BLOCK), dtype=np.float32)
+    g, s = room[0], room[1]
+    one, flags = np.float32(1), np.empty(CHUNK, dtype=np.uint8)
+    for start in range(0, v.size, BLOCK):
+        stop = min(start + BLOCK, v.size)
+        own, own_v, own_g = gradient[start:stop], v[start:stop], g[: stop - start]
+        if fault.size and largest_bits(bits_of_gradient[start:stop]) >= INFINITE:
+            clean(own, room[2], fault)
+            own = room[2, : stop - start]
+        if w.size:
+            scale_add(decay, w[start:stop], sign, own, own_g)
+        elif sign == one and less == 0:
+            own_g = own
+        else:
+            for i in range(own.size):
+                own_g[i] = sign * own[i]
+        if square.size:
+            take_square(own_g, square[start:stop], largest[start:stop], adam, s)
+        if less != 0:
+            scale_add(less, own_v, one, own_g, own_g)
+        correct(own_v, u[start:stop], own_g, s, gain, momentum, nesterov, square.size > 0)
+        if fault.size and largest_bits(bits[start:stop]) >= INFINITE:
+            fault[0] = True
+        if count < positions.size:
+            count = collect(bits[start:stop], start, least, INFINITE, positions, count, flags)
+    return count
+
+
+# The k largest without sorting: the bits of the k-th largest follow from three counts, of the upper 11, the next 10 and
+# the last 10 bits. Radix selection: Knuth, "The Art of Computer Programming" 3, section 5.2.5.
+
+
+@inner
+def count_digits(bits, known, shift, width, counts):
+    """Count digits of the magnitudes whose higher bits are known; of the others in the upper half, without a branch."""
+    mask, above = (1 << width) - 1, shift + width
+    for i in range(bits.size):
+        magnitude = bits[i] & MAGNITUDE
+        is_other = np.int64((magnitude >> above) != (known >> above))
+        counts[i % LANES, ((magnitude >> shift) & mask) | (is_other << width)] += 1
+
+
+@inner
+def rank(counts, digit, left):
+    """Return the digit of the k-th largest, and how many with it are to be taken, and are there."""
+    while True:
+        here = 0
+        for lane in range(LANES):
+            here += counts[lane, digit]
+        if here >= left or digit == 0:
+            return digit, left, here
+        left -= here
+        digit -= 1
+
+
+@inner
+def select(bits, first, k, counts, positions, flags):
+    """Write the positions of the k largest, of equal ones the first, where there is room for CHUNK more."""
+    counts[:] = 0
+    count_digits(bits, 0, 20, 11, counts)
+    known, left, here = rank(counts, largest_bits(bits) >> 20, k)
+    known <<= 20
+    counts[:, : 1 << 11] = 0
+    count_digits(bits, known, 10, 10, counts)
+    digit, left, here = rank(counts, 1023, left)
+    known |= digit << 10
+    counts[:, : 1 << 11] = 0
+    count_digits(bits, known, 0, 10, counts)
+    digit, left, here = rank(counts, 1023, left)
+    least, end = np.int32(known | digit), bits.size
+    if here > left:  # of equal ones the first
+        end = 0
+        while left:
+            left -= (bits[end] & MAGNITUDE) == least
+            end += 1
+    count = collect(bits[:end], first, least, MAGNITUDE, positions, 0, flags)
+    if end < bits.size and least < MAGNITUDE:
+        collect(bits[end:], first + end, np.int32(least + 1), MAGNITUDE, positions, count, flags)
+
+
+# Chunks are too short for 2048 counts each.
+
+
+@inner
+def separate(magnitudes, k):
+    """Return what the k largest reach, and no other unless equal to the k-th: bit by bit, from the highest."""
+    bound = np.int32(0)
+    for bit in range(30, -1, -1):
+        trial, count = np.int32(bound | np.int32(1 << bit)), np.int32(0)
+        for i in range(magnitudes.size):
+            count = np.int32(count + (magnitudes[i] >= trial))
+        if count >= k:
+            bound = trial
+        if count == k:
+            break
+    return bound
+
+
+@inner
+def select_few(bits, first, k, maxima, found, magnitudes, positions, flags):
+    """As `select`. The k-th of the largest of each group is a bound that at least k reach, and seldom many more."""
+    maxima[:] = 0
+    for start in range(0, bits.size, maxima.size):  # a group is every `maxima.size`-th: so these are vectors
+        for i in range(min(maxima.size, bits.size - start)):
+            magnitude = np.int32(bits[start + i] & MAGNITUDE)
+            maxima[i] = magnitude if magnitude > maxima[i] else maxima[i]
+    num_found = collect(bits, 0, separate(maxima, k), MAGNITUDE, found, 0, flags)
+    for i in range(num_found):
+        magnitudes[i] = bits[found[i]] & MAGNITUDE
+    bound, num_equal, count = separate(magnitudes[:num_found], k), k, 0
+    for i in range(num_found):
+        num_equal -= magnitudes[i] > bound
+    for i in range(num_found):
+        is_equal = magnitudes[i] == bound and num_equal > 0
+        positions[count] = first + found[i]
+        num_equal -= is_equal
+        count += magnitudes[i] > bound or is_equal
+
+
+@kernel
+def select_kernel(bits, chunk, k, k_last, positions):
+    """Write the k largest of each chunk, and `k_last` of the rest."""
+    counts, flags, end = np.empty((LANES, 1 << 11), dtype=np.int32), np.empty(CHUNK, dtype=np.uint8), 0
+    num_groups = min(chunk, bits.size) // GROUP
+    maxima, room = np.empty(num_groups, dtype=np.int32), min(chunk, bits.size) + CHUNK if chunk <= SHORT else 0
+    found, magnitudes = np.empty(room, dtype=np.int64), np.empty(room, dtype=np.int32)
+    for start in range(0, bits.size, chunk):
+        mine = bits[start : start + chunk]
+        wanted = k if mine.size == chunk else k_last
+        if 0 < 2 * wanted <= num_groups and chunk <= SHORT:
+            select_few(mine, start, wanted, maxima, found, magnitudes, positions[end:], flags)
+        elif wanted:
+            select(mine, start, wanted, counts, positions[end:], flags)
+        end += wanted
+
+
+@kernel
+def take_kernel(residual, momentum_buffer, positions, limit, values):
+    """Take elements out of a residual, and clear the velocity there; see `reference.take_`."""
+    for i in range(positions.size):
+        place = positions[i]
+        value = residual[place]
+        value = limit if value > limit else -limit if value < -limit else value
+        values[i] = value
+        residual[place] -= value
+        if momentum_buffer.size and value != 0:
+            momentum_buffer[place] = 0
+
+
+# The code of positions, see `compress.codec`: `fields` has a row per tensor, of `table.Field`.
+
+
+@kernel
+def pack_kernel(positions, fields, width, unary_bits, words):
+    """Write positions in Elias-Fano code; see `cpu.pack_`."""
+    mask = (np.int64(1) << width) - 1
+    for tensor in range(fields.shape[0]):
+        count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
+        for i in range(first, first + count):
+            position = positions[i] + start
+            one = i + (position >> width)
+            words[one >> 5] |= np.uint32(1) << np.uint32(one & 31)
+    if width == 0:
+        return
+    place, num_held = unary_bits >> 5, unary_bits & 31
+    held = np.uint64(words[place])
+    for tensor in range(fields.shape[0]):
+        count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
+        for i in range(first, first + count):  # a word when it is full, no word twice
+            held |= np.uint64((positions[i] + start) & mask) << np.uint64(num_held)
+            num_held += width
+            if num_held >= 32:
+                words[place] = np.uint32(held & np.uint64(0xFFFFFFFF))
+                held >>= np.uint64(32)
+                num_held -= 32
+                place += 1
+    if num_held:
+        words[place] = np.uint32(held)
+
+
+@kernel
+def unpack_kernel(words, fields, width, unary_bits, positions):
+    """Read positions where there is room for BYTE more; return how many there are, and how many outside a tensor."""
+    count, outside, most, octets = 0, 0, positions.size - BYTE, words.view(np.uint8)
+    for start in range(0, unary_bits, BYTE):
+        octet = np.int64(octets[start // BYTE])
+        if unary_bits - start < BYTE:
+            octet &= (1 << (unary_bits - start)) - 1
+        for place in range(BYTE if count <= most else 0):  # where there are too many, they are only counted
+            positions[count + place] = start + PLACES[octet, place]
+        count += NUM_PLACES[octet]
+    if count != most:
+        return count, outside
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    for tensor in range(fields.shape[0]):
+        first, start, numel = fields[tensor, 1], fields[tensor, 2], fields[tensor, 3]
+        for i in range(first, first + fields[tensor, 0]):
+            low = unary_bits + i * width
+            place = low >> 5
+            both = np.uint64(words[place]) | (np.uint64(words[min(place + 1, words.size - 1)]) << np.uint64(32))
+            low_bits = np.int64((both >> np.uint64(low & 31)) & mask) if width else 0
+            positions[i] = (((positions[i] - i) << width) | low_bits) - start
+            outside += (positions[i] < 0) | (positions[i] >= numel)
+    return count, outside
+
+
+# The mean of what participants have sent, see `reference.average_many_`.
+
+
+@inner
+def add_below(end, mean, start, positions, values, following, last):
+    """Add the elements of all participants that lie below `end`, to means whose first is at `start`; in their order.
+
+    Positions ascend. Where a damaged message has others, they are taken for `start`, so that nothing is written beside
+    the means.
+    """
+    share = np.float32(1.0 / positions.shape[0])
+    for participant in range(positions.shape[0]):
+        i = following[participant]
+        while i < last and positions[participant, i] < end:
+            mean[max(positions[participant, i] - start, 0)] += values[participant, i] * share
+            i += 1
+        following[participant] = i
+
+
+@kernel
+def average_kernel(out, weight, rate, positions, values, first, count):
+    """Write the mean; or, with a weight, step it where anything has been sent, and leave `out` alone."""
+    begun, following = np.full(positions.shape[0], first), np.full(positions.shape[0], first)
+    room = np.zeros(AVERAGED, dtype=np.float32)
+    for start in range(0, max(out.size, weight.size), AVERAGED):
+        begun[:] = following
+        mean = room if weight.size else out[start : start + AVERAGED]
+        if not weight.size:
+            mean[:] = 0
+        add_below(start + mean.size, mean, start, positions, values, following, first + count)
+        for participant in range(positions.shape[0] if weight.size else 0):
+            for i in range(begun[participant], following[participant]):
+                place = max(positions[participant, i] - start, 0)
+                if mean[place] != 0:  # once for all that have sent it; a mean of zero changes nothing
+                    weight[start + place] = multiply_add(rate, mean[place], weight[start + place])
+                    mean[place] = 0
+
+
+# Integers with a scale per block, see `compress.quantization`.
+
+SCALED, HALF = 128, 16  # values of a block; bits between bfloat16 and float32
+
+
+@inner
+def scales_of(values, largest, limit, scale):
+    """Write the scale of each block, rounded upwards to bfloat16."""
+    bits, scale_bits = values.view(np.int32), scale.view(np.int32)
+    for block in range(scale.size):
+        scale_bits[block] = largest_bits(bits[block * SCALED : (block + 1) * SCALED])
+    for block in range(scale.size):
+        scale[block] /= largest
+    for block in range(scale.size):
+        if scale_bits[block] < INFINITE:
+            scale_bits[block] = min((scale_bits[block] + 0xFFFF) >> HALF, limit) << HALF
+
+
+@kernel
+def encode_kernel(values, scales, packed, largest, limit, tiny, bits):
+    """Write vectors as integers with scales; see `cpu.encode_blocks_`."""
+    scale = np.empty(scales.shape[1], dtype=np.float32)
+    scale_bits = scale.view(np.int32)
+    integers = np.empty(SCALED, dtype=np.int8)
+    pairs = integers.view(np.uint16)  # the first of two is in the lower byte
+    for row in range(values.shape[0]):
+        scales_of(values[row], largest, limit, scale)
+        for block in range(scale.size):
+            scales[row, block] = scale_bits[block] >> HALF
+            start = block * SCALED
+            v, own = values[row, start : start + SCALED], scale[block]
+            integers[:] = 0
+            if scale_bits[block] < INFINITE:
+                unit = max(own, tiny)
+                for i in range(v.size):
+                    integers[i] = np.int8(min(max(np.rint(v[i] / unit), -largest), largest))
+            for i in range(v.size):
+                v[i] -= np.float32(integers[i]) * own
+            if bits == 8:
+                for i in range(v.size):
+                    packed[row, start + i] = np.uint8(integers[i])
+            else:
+                for i in range((v.size + 1) // 2):
+                    packed[row, start // 2 + i] = np.uint8((pairs[i] & 0xF) | ((pairs[i] >> 4) & 0xF0))
+
+
+@kernel
+def decode_kernel(scales, packed, values, bits):
+    """Read what `encode_blocks` has written."""
+    scale = np.empty(1, dtype=np.float32)
+    integers = np.empty(SCALED, dtype=np.int8)
+    for row in range(values.shape[0]):
+        for block in range(scales.shape[1]):
+            scale.view(np.int32)[0] = np.int32(scales[row, block]) << HALF
+            start, own = block * SCALED, scale[0]
+            v = values[row, start : start + SCALED]
+            if bits == 8:
+                for i in range(v.size):
+                    integers[i] = np.int8(packed[row, start + i])
+            else:
+                for i in range((v.size + 1) // 2):
+                    both = packed[row, start // 2 + i]
+                    integers[2 * i] = np.int8(np.int8(both << 4) >> 4)
+                    integers[2 * i + 1] = np.int8(np.int8(both) >> 4)
+            for i in range(v.size):
+                v[i] = np.float32(integers[i]) * own
+
+
+# What calls it --------------------------------------------------------------------------------------------------------
 
 
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
@@ -41,8 +502,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     least, most = _bits(threshold), min(most, residual.numel())
 
     def run(start: int, stop: int) -> Tensor | None:
-        positions = _room(min(most, stop - start) if threshold > 0 else -kernels.CHUNK)
-        count = kernels.accumulate(
+        positions = _room(min(most, stop - start) if threshold > 0 else -CHUNK)
+        count = accumulate_kernel(
             *(NOTHING if each is None else each.detach()[start:stop].numpy() for each in tensors),
             momentum, gain, segment.nesterov, decay, less, sign, tuple(map(np.float32, adam)), least,
             positions.numpy(), fault,
@@ -59,7 +520,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 def reach(values: Tensor, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Return the positions of the elements whose magnitude reaches a threshold; see `reference.reach`."""
     positions = _room(min(most, values.numel()))
-    count = kernels.reach(_bits_of(values), _bits(threshold), positions.numpy())
+    count = reach_kernel(_bits_of(values), _bits(threshold), positions.numpy())
     return positions[:count] if count <= most else None
 
 
@@ -72,25 +533,33 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
         num_full, rest = divmod(stop - start, chunk)
         num_found = num_full * k + (k_last if rest else 0)
         positions = _room(num_found)
-        kernels.select_each(bits[start:stop], chunk, k, k_last, positions.numpy())
+        select_kernel(bits[start:stop], chunk, k, k_last, positions.numpy())
         return positions[:num_found].add_(start)
 
     pieces = _over_threads(run, numel, chunk)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *, masking: bool) -> Tensor:
+    """Take elements out of a residual, and clear the velocity there; see `reference.take_`."""
+    values = allocate(positions.numel(), torch.float32)
+    masked = NOTHING if momentum_buffer is None or not masking else momentum_buffer.numpy()
+    take_kernel(residual.numpy(), masked, positions.numpy(), np.finfo(np.float32).max, values.numpy())
+    return values
+
+
 def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words: Tensor) -> None:
     """Write the positions of all tensors into `words`, zeros before; see `compress.codec.pack`."""
-    kernels.pack(positions.numpy(), fields.numpy(), width, unary_bits, words.numpy().view(np.uint32))
+    pack_kernel(positions.numpy(), fields.numpy(), width, unary_bits, words.numpy().view(np.uint32))
 
 
 def unpack(words: Tensor, fields: Tensor, width: int, unary_bits: int, positions: Tensor) -> tuple[int, int]:
     """Read positions; return how many there are, and how many of them lie outside their tensors.
 
     In place:
-        `positions`, with room for one more than are expected; not to be used where either number is wrong.
+        `positions`, with room for BYTE more than are expected; not to be used where either number is wrong.
     """
-    found, outside = kernels.unpack(words.numpy().view(np.uint32), fields.numpy(), width, unary_bits, positions.numpy())
+    found, outside = unpack_kernel(words.numpy().view(np.uint32), fields.numpy(), width, unary_bits, positions.numpy())
     return int(found), int(outside)
 
 
@@ -99,7 +568,7 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     positions, values = positions.contiguous(), values.contiguous()
     for arrival in arrivals:
         out, weight = (arrival.out, None) if arrival.weight is None else (None, arrival.weight.detach())
-        kernels.average(
+        average_kernel(
             *(NOTHING if each is None else each.numpy() for each in (out, weight)), np.float32(-arrival.rate),
             positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.count,
         )  # fmt: skip
@@ -108,13 +577,13 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
 def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, largest: int, limit: int, bits: int) -> None:
     """Write vectors as integers with scales, and replace them by their rounding errors: `compress.quantization`."""
     numbers = np.float32(largest), np.int32(limit), np.finfo(np.float32).tiny
-    kernels.encode_blocks(values.numpy(), scales.view(torch.int16).numpy(), packed.numpy(), *numbers, bits)
+    encode_kernel(values.numpy(), scales.view(torch.int16).numpy(), packed.numpy(), *numbers, bits)
 
 
 def decode_blocks(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:
     """Return what `encode_blocks_` has written: float32, shape (vectors, numel)."""
     values = torch.empty((len(packed), numel), dtype=torch.float32)
-    kernels.decode_blocks(scales.view(torch.int16).numpy(), packed.numpy(), values.numpy(), bits)
+    decode_kernel(scales.view(torch.int16).numpy(), packed.numpy(), values.numpy(), bits)
     return values
 
 
@@ -125,13 +594,13 @@ def _bits_of(values: Tensor) -> Any:
 def _bits(threshold: float) -> Any:
     """Return a bound for magnitudes as integers: that of the least float32 that reaches a threshold, of 0 for none."""
     if not threshold > 0:
-        return kernels.MAGNITUDE
+        return MAGNITUDE
     return np.int32(torch.tensor(threshold, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _room(count: int) -> Tensor:
-    """Return room for so many positions, and what `numba_kernels.collect` writes behind them."""
-    return allocate(count + kernels.CHUNK, torch.int64)
+    """Return room for so many positions, and what `numba_collect` writes behind them."""
+    return allocate(count + CHUNK, torch.int64)
 
 
 def _over_threads(run: Callable[[int, int], T], numel: int, unit: int = 1) -> list[T]:

@@ -26,17 +26,42 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import gpu, reference
 from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
-from lightning_lowbw.kernels.table import BLOCK, Field, Kind, upload
+from lightning_lowbw.kernels.table import BLOCK, Field, Kind
+from lightning_lowbw.kernels.tensors import upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
 PLAIN = Kind(torch.float32, torch.float32, torch.float32, is_adam=False, is_aligned=True)
 
-_numba_faults: list[str] = []  # why numba is not to be used in this process
+OLDEST_TRITON = (3, 2)  # comes with torch 2.6; those before it want the types of pointers written out
+OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
+
+_faults: dict[str, str] = {}  # why the kernels of a type of device are not to be used in this process
 
 
 def has_numba() -> bool:
     """Return whether numba is installed, be it broken, and not disabled."""
-    return not _numba_faults and importlib.util.find_spec("numba") is not None
+    return "cpu" not in _faults and importlib.util.find_spec("numba") is not None
+
+
+def has_triton() -> bool:
+    """Return whether a Triton is installed that is new enough."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST_TRITON
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device: CUDA or ROCm, with a Triton for it, and not disabled."""
+    return "cuda" not in _faults and _has_kernels(device)
+
+
+@cache  # called in each step
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda" or not has_triton():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
 
 @cache
@@ -49,7 +74,7 @@ def _import_cpu() -> ModuleType | None:
 
 def compiled_for(*tensors: Tensor) -> ModuleType | None:
     """Return `cpu`, the module that numba compiles, where it takes these tensors; their dtypes are not looked at."""
-    if _numba_faults or not all(each.device.type == "cpu" and each.is_contiguous() for each in tensors):
+    if "cpu" in _faults or not all(each.device.type == "cpu" and each.is_contiguous() for each in tensors):
         return None
     return _import_cpu()
 
@@ -62,7 +87,7 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
 
 def averages_for(device: torch.device) -> ModuleType:
     """Return the module to take `average_many_` from, for float32 that is contiguous."""
-    if gpu.is_available(device):
+    if uses_triton(device):
         return gpu
     return (compiled_for() if device.type == "cpu" else None) or reference
 
@@ -103,7 +128,7 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
     Returns:
         None if the kernels work, if a device has none, or they are disabled; else one sentence with the reason.
     """
-    if gpu.is_available(device):
+    if uses_triton(device):
         name = "Triton"
     elif device.type == "cpu" and has_numba():
         name = "numba"
@@ -119,10 +144,12 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
 
 def _what_is_missing(device: torch.device) -> str | None:
     """Return what is to be installed for kernels on a device; None if nothing is, or they are disabled."""
-    if device.type == "cpu" and not _numba_faults:
+    if device.type in _faults:
+        return None
+    if device.type == "cpu":
         return "numba is not installed: pip install numba."
-    if device.type == "cuda" and not gpu.is_disabled() and not gpu.has_triton():
-        return f"Triton {'.'.join(map(str, gpu.OLDEST_TRITON))} or newer is not installed: pip install triton."
+    if device.type == "cuda" and not has_triton():
+        return f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is not installed: pip install triton."
     return None
 
 
@@ -133,10 +160,7 @@ def disable(device: torch.device, reason: str) -> None:
         device: as given to `prepare`.
         reason: what `prepare` said, here or on another rank.
     """
-    if device.type == "cpu":
-        _numba_faults.append(reason)
-    else:
-        gpu.disable(reason)
+    _faults[device.type] = reason
 
 
 def _tiny_segment(device: torch.device, kind: Kind) -> Segment:
@@ -190,9 +214,9 @@ def _try_positions(cpu: ModuleType, positions: Tensor, values: Tensor) -> None:
     fields = upload([Field(positions.numel(), 0, 0, numel)], torch.int64, positions.device)
     words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
     cpu.pack_(positions, fields, width, unary, words)
-    found = torch.empty(positions.numel() + 1, dtype=torch.int64)
+    found = torch.empty(positions.numel() + cpu.BYTE, dtype=torch.int64)
     cpu.unpack(words, fields, width, unary, found)
-    _compare([found[:-1]], [positions])
+    _compare([found[: positions.numel()]], [positions])
 
 
 def _averaged(

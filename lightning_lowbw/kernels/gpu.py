@@ -9,7 +9,6 @@ tensor instead of its candidates, which reads five times 4 bytes per element mor
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.reference import Arrival, Segment
-from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, constant, takes, upload
+from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, takes
+from lightning_lowbw.kernels.tensors import constant, upload
 
 __all__ = [
     "BLOCK",
@@ -27,8 +27,6 @@ __all__ = [
     "Workspace",
     "average_many_",
     "compress_many_",
-    "disable",
-    "is_available",
     "pack",
     "takes",
     "unpack",
@@ -44,41 +42,6 @@ SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number o
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
-OLDEST_TRITON = (3, 2)  # comes with torch 2.6; those before it want the types of pointers written out
-OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
-
-_faults: list[str] = []  # why the kernels are not to be used in this process
-
-
-def is_available(device: torch.device) -> bool:
-    """Return whether the kernels run on a device: CUDA or ROCm, with a Triton for it, and not disabled."""
-    return not _faults and _is_supported(device)
-
-
-def is_disabled() -> bool:
-    """Return whether `disable` has been called."""
-    return bool(_faults)
-
-
-def has_triton() -> bool:
-    """Return whether a Triton is installed that is new enough."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= OLDEST_TRITON
-
-
-def disable(reason: str) -> None:
-    """Use plain torch instead of the kernels, in this process, from now on; see `dispatch.disable`."""
-    _faults.append(reason)
-
-
-@cache  # called in each step
-def _is_supported(device: torch.device) -> bool:
-    if device.type != "cuda" or not has_triton():
-        return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
 
 def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Workspace) -> tuple[Tensor, Tensor]:

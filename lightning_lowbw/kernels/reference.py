@@ -394,7 +394,7 @@ def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *
 
     ``v = v * not Mask; u = u * not Mask`` (eq. 9). Rounding errors of the wire format are put back into v by
     `compress.codec`: sent + residual is the corrected gradient, to the bit where a value was rounded by less than a
-    factor of two (so float32 subtracts it exactly), as all formats of `compress.values` do in their range.
+    factor of two (so float32 subtracts it exactly), as all formats of `compress.codec` do in their range.
 
     In place:
         `residual` and, when `masking`, `momentum_buffer`; both flat.

@@ -6,14 +6,14 @@ when an address, a length or a factor has changed. On a CPU the segments themsel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.reference import Elsewhere, Segment
+from lightning_lowbw.kernels.tensors import upload
 
 BLOCK = 2048  # elements per program
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more, or a small k might be missed by chance
@@ -285,15 +285,3 @@ def _rows(segments: Sequence[Segment | Elsewhere], kinds: Sequence[Kind]) -> lis
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-@lru_cache(maxsize=64)
-def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what `upload` does, once for the same numbers: it is not to be written to."""
-    return upload(numbers, dtype, device)
-
-
-def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting for it."""
-    tensor = torch.tensor(list(numbers), dtype=dtype, device="cpu")  # whatever the default device is
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

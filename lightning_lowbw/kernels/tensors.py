@@ -7,15 +7,14 @@ strides when it starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from lightning_lowbw.kernels.table import upload
 
 Order = tuple[int, ...]
 LARGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
@@ -34,6 +33,18 @@ def allocate(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.dev
     if device.type != "cpu" or nbytes < LARGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+@lru_cache(maxsize=64)
+def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what `upload` does, once for the same numbers: it is not to be written to."""
+    return upload(numbers, dtype, device)
+
+
+def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
+    tensor = torch.tensor(list(numbers), dtype=dtype, device="cpu")  # whatever the default device is
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def order_of(tensor: Tensor) -> Order:

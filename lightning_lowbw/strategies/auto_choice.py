@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import differ
-from lightning_lowbw.comm.mean import mean_over
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.reference import as_real
 
 

@@ -33,8 +33,7 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import check_flag, code_of, names_arguments
 from lightning_lowbw.comm.agreement import agree, differ, failing_together
-from lightning_lowbw.comm.collectives import Held, broadcast_flat_, group_of
-from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.collectives import Held, TrafficLedger, broadcast_flat_, group_of
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError

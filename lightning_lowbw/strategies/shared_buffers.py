@@ -22,8 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw.comm.agreement import differ
-from lightning_lowbw.comm.collectives import broadcast_flat_
-from lightning_lowbw.comm.ledger import Level, TrafficLedger
+from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_flat_
 from lightning_lowbw.sync.gradient import CHECK_EVERY_STEPS
 
 

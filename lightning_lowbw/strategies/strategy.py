@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import agree, failing_together
-from lightning_lowbw.comm.ledger import Level, TrafficLedger
+from lightning_lowbw.comm.collectives import Level, TrafficLedger
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.errors import ConfigurationError

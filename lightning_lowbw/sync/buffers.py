@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.collectives import broadcast_flat_
-from lightning_lowbw.comm.mean import wide_dtype
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.peers import Peers, wide_dtype
 from lightning_lowbw.kernels.reference import as_real
 from lightning_lowbw.kernels.tensors import copy_all_, differences
 

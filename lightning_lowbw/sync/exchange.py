@@ -23,13 +23,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_lowbw.arguments import names_arguments
-from lightning_lowbw.comm.collectives import Collectives
-from lightning_lowbw.comm.ledger import all_gather_bytes
-from lightning_lowbw.comm.mean import MeanWork
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.collectives import Collectives, all_gather_bytes
+from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
-from lightning_lowbw.compress.residuals import Residuals
-from lightning_lowbw.compress.selection import Selection
+from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
@@ -377,7 +374,7 @@ class SparseReduceScatter:
 
         Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
 
-        Wire: see `SparseSum`; `comm.ledger.sparse_reduce_scatter_elements` elements.
+        Wire: see `SparseSum`; `compress.sparse_sum.reduce_scatter_elements` elements.
 
         Args:
             parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating

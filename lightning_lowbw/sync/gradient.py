@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.mean import average_gradients_
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.corrections import correction_for
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError

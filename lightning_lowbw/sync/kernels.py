@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.compress.codec import FloatFormat, make_value_format
 from lightning_lowbw.compress.corrections import AdamCorrection
 from lightning_lowbw.compress.top_k import LEAST_NUMEL, TopK
-from lightning_lowbw.compress.values import FloatFormat, make_value_format
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.table import DTYPES, Kind

@@ -30,9 +30,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree
-from lightning_lowbw.comm.ledger import all_reduce_bytes
-from lightning_lowbw.comm.mean import average_gradients_, wide_dtype
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.comm.peers import Peers, average_gradients_, wide_dtype
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import (
     WITHOUT_RESIDUALS,

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import is_count, names_arguments
-from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.residuals import Residuals
+from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import Collectives
-from lightning_lowbw.comm.ledger import quantized_mean_bytes
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.quantization import NARROW_NAMES, QuantizedFormat, make_format
-from lightning_lowbw.compress.residuals import Residuals
+from lightning_lowbw.compress.quantization import NARROW_NAMES, QuantizedFormat, make_format, quantized_mean_bytes
+from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
@@ -77,7 +76,7 @@ class QuantizedExchange:
             The residuals; and the signal, where it is contiguous, becomes the mean.
 
         Wire:
-            `comm.ledger.quantized_mean_bytes` of all elements together: an all-to-all, and an all-gather.
+            `compress.quantization.quantized_mean_bytes` of all elements together: an all-to-all, and an all-gather.
         """
         assert status is None
         return Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
@@ -132,8 +131,8 @@ def quantized_mean_(
     an all-gather, on two levels one more all-gather in the node.
 
     Wire:
-        `comm.ledger.quantized_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of the
-        float32 all-reduce, and a scale per 128 values.
+        `compress.quantization.quantized_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of
+        the float32 all-reduce, and a scale per 128 values.
 
     Args:
         signals: 1-d, floating; sums are in float32, or wider if a signal is.

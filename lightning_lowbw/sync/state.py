@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.comm.topology import part_of
+from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.reference import as_real
 from lightning_lowbw.kernels.tensors import Order, order_of

@@ -23,7 +23,7 @@ from lightning_lowbw import (
     Strategy,
     TrafficMonitor,
 )
-from lightning_lowbw.comm.ledger import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.compress.codec import SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep

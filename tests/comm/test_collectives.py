@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.collectives import Collectives, group_of
-from lightning_lowbw.comm.ledger import MAX_PENDING, TrafficLedger, all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.collectives import (
+    MAX_PENDING,
+    Collectives,
+    TrafficLedger,
+    all_gather_bytes,
+    all_reduce_bytes,
+    group_of,
+)
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.strategies.fsdp import DIMENSIONS, make_node_mesh
 from tests.ranks import run_ranks

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lowbw.comm.ledger import (
+from lightning_lowbw.comm.collectives import (
     all_gather_bytes,
     all_gather_rounds,
     all_reduce_bytes,
     all_reduce_rounds,
-    quantized_mean_bytes,
-    sparse_reduce_scatter_elements,
-    sparse_reduce_scatter_rounds,
 )
-from lightning_lowbw.compress.quantization import make_format
-from lightning_lowbw.compress.sparse_sum import gather_capacity, scatter_capacity
+from lightning_lowbw.compress.quantization import make_format, quantized_mean_bytes
+from lightning_lowbw.compress.sparse_sum import gather_capacity, reduce_scatter_elements, scatter_capacity
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 32])
@@ -25,7 +22,6 @@ def test_the_ring_sends_so_many_bytes_in_so_many_rounds(num_ranks: int) -> None:
     assert all_gather_bytes(nbytes, num_ranks) == sum(nbytes for _ in range(num_ranks - 1))
     assert all_gather_rounds(num_ranks) == num_ranks - 1
     assert all_reduce_rounds(num_ranks) == 2 * all_gather_rounds(num_ranks)
-    assert sparse_reduce_scatter_rounds(num_ranks) == (num_ranks if num_ranks > 1 else 0)
 
 
 def test_whole_bytes_rounded_down_without_floating_point() -> None:
@@ -45,4 +41,4 @@ def test_room_for_a_fair_share_at_least(num_ranks: int) -> None:
     for num_selected in (0, 1, 5, 64, 25_000):
         assert num_selected / num_ranks <= scatter_capacity(num_selected, num_ranks) <= num_selected
         assert gather_capacity(num_selected, num_ranks) * num_ranks >= 4 * num_selected
-    assert sparse_reduce_scatter_elements(0, num_ranks) == 0
+    assert reduce_scatter_elements(0, num_ranks) == 0

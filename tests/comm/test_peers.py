@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, DisagreementError, Topology
-from lightning_lowbw.comm.ledger import TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
-from lightning_lowbw.comm.mean import MeanWork, average_gradients_
-from lightning_lowbw.comm.peers import Peers, make_peers
+from lightning_lowbw.comm.collectives import TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from lightning_lowbw.comm.peers import MeanWork, Peers, average_gradients_, make_peers
 from tests.ranks import run_ranks
 
 WORLD = 4

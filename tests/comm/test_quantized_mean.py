@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.comm.ledger import all_gather_bytes, quantized_mean_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import make_peers
-from lightning_lowbw.compress.quantization import NARROW_NAMES, make_format
+from lightning_lowbw.compress.quantization import NARROW_NAMES, make_format, quantized_mean_bytes
 from lightning_lowbw.sync import quantized
 from lightning_lowbw.sync.quantized import quantized_mean_
 from tests.quantized import decode, encode

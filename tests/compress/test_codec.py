@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import ALIGNMENT_BYTES, SparseCodec
-from lightning_lowbw.compress.values import VALUE_NAMES, make_value_format
+from lightning_lowbw.compress.codec import ALIGNMENT_BYTES, VALUE_NAMES, SparseCodec, make_value_format
 from lightning_lowbw.kernels.reference import largest
 
 Part = tuple[Tensor, Tensor]

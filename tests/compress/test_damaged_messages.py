@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.quantization import NARROW_NAMES, make_format
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum
-from lightning_lowbw.compress.values import VALUE_NAMES
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.sync.status import MODULUS, SAVE, STOP, Status, status_message
 
@@ -78,7 +77,7 @@ def test_positions_stay_inside_their_tensors(
     message = damaged(whole, damage)
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr(dispatch, "_numba_faults", ["not now"])
+            patch.setattr(dispatch, "_faults", {"cpu": "not now"})
         try:
             positions, values = codec.decode(message.unsqueeze(0), COUNTS, NUMELS)
         except ValueError as error:

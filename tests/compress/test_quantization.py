@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lowbw.compress.codec import make_value_format
 from lightning_lowbw.compress.quantization import BLOCK, NARROW_NAMES, LinearFormat, largest_integer, make_format
-from lightning_lowbw.compress.values import make_value_format
 from tests.quantized import decode, encode
 
 NUMELS = (0, 1, 2, 127, 128, 129, 1001)

@@ -98,7 +98,7 @@ def step_on(
 def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in turn, whatever would be chosen."""
     if request.param == "torch":
-        monkeypatch.setattr(dispatch, "_numba_faults", ["not now"])
+        monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
     elif dispatch.compiled_for() is None:
         pytest.skip("needs numba")
 

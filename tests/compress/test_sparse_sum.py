@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.comm.ledger import sparse_reduce_scatter_elements
 from lightning_lowbw.compress import sparse_sum
 from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
@@ -23,6 +22,7 @@ from lightning_lowbw.compress.sparse_sum import (
     SparseSum,
     even_boundaries,
     gather_capacity,
+    reduce_scatter_elements,
     scatter_capacity,
     sum_in_order,
 )
@@ -258,7 +258,7 @@ def test_split_undoes_join() -> None:
 @pytest.mark.parametrize("k", [1024, 25_000, 1_000_003])
 def test_less_than_six_k_whatever_the_number_of_ranks(k: int) -> None:
     for num_ranks in range(2, 65):
-        assert sparse_reduce_scatter_elements(k, num_ranks) < 6 * k
+        assert reduce_scatter_elements(k, num_ranks) < 6 * k
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -273,9 +273,7 @@ def test_messages_are_as_long_as_the_formula_says(num_ranks: int) -> None:
         for c in (plan.scatter_capacity, plan.gather_capacity)
     ]
     assert received == (num_ranks - 1) * sum(exact) + headers
-    assert plan.scatter_capacity + plan.gather_capacity == sparse_reduce_scatter_elements(k, num_ranks) // (
-        num_ranks - 1
-    )
+    assert plan.scatter_capacity + plan.gather_capacity == reduce_scatter_elements(k, num_ranks) // (num_ranks - 1)
 
 
 def test_too_many_elements() -> None:

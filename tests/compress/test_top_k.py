@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lowbw.compress.codec import VALUE_NAMES
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression, small_numel
-from lightning_lowbw.compress.values import VALUE_NAMES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Segment
 

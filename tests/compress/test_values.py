@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.values import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
+from lightning_lowbw.compress.codec import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
 from lightning_lowbw.kernels.reference import largest
 
 EVEN_LEVELS = ["int8", "int4"]

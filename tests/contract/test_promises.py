@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw import ConfigurationError, EveryK, EveryStep, Method, TopK, Whole
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.ledger import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.sync.state import merge_states
 from tests.contract.rows import ROWS, Row
 from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, train, trained

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.ledger import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.contract.rows import ROWS, Row

@@ -1,6 +1,6 @@
 """What a rank sends in each step of a row, by the formulas of the payload: on two levels between nodes.
 
-Written from `comm.ledger`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
+Written from `comm.collectives`, `TopK.nbytes` and the docstrings under "Wire"; no collective is looked at.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from lightning_lowbw import EveryK, EveryStep, LowRank, Quantized, TopK, Whole
-from lightning_lowbw.comm.ledger import all_gather_bytes, all_reduce_bytes, quantized_mean_bytes
-from lightning_lowbw.compress.quantization import make_format
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.compress.quantization import make_format, quantized_mean_bytes
 from tests.contract.rows import Row
 from tests.sync.problem import AWKWARD
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_lowbw.kernels import gpu
+from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.table import Workspace
 from tests.kernels import backend_cases, kernel_cases
 from tests.kernels.bits import equal_bits
@@ -26,7 +26,7 @@ for module in (kernel_cases, backend_cases):
 
 
 def test_is_available() -> None:
-    assert gpu.is_available(torch.device("cuda"))
+    assert dispatch.uses_triton(torch.device("cuda"))
 
 
 def test_many_blocks_at_once() -> None:

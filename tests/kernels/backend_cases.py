@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import SampledSelector, Selection
-from lightning_lowbw.compress.values import VALUE_NAMES
 from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.reference import Arrival
 from lightning_lowbw.kernels.table import BLOCK
@@ -48,7 +47,7 @@ pytestmark = pytest.mark.skipif(not IS_TRITON and dispatch.compiled_for() is Non
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a backend take tensors that are small enough for a test."""
-    monkeypatch.setattr(gpu, "is_available", lambda device: IS_TRITON)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: IS_TRITON)
     monkeypatch.setattr(SampledSelector, "SMALL", 0)
 
 
@@ -188,8 +187,8 @@ def test_a_selection_is_the_one_of_plain_torch(masking: bool, monkeypatch: pytes
     for _ in range(3):
         found = fast.compress_(segments, masking=masking)
         with monkeypatch.context() as without:
-            without.setattr(gpu, "is_available", lambda device: False)
-            without.setattr(dispatch, "_numba_faults", ["not now"])
+            without.setattr(dispatch, "uses_triton", lambda device: False)
+            without.setattr(dispatch, "_faults", {"cpu": "not now"})
             expected = plain.compress_(twins, masking=masking)
         for pair, twin in zip(found, expected, strict=True):
             assert all(equal_bits(a, b) for a, b in zip(pair, twin, strict=True))
@@ -218,8 +217,8 @@ def test_messages_are_those_of_plain_torch(
     message = codec.encode(parts, numels, residuals)
     rows = torch.stack([message, message]).repeat(1, 2)[:, : message.numel()]  # as among those of other sizes
     found = codec.decode(rows, counts, numels)
-    monkeypatch.setattr(gpu, "is_available", lambda device: False)
-    monkeypatch.setattr(dispatch, "_numba_faults", ["not now"])
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
+    monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
     assert message.equal(codec.encode(parts, numels, twins))
     assert all(a.equal(b) for a, b in zip(residuals or [], twins or [], strict=True))
     assert all(equal_bits(a, b) for a, b in zip(found, codec.decode(rows, counts, numels), strict=True))

@@ -300,7 +300,7 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
     sizes = [(1000, 3), (7, 0), (40, 33), (300, 70)]
     codec, parts, numels = SparseCodec("bfloat16"), draw_parts(sizes), [numel for numel, _ in sizes]
     counts, chance = [k for _, k in sizes], torch.Generator().manual_seed(0)
-    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
     whole = codec.encode(parts, numels).cpu()
     words_bytes = 4 * layout_of(tuple(counts), tuple(numels)).num_words
     num_refused = 0
@@ -316,7 +316,7 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
         except ValueError:
             is_refused = True
         with monkeypatch.context() as kernels:
-            kernels.setattr(gpu, "is_available", lambda device: True)
+            kernels.setattr(dispatch, "uses_triton", lambda device: True)
             flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
             positions, values = (each.cpu() for each in codec.decode(row.to(DEVICE), counts, numels, flag))
             assert bool(flag) == is_refused
@@ -335,9 +335,9 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
 def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a tensor with as many bits, and a few elements more."""
     codec, positions = SparseCodec("float32"), torch.tensor([1, 2, 1010])
-    monkeypatch.setattr(gpu, "is_available", lambda device: False)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
     message = codec.encode([(positions, torch.ones(3))], [1023]).to(DEVICE)
-    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
     for numel, expected in ((1023, 1010), (1011, 1010), (1010, 1009), (1000, 999)):
         found, _ = codec.decode(message.unsqueeze(0), [3], [numel], flag)
@@ -356,7 +356,7 @@ def test_averages_are_wide_and_contiguous() -> None:
 
 
 def test_all_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     with monkeypatch.context() as patch, Count(patch) as count:
         assert dispatch.prepare(torch.device(DEVICE)) is None
     assert set(count.launched) == set(KERNELS)
@@ -366,7 +366,7 @@ def test_all_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("is_adam", [False, True])
 def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The specification agrees with the kernels: otherwise all ranks would go without."""
-    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16,) * 3]
     dtypes += [] if is_adam else [(BFLOAT16, FLOAT32, BFLOAT16), (FLOAT16, FLOAT32, FLOAT16)]
     uses = Uses(
@@ -381,7 +381,7 @@ def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, mon
 
 def test_a_tensor_is_in_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that begin during backward have one each; where the groups change, the old ones go."""
-    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     a, b, c = (make(*LARGE) for _ in range(3))
     selection = Selection()
     selection.compress_({"a": a}, masking=True)

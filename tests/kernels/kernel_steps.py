@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.kernels import gpu
+from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync.exchange import Layout
 from tests.ranks import run_ranks
@@ -28,7 +28,7 @@ NUM_STEPS = 4
 
 def train(uses_kernels: bool, name: str, changes: dict[str, Any], nodes: Any) -> tuple[list[Tensor], list[Tensor], str]:
     """Train in a plain loop; return weights, residuals and states of the optimizer, and a digest of the weights."""
-    gpu.is_available = lambda device: uses_kernels  # put back by `run_ranks`
+    dispatch.uses_triton = lambda device: uses_kernels  # put back by `run_ranks`
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(9, 130), nn.Tanh(), nn.Linear(130, 17), nn.Tanh(), nn.Linear(17, 3))
     kind, options = OPTIMIZERS[name]
@@ -79,7 +79,7 @@ def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: 
 
 def receive_damage(ends: bool) -> tuple[list[str], bool]:
     """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
-    gpu.is_available = lambda device: True  # put back by `run_ranks`
+    dispatch.uses_triton = lambda device: True  # put back by `run_ranks`
     decode = Layout.decode
 
     def decode_flipped(layout: Layout, gathered: Tensor, damaged: Tensor) -> Any:

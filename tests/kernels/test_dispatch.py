@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lightning_lowbw.kernels import dispatch, gpu, reference
+from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.dispatch import compiled_for, kernels_for
 
 CPU = torch.device("cpu")
@@ -17,8 +17,7 @@ needs_numba = pytest.mark.skipif(compiled_for() is None, reason="needs numba")
 
 @pytest.fixture(autouse=True)
 def _no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_numba_faults", [])
-    monkeypatch.setattr(gpu, "_faults", [])
+    monkeypatch.setattr(dispatch, "_faults", {})
 
 
 @needs_numba
@@ -49,6 +48,5 @@ def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
 
 def test_disabling_one_device_leaves_the_other() -> None:
     dispatch.disable(torch.device("cuda"), "no compiler")
-    assert gpu._faults == ["no compiler"]
-    assert dispatch._numba_faults == []
-    assert not gpu.is_available(torch.device("cuda"))
+    assert dispatch._faults == {"cuda": "no compiler"}
+    assert not dispatch.uses_triton(torch.device("cuda"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowbw.kernels import gpu
+from lightning_lowbw.kernels import dispatch
 from tests.programs import run_without_lightning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,4 +47,4 @@ def test_imported_without_triton() -> None:
 
 
 def test_only_on_a_gpu() -> None:
-    assert not gpu.is_available(torch.device("cpu"))
+    assert not dispatch.uses_triton(torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbw import ConfigurationError, HierarchicalStrategy, Topology, TrafficMonitor
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
 

@@ -24,7 +24,7 @@ from lightning_lowbw import (
     TrafficMonitor,
 )
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.ledger import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import run_ranks
 from tests.strategies.watching import Trace, gathered, weights
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer

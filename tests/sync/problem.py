@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw import DGC, Method
-from lightning_lowbw.comm.topology import part_of
+from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.oracle import OracleDGC
 from tests.ranks import run_ranks

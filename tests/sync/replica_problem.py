@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.topology import part_of
-from lightning_lowbw.compress.values import make_value_format
+from lightning_lowbw.comm.peers import part_of
+from lightning_lowbw.compress.codec import make_value_format
 from lightning_lowbw.method import Method
 from lightning_lowbw.sync.local import LocalSync
 from tests.local_oracle import OracleLocalSGD, OracleSparseLoCo, mean_of

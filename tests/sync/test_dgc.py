@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.topology import part_of
+from lightning_lowbw.comm.peers import part_of
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,

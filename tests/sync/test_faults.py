@@ -32,9 +32,9 @@ from lightning_lowbw import (
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Collectives, TensorWork
 from lightning_lowbw.compress import codec
+from lightning_lowbw.compress.codec import VALUE_NAMES
 from lightning_lowbw.compress.quantization import NARROW_NAMES
 from lightning_lowbw.compress.top_k import Compression
-from lightning_lowbw.compress.values import VALUE_NAMES
 from lightning_lowbw.sync import exchange as exchanges
 from tests.local_oracle import mean_of
 from tests.ranks import run_ranks

@@ -25,9 +25,9 @@ REASON = "The kernels of numba do not work on cpu: OSError: no compiler."
 def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, list[str], bool]:
     """Return what is returned, what is logged, and whether plain torch is used from then on."""
     rank, said, logger = dist.get_rank(), Said(), logging.getLogger(LOGGER)
-    faults, of_rank = dispatch._numba_faults, dispatch.prepare
+    faults, of_rank = dispatch._faults, dispatch.prepare
     groups = [dist.new_group(list(range(first, 4, num_groups))) for first in range(num_groups)]
-    dispatch._numba_faults = []
+    dispatch._faults = {}
     dispatch.prepare = lambda device, uses=None: REASON if rank in failing else None
     logger.addHandler(said)
     try:
@@ -35,7 +35,7 @@ def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, 
         return sentence, said.messages, dispatch.kernels_for(torch.zeros(8)) is reference
     finally:
         logger.removeHandler(said)
-        dispatch._numba_faults, dispatch.prepare = faults, of_rank
+        dispatch._faults, dispatch.prepare = faults, of_rank
 
 
 def test_kernels_that_fail_on_one_rank_are_used_by_none() -> None:
@@ -69,7 +69,7 @@ def prepare_twice(missing: tuple[int, ...]) -> tuple[list[str], bool]:
         if dist.get_rank() in missing:
             hidden = ("numba", "triton")
             monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
-        monkeypatch.setattr(dispatch, "_numba_faults", [])
+        monkeypatch.setattr(dispatch, "_faults", {})
         for _ in range(2):  # of two optimizers
             prepare_kernels(CPU, Uses())
         is_plain = dispatch.kernels_for(torch.zeros(8)) is reference

@@ -23,13 +23,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbw.comm.ledger import TrafficLedger
+from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.kernels import gpu, table
+from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
@@ -196,7 +196,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
     for name in vars(triton_kernels):
         if name.endswith("_kernel"):
             monkeypatch.setattr(triton_kernels, name, Stub(count, name))
-    monkeypatch.setattr(gpu, "is_available", lambda device: True)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     monkeypatch.setattr(gpu, "_num_processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -294,7 +294,7 @@ def run_now(queue: Any, collectives: Callable[[], object], result: Tensor, *read
 def forgotten() -> Iterator[None]:
     """Nothing fake stays in the caches."""
     yield
-    for cached in (table.constant, positions.fields_of, gpu._tile_owners):
+    for cached in (tensors.constant, positions.fields_of, gpu._tile_owners):
         cached.cache_clear()
 
 

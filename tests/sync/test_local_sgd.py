@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from lightning_lowbw import Compression, ConfigurationError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.ledger import all_reduce_bytes
-from lightning_lowbw.comm.mean import BUCKET_BYTES
+from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.comm.peers import BUCKET_BYTES
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.topology import part_of
+from lightning_lowbw.comm.peers import part_of
 from tests.quantized_oracle import OracleQuantized
 from tests.ranks import run_ranks
 from tests.sync.problem import (

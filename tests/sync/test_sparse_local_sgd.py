@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.ledger import all_gather_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.compress.top_k import Compression
 from tests.ranks import run_ranks
 from tests.sync.problem import NODES, Nodes, message_of, run_each
