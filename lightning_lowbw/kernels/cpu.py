@@ -58,10 +58,13 @@ def multiply_add(a, b, c):
 
 
 @inner
-def largest_bits(bits):
-    """Return the largest magnitude of float32 values, all as their bits: without a sign they compare as integers."""
+def largest_bits(bits, size):
+    """Return the largest magnitude of float32 values, all as their bits: without a sign they compare as integers.
+
+    Where the size is a constant, the loop has a fixed number of vectors.
+    """
     largest = np.int32(0)
-    for i in range(bits.size):
+    for i in range(size):
         magnitude = np.int32(bits[i] & MAGNITUDE)  # which numba has widened
         largest = magnitude if magnitude > largest else largest
     return largest
@@ -84,7 +87,7 @@ def collect(bits, first, least, most, positions, count, flags):
     whole, span = bits.size // CHUNK * CHUNK, np.uint32(most - least)
     for start in range(0, whole, CHUNK):
         chunk = bits[start : start + CHUNK]
-        if largest_bits(chunk) < least:
+        if largest_bits(chunk, CHUNK) < least:
             continue
         if count + CHUNK > positions.size:
             return positions.size
@@ -178,7 +181,7 @@ def accumulate_kernel(
     for start in range(0, v.size, BLOCK):
         stop = min(start + BLOCK, v.size)
         own, own_v, own_g = gradient[start:stop], v[start:stop], g[: stop - start]
-        if fault.size and largest_bits(bits_of_gradient[start:stop]) >= INFINITE:
+        if fault.size and largest_bits(bits_of_gradient[start:stop], stop - start) >= INFINITE:
             clean(own, room[2], fault)
             own = room[2, : stop - start]
         if w.size:
@@ -193,7 +196,7 @@ def accumulate_kernel(
         if less != 0:
             scale_add(less, own_v, one, own_g, own_g)
         correct(own_v, u[start:stop], own_g, s, gain, momentum, nesterov, square.size > 0)
-        if fault.size and largest_bits(bits[start:stop]) >= INFINITE:
+        if fault.size and largest_bits(bits[start:stop], stop - start) >= INFINITE:
             fault[0] = True
         if count < positions.size:
             count = collect(bits[start:stop], start, least, INFINITE, positions, count, flags)
@@ -232,7 +235,7 @@ def select(bits, first, k, counts, positions, flags):
     """Write the positions of the k largest, of equal ones the first, where there is room for CHUNK more."""
     counts[:] = 0
     count_digits(bits, 0, 20, 11, counts)
-    known, left, here = rank(counts, largest_bits(bits) >> 20, k)
+    known, left, here = rank(counts, largest_bits(bits, bits.size) >> 20, k)
     known <<= 20
     counts[:, : 1 << 11] = 0
     count_digits(bits, known, 10, 10, counts)
@@ -426,7 +429,7 @@ def scales_of(values, largest, limit, scale):
     """Write the scale of each block, rounded upwards to bfloat16."""
     bits, scale_bits = values.view(np.int32), scale.view(np.int32)
     for block in range(scale.size):
-        scale_bits[block] = largest_bits(bits[block * SCALED : (block + 1) * SCALED])
+        scale_bits[block] = largest_bits(bits[block * SCALED :], min(SCALED, bits.size - block * SCALED))
     for block in range(scale.size):
         scale[block] /= largest
     for block in range(scale.size):
