@@ -66,7 +66,7 @@ def message_of(function: Callable[[], object], kind: type[Exception]) -> str | N
     return None
 
 
-def run_each(num_ranks: int, calls: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
+def run_each(num_ranks: int, calls: Mapping[Any, Callable[[], Any]]) -> dict[Any, list[Any]]:
     """Start the ranks once for several functions; return what each returns on each rank."""
     by_rank = run_ranks(_call_each, num_ranks, list(calls.values()))
     return {name: [of_rank[number] for of_rank in by_rank] for number, name in enumerate(calls)}

@@ -18,12 +18,11 @@ from torch.nn import Parameter
 from lightning_lowbw import Compression, ConfigurationError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.comm.peers import BUCKET_BYTES
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks
 from tests.sync.problem import AWKWARD, NODES, Nodes, backward, each, make_parameters, make_weight, message_of, run_each
-from tests.sync.replica_problem import CLOSE, OPTIMIZERS, attach, by_oracle, take_step, train, train_on
+from tests.sync.replica_problem import CLOSE, OPTIMIZERS, by_oracle, train, train_on
 
 TWO, THREE = ((0,), (1,)), ((0,), (1,), (2,))
 STRIDED, SIX = NODES["strided"], NODES["three nodes"]
@@ -85,22 +84,19 @@ def average_buffers(delay: int) -> dict[str, Tensor]:
         "mask": torch.tensor([0.0, -math.inf]),
         "third": torch.tensor([1 / 3]),
     }
-    worker = LocalSGD(k_steps=2 * delay + 2, begin_step=0, delay_steps=delay).attach(
-        torch.optim.SGD([weight], lr=0.1), [("weight", weight)], named_buffers=buffers
-    )
+    method = LocalSGD(k_steps=2 * delay + 2, begin_step=0, delay_steps=delay)
+    worker = method.attach(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], named_buffers=buffers)
     for step in range(2 * delay + 2 + delay):
-        with worker.stepping():
-            worker.exchange()
-            if step == 0:
-                buffers["norm.running_mean"].copy_(torch.tensor([1000.0 + rank, 2.0 * rank]))
-                buffers["norm.running_var"].copy_(torch.tensor([0.5, 1.0 + rank]))
-                buffers["norm.num_batches_tracked"].fill_(5 + rank)
+        worker.optimizer.step()
+        if step == 0:
+            buffers["norm.running_mean"].copy_(torch.tensor([1000.0 + rank, 2.0 * rank]))
+            buffers["norm.running_var"].copy_(torch.tensor([0.5, 1.0 + rank]))
+            buffers["norm.num_batches_tracked"].fill_(5 + rank)
     return buffers
 
 
 def test_buffers_are_averaged_with_the_variance_between_ranks() -> None:
-    results = run_each(3, {f"delay {delay}": partial(average_buffers, delay) for delay in (0, 2)})
-    for buffers in [*results["delay 0"], *results["delay 2"]]:
+    for buffers in (buffers for of_rank in run_ranks(each, 3, average_buffers, [(0,), (2,)]) for buffers in of_rank):
         torch.testing.assert_close(buffers["norm.running_mean"], torch.tensor([1001.0, 2.0]))
         # mean of variances + variance of means: of 0, 1, 2 that is 2/3, of 0, 2, 4 it is 8/3
         torch.testing.assert_close(buffers["norm.running_var"], torch.tensor([0.5 + 2 / 3, 2 + 8 / 3]))
@@ -154,30 +150,9 @@ def half_precision() -> Tensor:
     return weight.detach()
 
 
-def average_much() -> tuple[int, list[bool]]:
-    """Tensors larger than a bucket, of several dtypes, some empty."""
-    shapes = {"big": (BUCKET_BYTES // 4 + 1,), "small": (3,), "empty": (0,)}
-    rank = dist.get_rank()
-    parameters = [Parameter(torch.full(shape, float(rank))) for shape in shapes.values()]
-    parameters += [Parameter(torch.full((5,), float(rank), dtype=d)) for d in (torch.float64, torch.float16)]
-    parameters += [Parameter(torch.full((2,), complex(rank, -rank)))]
-    worker = LocalSGD(k_steps=2, begin_step=0).attach(
-        torch.optim.SGD(parameters, lr=0.0), [(str(i), p) for i, p in enumerate(parameters)]
-    )
-    for _ in range(2):
-        with worker.stepping():
-            worker.exchange()
-    good = [bool((p == (complex(1, -1) if p.is_complex() else 1)).all()) for p in parameters]
-    return worker.num_averages, good
-
-
-def test_dtypes_and_sizes_of_all_kinds() -> None:
-    results = run_each(3, {"half": half_precision, "much": average_much})
-    for weight in results["half"]:
-        assert weight.tolist() == [1.0 + 1 / 128] * 4, "half types are not summed in float32"
-    for num_averages, good in results["much"]:
-        assert num_averages == 1
-        assert all(good)
+def test_half_types_are_summed_in_float32() -> None:
+    for weight in run_ranks(half_precision, 3):
+        assert weight.tolist() == [1.0 + 1 / 128] * 4
 
 
 # Adaptive rules ----------------------------------------------------------------------------------------------------
@@ -250,26 +225,6 @@ def weigh_samples() -> float:
 def test_samples_of_synchronous_steps_do_not_weigh() -> None:
     # three steps of 1.5, then two of 1 (8 samples) or of 2 (6 samples)
     assert run_ranks(weigh_samples, 2) == [pytest.approx(4.5 + (8 * 2 + 6 * 4) / 14)] * 2
-
-
-def come_to_the_end() -> dict[str, Any]:
-    """Ranks average, also where none has trained since the last average."""
-    worker, parameters = attach(LocalSGD(k_steps=4, begin_step=0), shapes={"a": (3,)})
-    worker.weighs_samples = True
-    for step in range(2):
-        worker.num_samples += 1.0
-        take_step(worker, parameters, step)
-    worker.average()
-    worker.stop_requested = worker.save_requested = dist.get_rank() == 1
-    worker.average()
-    requests = worker.stop_agreed, worker.save_agreed, worker.save_requested
-    return {"requests": requests, "averages": worker.num_averages}
-
-
-def test_what_ranks_tell_each_other_arrives_also_where_nobody_has_trained() -> None:
-    for result in run_ranks(come_to_the_end, 2):
-        assert result["requests"] == (True, True, False)
-        assert result["averages"] == 1, "an average of nothing is none"
 
 
 # What fragments are for -----------------------------------------------------------------------------------------------

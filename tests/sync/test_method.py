@@ -7,6 +7,7 @@ import os
 import pickle
 import warnings
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_lowbw import (
 from lightning_lowbw.method import as_method
 from lightning_lowbw.presets import PRESETS, preset
 from tests.ranks import run_ranks
+from tests.sync.problem import message_of
 
 NODES = ((0, 1), (2, 3))
 BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
@@ -96,44 +98,29 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
     assert Method(**Method(**arguments).describe()) == Method(**arguments)
 
 
+TOP_K, FEW, NODE_WISE = TopK(), Quantized(), Where(topology="auto", algorithm="leader")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"what": Quantized(), "when": EveryStep(sparsity=(0.9,))},
-            r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)",
-        ),
+        ({"what": FEW, "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)"),
         ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
         ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
-        ({"what": Quantized(), "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
-        ({"what": Quantized(), "when": EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
-        ({"what": TopK(), "when": EveryK(k_steps=1)}, r"k_steps=1 with TopK\(.*use when=EveryStep\(\)"),
+        ({"what": FEW, "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
+        ({"what": FEW, "when": EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
+        ({"what": TOP_K, "when": EveryK(k_steps=1)}, r"k_steps=1 with TopK\(.*use when=EveryStep\(\)"),
         ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
         ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
         ({"where": Where(topology=1, inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology=1"),
         ({"where": Where(algorithm="leader")}, r"algorithm='leader' with topology='flat'"),
         ({"where": Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
-        (
-            {"when": EveryK(), "where": BFLOAT16},
-            r"inter_dtype='bfloat16' every k steps.*Quantized\(value_dtype='bfloat16'\)",
-        ),
-        (
-            {"what": Quantized(), "where": BFLOAT16},
-            r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*rampup_begin_step > 0",
-        ),
-        ({"what": TopK(), "where": BFLOAT16}, r"inter_dtype='bfloat16' with TopK\(.*from step 0"),
-        *(
-            (
-                {"what": what, "when": when, "where": Where(topology="auto", algorithm="leader")},
-                "'leader' with .*'sharded'",
-            )
-            for what in (Quantized(), TopK())
-            for when in (EveryStep(), EveryK())
-        ),
-        (
-            {"what": TopK(exchange="reduce_scatter"), "where": NODES},
-            r"exchange='reduce_scatter' does not exist on two levels",
-        ),
+        ({"when": EveryK(), "where": BFLOAT16}, r"inter_dtype='bfloat16' every k.*Quantized\(value_dtype='bfloat16'\)"),
+        ({"what": FEW, "where": BFLOAT16}, r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*begin_step > 0"),
+        ({"what": TOP_K, "where": BFLOAT16}, r"inter_dtype='bfloat16' with TopK\(.*from step 0"),
+        ({"what": FEW, "when": EveryStep(), "where": NODE_WISE}, "'leader' with .*'sharded'"),
+        ({"what": TOP_K, "when": EveryK(), "where": NODE_WISE}, "'leader' with .*'sharded'"),
+        ({"what": TopK(exchange="reduce_scatter"), "where": NODES}, r"'reduce_scatter' does not exist on two levels"),
         ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
         ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, top_k, quantized, low_rank"),
         ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),
@@ -159,38 +146,30 @@ def test_an_unknown_axis_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "arguments", "message"),
     [
-        (lambda: DGC(k_steps=8), r"DGC has no k_steps: choose among rampup_begin_step"),
-        *(
-            (lambda given=given: DGC(**given), message)
-            for given, message in (
-                ({"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
-                ({"min_numel": True}, r"min_numel=True: "),
-                ({"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
-                ({"exclude": [1]}, r"exclude=\[1\]: "),
-                ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
-                ({"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
-                ({"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
-                ({"sparsity": [1.0]}, r"outside \[0, 1\)"),
-                ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers"),
-                ({"rampup_step": 0}, r"rampup_step=0: "),
-                ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: "),
-            )
-        ),
-        (lambda: DGC(density=0.1, sparsity=[0.9]), r"both say how much is sent; give one"),
-        (lambda: LocalSGD(sparsity=[0.9]), r"LocalSGD has no sparsity"),
-        (lambda: LocalSGD(value_dtype="int8"), r"LocalSGD has no value_dtype"),
-        (lambda: LocalSGD(compression="int2"), r"value_dtype='int2': choose one of .*int4"),
-        (lambda: LocalSGD(compression={"bits": 2}), r"compression has no bits: choose among density"),
-        (lambda: AdaptiveLocalSGD(rule="fixed"), r"rule='fixed': use LocalSGD\(k_steps=...\)"),
-        (lambda: AdaptiveLocalSGD(k_steps=2), r"k_steps=2: the first k is init_k_steps here"),
-        (lambda: preset("dcg"), r"method 'dcg': choose one of dgc, float16, int8, int4, "),
+        (DGC, {"k_steps": 8}, r"DGC has no k_steps: choose among rampup_begin_step"),
+        (DGC, {"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
+        (DGC, {"min_numel": True}, r"min_numel=True: "),
+        (DGC, {"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
+        (DGC, {"exclude": [1]}, r"exclude=\[1\]: "),
+        (DGC, {"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
+        (DGC, {"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
+        (DGC, {"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
+        (DGC, {"sparsity": [1.0]}, r"outside \[0, 1\)"),
+        (DGC, {"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers"),
+        (DGC, {"density": 0.1, "sparsity": [0.9]}, r"both say how much is sent; give one"),
+        (LocalSGD, {"sparsity": [0.9]}, r"LocalSGD has no sparsity"),
+        (LocalSGD, {"compression": "int2"}, r"value_dtype='int2': choose one of .*int4"),
+        (LocalSGD, {"compression": {"bits": 2}}, r"compression has no bits: choose among density"),
+        (AdaptiveLocalSGD, {"rule": "fixed"}, r"rule='fixed': use LocalSGD\(k_steps=...\)"),
+        (AdaptiveLocalSGD, {"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here"),
+        (preset, {"name": "dcg"}, r"method 'dcg': choose one of dgc, float16, int8, int4, "),
     ],
 )
-def test_presets_refuse(make: Any, message: str) -> None:
+def test_presets_refuse(make: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        make()
+        make(**arguments)
 
 
 def test_a_process_group_and_a_topology_exclude_each_other() -> None:
@@ -219,24 +198,19 @@ def test_half_types_between_nodes_that_are_ranks_are_not_ignored_silently() -> N
     assert others == []
 
 
-def attach_what_differs() -> list[str]:
-    weight, messages = torch.nn.Parameter(torch.ones(8)), []
-    own = {"dampening": 0.5 * dist.get_rank()}
-    attempts: list[tuple[Method, dict[str, float]]] = [
-        (Method(what=Quantized(value_dtype=("int4", "int8")[dist.get_rank()])), {}),
-        (DGC(), {"momentum": 0.9, **own}),
+def attach_what_differs() -> list[str | None]:
+    weight, rank = torch.nn.Parameter(torch.ones(8)), dist.get_rank()
+    own = [
+        (Method(what=Quantized(value_dtype=("int4", "int8")[rank])), torch.optim.SGD([weight], lr=0.1)),
+        (DGC(), torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5 * rank)),
     ]
-    for method, knobs in attempts:
-        with pytest.raises(ConfigurationError) as refused:
-            method.attach(torch.optim.SGD([weight], lr=0.1, **knobs), [("w", weight)])
-        messages.append(str(refused.value))
-    return messages
+    return [message_of(partial(method.attach, sgd, [("w", weight)]), ConfigurationError) for method, sgd in own]
 
 
 def test_attaching_fails_on_all_ranks_or_on_none() -> None:
     for differ, one_fails in run_ranks(attach_what_differs, 2):
-        assert "what.value_dtype: rank 0 has 'int4', rank 1 has 'int8'" in differ
-        assert "dampening=0.5" in one_fails
+        assert "what.value_dtype: rank 0 has 'int4', rank 1 has 'int8'" in str(differ)
+        assert "dampening=0.5" in str(one_fails)
 
 
 def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:

@@ -26,6 +26,8 @@ from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # the goldens have the usual optimizers
+
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 STEPS, STOP, K_STEPS = 13, 8, 3  # the stop is in mid-interval, the end one step after an average
 COLUMNS: dict[str, tuple[Method, int]] = {  # and on how many ranks

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_lowbw import DGC, ConfigurationError, DisagreementError, LocalSGD, Method, QuantizedGradients
+from lightning_lowbw import DGC, DisagreementError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
-from tests.sync.problem import message_of, run_each
+from tests.sync.problem import each, message_of, run_each
 
 METHODS: dict[str, Method] = {
     "dgc": DGC(sparsity=[0.9], rampup_begin_step=4, min_numel=10),
@@ -110,10 +110,10 @@ def begin_with(method: Method, change: str) -> list[str | None]:
 
 
 def go_on(method: Method, loads: str) -> str | None:
-    """Train, and begin once more from what was saved: what the first step says, or where it ends.
+    """Train, and begin once more from what was saved; return what the first step says.
 
     Args:
-        loads: "all"; or all but the worker's state; or the model on rank 0 alone, as with DDP, which would send it.
+        loads: "no worker", all but the worker's state; or the model on rank 0 alone, as with DDP, which would send it.
     """
     model, own, worker = begin(method)
     train(model, own, range(6 if loads == "model of rank 0" else STEPS))  # after the sixth is an average
@@ -125,20 +125,7 @@ def go_on(method: Method, loads: str) -> str | None:
     own.load_state_dict(states[1])
     if loads != "no worker":
         worker.load_state_dict(states[0])
-    message = message_of(lambda: train(model, own, range(STEPS, 2 * STEPS)), DisagreementError)
-    if message is None:
-        worker.finish()
-    return message or digest(model.parameters())
-
-
-def load_that_of_rank_zero(method: Method) -> str | None:
-    model, own, worker = begin(method)
-    train(model, own, range(STEPS))
-    states = [worker.state_dict()]
-    worker.finish()
-    dist.broadcast_object_list(states, 0)
-    _, _, other = begin(method)
-    return message_of(lambda: other.load_state_dict(states[0]), ConfigurationError)
+    return message_of(lambda: train(model, own, range(STEPS, STEPS + 1)), DisagreementError)
 
 
 class Scratch(SGD):
@@ -155,7 +142,7 @@ class Scratch(SGD):
 def train_with_scratch(method: Method) -> str:
     model = make()
     own = Scratch(model.parameters())
-    worker = method.attach(own, model.named_parameters(), named_buffers=model.named_buffers())  # type: ignore[arg-type]
+    worker = method.attach(own, model.named_parameters())
     train(model, own, range(STEPS))
     worker.finish()
     return digest(model.parameters())
@@ -163,61 +150,49 @@ def train_with_scratch(method: Method) -> str:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_differs_at_the_first_step_is_told(name: str) -> None:
-    """Weights; what was loaded; each time. Each rank's own states may differ, and what an optimizer keeps beside."""
+    """Weights; what was loaded; each time. What an optimizer keeps beside may differ."""
     method = METHODS[name]
     calls: dict[str, Any] = {change: partial(begin_with, method, change) for change in CHANGES}
-    calls |= {loads: partial(go_on, method, loads) for loads in ("all", "no worker", "model of rank 0")}
-    calls |= {"other": partial(load_that_of_rank_zero, method), "scratch": partial(train_with_scratch, method)}
-    results = run_each(2, calls)
+    calls |= {loads: partial(go_on, method, loads) for loads in ("no worker", "model of rank 0")}
+    results = run_each(2, {**calls, "scratch": partial(train_with_scratch, method)})
     for change in CHANGES:
         for messages in results[change]:
             assert all("all begin with the same weights" in str(message) for message in messages)
             assert all("checksum of 0.weight: rank 0 has" in str(message) for message in messages)
-    assert results["all"][0] == results["all"][1]
     assert results["scratch"][0] == results["scratch"][1]
     differing = {"dgc": "the optimizer's momentum_buffer of 0.weight", "local_sgd": "0.weight"}
     for message in results["no worker"] if name in differing else ():
         assert f"checksum of {differing[name]}: rank 0 has" in str(message)
         assert "each rank loads its own worker.state_dict()" in str(message)
     assert all("checksum of 0.weight: rank 0 has" in str(message) for message in results["model of rank 0"])
-    first, second = results["other"]
-    assert first is None
-    assert "The state is that of rank 0 of 2, and this is rank 1 of 2" in second
-    assert "merge_states" in second
 
 
 # The end --------------------------------------------------------------------------------------------------------------
 
 
-def end_apart(num_steps: list[int]) -> str | None:
-    model, own, worker = begin(METHODS["local_sgd"])
-    train(model, own, range(num_steps[dist.get_rank()]))
-    return message_of(worker.finish, DisagreementError)
-
-
-@pytest.mark.parametrize("num_steps", [[6, 7], [7, 6], [7, 8]], ids=str)
-def test_local_steps_that_one_rank_has_more_are_told_at_the_end(num_steps: list[int]) -> None:
-    """An average is after every third; the ranks then stand before the same one."""
-    for message in run_ranks(end_apart, 2, num_steps, timeout_s=60.0):
-        assert f"worker.step: rank 0 has {num_steps[0]}, rank 1 has {num_steps[1]}" in str(message)
-
-
-def end_differently(method: Method, what: str) -> str | None:
+def end_differently(method: Method, num_steps: tuple[int, int], changes_weight: bool) -> str | None:
+    """End where one rank has taken more steps, or has another weight; synchronous steps are only counted."""
     model, own, worker = begin(method)
-    train(model, own, range(STEPS))
-    if dist.get_rank() == 1 and what == "weights":
+    if method == METHODS["local_sgd"]:
+        train(model, own, range(num_steps[dist.get_rank()]))
+    else:
+        train(model, own, range(STEPS))
+        worker.step = num_steps[dist.get_rank()]
+    if dist.get_rank() == 1 and changes_weight:
         with torch.no_grad():
             model[0].weight[0, 0] += 1.0  # type: ignore[index]
-    elif dist.get_rank() == 1:
-        worker.step += 1
     return message_of(worker.finish, DisagreementError)
 
 
 def test_weights_and_steps_that_differ_are_told_at_the_end() -> None:
-    named = {"weights": "checksum of 0.weight", "steps": "worker.step"}
+    """Local steps: an average is after every third; the ranks then stand before the same one."""
     methods = [METHODS["dgc"], METHODS["int8"], SYNCHRONOUS]
-    calls = {f"{m.what} {what}": partial(end_differently, m, what) for m in methods for what in named}
-    for name, messages in run_each(2, calls).items():
-        for message in messages:
-            assert "end of the training" in str(message)
-            assert f"{named[name.split()[-1]]}: rank 0 has" in str(message)
+    cases = [(method, (STEPS, STEPS + more), not more) for method in methods for more in (0, 1)]
+    cases += [(METHODS["local_sgd"], steps, False) for steps in ((6, 7), (7, 6), (7, 8))]
+    for (_, num_steps, changes_weight), *said in zip(cases, *run_ranks(each, 2, end_differently, cases), strict=True):
+        what = (
+            "checksum of 0.weight"
+            if changes_weight
+            else f"worker.step: rank 0 has {num_steps[0]}, rank 1 has {num_steps[1]}"
+        )
+        assert all(what in str(message) and "end of the training" in str(message) for message in said)
