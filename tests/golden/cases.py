@@ -132,8 +132,6 @@ dgc("int2-sgd", {"value_dtype": "int2"}, optimizer="sgd")
 dgc("sampled-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16"}, model=Wide, optimizer="nesterov")
 dgc("sampled-wide-adamw-int8", {"sparsity": (0.9, 0.99), "rampup_step": 4, "value_dtype": "int8"}, model=Wide,
     optimizer="adamw")  # fmt: skip
-dgc("exact-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16"}, model=Wide,
-    optimizer="nesterov")  # fmt: skip
 dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=Wide, steps=6)
 
 dgc("reduce-scatter", {"exchange": "reduce_scatter"})
