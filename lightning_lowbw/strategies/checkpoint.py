@@ -15,7 +15,7 @@ import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -57,7 +57,6 @@ class CheckpointedStrategy(BaseStrategy):
     def _make_parts(self) -> None:
         super()._make_parts()
         check_one_of("resume", self._options["resume"], get_args(Needs))
-        self._latest: dict[str, str] = {}  # this rank's shard of the last save, by folder
         self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
         self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
 
@@ -131,9 +130,6 @@ class CheckpointedStrategy(BaseStrategy):
         if not self.workers or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
             return
-        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
-            # Wait for the save before: shards are kept of two saves, not of three. Its one thread keeps the order.
-            self.checkpoint_io._executor.submit(lambda: None).result()
         together = failing_together
         if self.is_interrupted:
             together = contextlib.nullcontext  # type: ignore[assignment]
@@ -155,6 +151,9 @@ class CheckpointedStrategy(BaseStrategy):
                 overwrite(checkpoint, os.fspath(filepath), folder, write)
             else:
                 write(checkpoint, filepath)
+            if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
+                # Wait for it: until it is written, the checkpoint on the disk needs the shards before.
+                self.checkpoint_io._executor.submit(lambda: None).result()
         if not self.is_interrupted:
             self._sweep(folder, path)
 
@@ -206,15 +205,17 @@ class CheckpointedStrategy(BaseStrategy):
 
     def _sweep(self, folder: str, path: str) -> None:
         """Delete earlier shards of this rank beside a checkpoint, and those of ranks that no longer exist."""
-        before, self._latest[folder] = self._latest.get(folder), path
-        rank, num_ranks, is_first = self.global_rank, self.world_size, self.local_rank == 0
-        kept = {path}
-        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the checkpoint before may be there still
-            if before is None:
-                return
-            kept.add(before)
+        files, name = get_filesystem(folder), path.rpartition("/")[2]
         try:
-            sweep(folder, kept, lambda other: other == rank or (is_first and other >= num_ranks))
+            files.invalidate_cache(folder)
+            for listed in files.ls(folder, detail=False):
+                other = str(listed).replace("\\", "/").rpartition("/")[2]
+                match = NAME.fullmatch(other)
+                rank = -1 if match is None else int(match[1])
+                is_mine = rank == self.global_rank or (self.local_rank == 0 and rank >= self.world_size)
+                if is_mine and other != name:
+                    with contextlib.suppress(FileNotFoundError):  # another node was faster
+                        files.rm(f"{folder}/{other}")
         except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
             rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
@@ -413,24 +414,6 @@ def _read(path: str) -> dict[str, Any] | None:
 
 def _progress(states: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     return [(state["step"], state.get("num_averages", 0)) for state in states]
-
-
-def sweep(folder: str, kept: Collection[str], is_mine: Callable[[int], bool]) -> None:
-    """Delete shards that no checkpoint names any more: of the previous save, and of interrupted saves.
-
-    Args:
-        folder: of the shards; nothing else in it is touched.
-        kept: paths of shards.
-        is_mine: whether this rank deletes the shards of a rank.
-    """
-    files, names = get_filesystem(folder), {path.rsplit("/", 1)[-1] for path in kept}
-    files.invalidate_cache(folder)
-    for listed in files.ls(folder, detail=False):
-        name = str(listed).replace("\\", "/").rsplit("/", 1)[-1]
-        match = NAME.fullmatch(name)
-        if match is not None and name not in names and is_mine(int(match[1])):
-            with contextlib.suppress(FileNotFoundError):  # another node was faster
-                files.rm(f"{folder}/{name}")
 
 
 def remove_folder(folder: str) -> None:
