@@ -48,8 +48,7 @@ from lightning_lowbw.strategies.step_hooks import clips_before_exchange, scaler_
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView, Shard
-from lightning_lowbw.sync.state import Chunk, reshard
+from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView
 from lightning_lowbw.sync.status import any_of, first_fault, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
@@ -436,24 +435,15 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
-        """Return the mean over the nodes of what they had of this rank's rows."""
-        nodes, own = metadata["nodes"], Chunk(self.mesh.coordinate, self.mesh.topology.ranks_per_node)
-        named = dict(self.trainer.lightning_module.named_parameters())
-        is_same_size, size = len(nodes[0]) == own.size, len(nodes[0])
-        by_columns = [n for n, p in named.items() if isinstance(p, DTensor) and Shard(0) not in p.placements]
-        if by_columns and not is_same_size:
+        """Return the mean over the nodes of what they had of this rank's shards."""
+        nodes, size = metadata["nodes"], self.mesh.topology.ranks_per_node
+        if len(nodes[0]) != size:
             raise ConfigurationError(
-                f"{path} was written by nodes of another size, and {by_columns[0]!r} is not sharded by rows, which "
-                f"alone are dealt out anew. Resume with any number of nodes of {size} ranks, or {GO_ON}."
+                f"{path} was written by nodes of {len(nodes[0])} ranks, and these have {size}. Resume "
+                f"with any number of nodes of {len(nodes[0])} ranks, or {GO_ON}."
             )
-        shapes, merged = {name: tuple(parameter.shape) for name, parameter in named.items()}, []
-        for number, worker in enumerate(self.workers):
-            of_shards = (self._mean_of(number, [node[shard] for node in nodes], load) for shard in range(size))
-            if is_same_size:
-                merged.append(self._mean_of(number, [node[own.number] for node in nodes], load))
-            else:
-                merged.append(reshard(of_shards, list(worker.by_name()), shapes, size, own))
-        return merged
+        ranks = [node[self.mesh.coordinate] for node in nodes]
+        return [self._mean_of(number, ranks, load) for number in range(len(self.workers))]
 
 
 def _between_nodes(method: Method) -> Method:
@@ -471,10 +461,8 @@ def _between_nodes(method: Method) -> Method:
         refused = f"rule={rule!r} follows the loss, which differs between the shards of a node. Take 'fixed' or 'qsr'"
     elif fragments not in (None, 1):
         refused = f"num_fragments={fragments!r}: parts are balanced by bytes, which differ between shards. Leave it out"
-    elif where.algorithm not in (None, "sharded"):
-        refused = f"algorithm={where.algorithm!r}: each rank exchanges its shard with other nodes. Leave it out"
-    elif where.inter_dtype != "float32":
-        refused = f"inter_dtype={where.inter_dtype!r}: take QuantizedGradients({where.inter_dtype!r})"
+    elif where.algorithm not in (None, "sharded") or where.inter_dtype != "float32":
+        refused = f"{where}: each rank exchanges its shard. Leave algorithm out; for fewer bits take QuantizedGradients"
     if refused:
         raise ConfigurationError(f"With a sharded model, {refused}.")
     return Method(when=when, what=method.what, where=Where())

@@ -19,10 +19,8 @@ from torch.optim import Optimizer
 
 try:
     from torch.distributed.tensor import DTensor as DTensor
-    from torch.distributed.tensor import Shard as Shard
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor as DTensor
-    from torch.distributed._tensor import Shard as Shard
 
 
 class LocalTensors:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -225,84 +224,3 @@ class _Mean:
     def divide(self, num_participants: float) -> Named:
         """Return the whole means: flat, in the dtype of the parts."""
         return {name: (total / num_participants).to(self._dtypes[name]) for name, total in self._totals.items()}
-
-
-# Shards of another size -----------------------------------------------------------------------------------------------
-# `fully_shard` divides the rows of a tensor (its first dimension) into equal chunks, the last ones shorter or empty.
-
-FLAT = ("residuals", "velocities")  # sections of a state, by name; of a shard without rows nothing is kept
-SHAPED = ("start", "velocity")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Which rows of each tensor a rank holds: chunk `number` of `size`."""
-
-    number: int
-    size: int
-
-    def rows(self, num_rows: int) -> range:
-        """Return the rows of a tensor with `num_rows`."""
-        chunk = -(-num_rows // self.size)
-        return range(min(self.number * chunk, num_rows), min((self.number + 1) * chunk, num_rows))
-
-
-def reshard(
-    states: Iterable[Mapping[str, Any]],
-    names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    num_shards: int,
-    own: Chunk,
-) -> dict[str, Any]:
-    """Return the state with which a rank starts if the shards of the checkpoint have another size.
-
-    Args:
-        states: what `merge_states` returns for each shard of a node, in their order; one is in memory at a time.
-        names: of the optimizer's parameters, in the order of its groups.
-        shapes: of the whole tensors, by name.
-        num_shards: how many states there are.
-        own: what this rank holds.
-    """
-    state: dict[str, Any] = {}
-    pieces: dict[tuple[Any, ...], list[Tensor]] = {}  # of the rows that this rank is to hold, by section and key
-    for number, old in enumerate(states):
-        state, chunk = state or dict(old), Chunk(number, num_shards)
-        for key, name, values in _tensors(old, names, shapes, chunk):
-            there, here = chunk.rows(shapes[name][0]), own.rows(shapes[name][0])
-            first = max(here.start - there.start, 0)
-            rows = values.reshape(len(there), *shapes[name][1:])[first : max(here.stop - there.start, first)]
-            pieces.setdefault(key, []).append(rows.clone())
-    parts = {key: torch.cat(each) for key, each in pieces.items()}
-    state |= {section: {} for section in (*FLAT, *SHAPED, "local") if section in state}
-    for (section, name, *rest), part in parts.items():
-        if section == "optimizer":
-            state[section]["state"].setdefault(name, {})[rest[0]] = part
-        elif section in SHAPED:
-            state[section][name] = part
-        elif part.numel() and section == "local":
-            state[section].setdefault(name, {})[rest[0]] = part
-        elif part.numel():
-            state[section][name] = part.reshape(-1)
-    if "shapes" in state:
-        kept = {name: part.shape for (section, name, *_), part in parts.items() if section == "residuals"}
-        state["shapes"] = {name: tuple(shape) for name, shape in kept.items() if math.prod(shape)}
-        state["orders"] = {name: tuple(range(len(shape))) for name, shape in state["shapes"].items()}
-    return state
-
-
-def _tensors(
-    state: Mapping[str, Any], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], chunk: Chunk
-) -> Iterator[tuple[tuple[Any, ...], str, Tensor]]:
-    """Yield what a state has of shards: the keys under which it is, the parameter's name, and the values."""
-    for section in (*FLAT, *SHAPED):
-        for name, values in state.get(section, {}).items():
-            yield (section, name), name, values
-    for name, entry in state.get("local", {}).items():
-        for key, values in entry.items():
-            yield ("local", name, key), name, values
-    for index, entry in state.get("optimizer", {}).get("state", {}).items():
-        shape = shapes[names[index]]
-        numel = len(chunk.rows(shape[0])) * math.prod(shape[1:])
-        for key, values in entry.items():
-            if isinstance(values, Tensor) and values.dim() and values.numel() == numel:  # a count is none of a shard
-                yield ("optimizer", index, key), names[index], values
