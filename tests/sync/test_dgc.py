@@ -159,30 +159,6 @@ def test_each_param_group_has_its_own_settings_which_a_scheduler_may_change_in_e
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
 
-def train_dtype(dtype: torch.dtype, value_dtype: str) -> dict[str, Any]:
-    parameters = make_parameters(AWKWARD, dtype)
-    optimizer = SGD(parameters.values(), lr=0.05, momentum=0.9)
-    worker = DENSE_THEN_SPARSE.replace(value_dtype=value_dtype).attach(optimizer, parameters.items())
-    for step in DENSITIES:
-        take_step(worker, parameters, step)
-    kept = {residual.dtype for residual in worker.state_dict()["residuals"].values()}
-    return {"weights": weights_of(parameters), "digest": digest(parameters.values()), "kept": kept}
-
-
-def test_dtypes_of_parameters_and_of_the_wire() -> None:
-    expected, _ = by_the_paper(AWKWARD, FLAT, DENSITIES, momentum=0.9)
-    cases = [(dtype, value) for dtype in (torch.bfloat16, torch.float64) for value in ("float32", "int8")]
-    for (dtype, _), first, second in zip(cases, *run_ranks(each, 2, train_dtype, cases), strict=True):
-        assert first["digest"] == second["digest"]
-        assert first["kept"] == {torch.float64 if dtype == torch.float64 else torch.float32}
-        tolerance = 0.1 if dtype == torch.bfloat16 else 0.02
-        for name in ("matrix", "conv"):  # rounding lets a few other elements be selected than in full precision
-            weight, before = first["weights"][name], make_weight(name, AWKWARD[name])
-            assert weight.dtype == dtype
-            assert ((weight.float() - expected[name]).abs() < tolerance).float().mean() > 0.93
-            assert ((before - expected[name]).abs() > 2 * tolerance).float().mean() > 0.5
-
-
 def keep_what_is_small(options: dict[str, Any]) -> float:
     """Of a hundred elements one is sent; another gets 1, and then a billionth in each step."""
     weight = Parameter(torch.zeros(100, dtype=torch.float64))

@@ -112,18 +112,6 @@ def test_a_bad_gradient_on_one_rank_is_told_on_all_or_skipped_by_all() -> None:
         assert ("give it a warm-up (there is none" in str(message)) == (method == METHOD and name != "bias")
 
 
-def test_a_bad_step_is_skipped_by_a_single_rank() -> None:
-    """As the loop in the docstring of `Synchronizer` has it; sparse gradients are not refused there."""
-    parameters = make_parameters({"matrix": (3, 2), "table": (4, 2), "unused": (3,)})
-    worker = METHOD.attach(SGD(parameters.values(), lr=0.1), parameters.items())
-    for value, is_taken in ((1.0, True), (math.inf, False), (math.nan, False), (3e38, True)):
-        for is_sparse in (False, True):
-            parameters["matrix"].grad = torch.ones(3, 2)
-            gradient = torch.zeros(4, 2).index_fill_(0, torch.tensor([2]), value)
-            parameters["table"].grad = gradient.to_sparse() if is_sparse else gradient
-            assert worker.exchange(skip_nonfinite=True) == is_taken
-
-
 def meet_a_fault(kind: str, name: str, nodes: Nodes) -> list[Any]:
     """A NaN that the pass finds which accumulates, by hand, without `stepping`; then a good step."""
     worker, parameters = make_synchronizer(METHOD, kind, nodes)
