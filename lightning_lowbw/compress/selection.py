@@ -250,14 +250,10 @@ class Residuals(Mapping[str, Tensor]):
             for name, numel in numels.items()
             if name not in views or (views[name].device, views[name].dtype) != (device, dtypes[name])
         }
-        leaving = {views[name].device for name in apart if name in views and views[name].is_cuda}
-        is_offloaded = device.type == "cpu" and bool(leaving)
-        for name, view in _allocate(apart, device, dtypes, pin_memory=is_offloaded).items():
+        for name, view in _allocate(apart, device, dtypes).items():
             if name in views:
-                view.copy_(views[name], non_blocking=is_offloaded or views[name].is_pinned())
+                view.copy_(views[name])
             views[name] = view
-        for each in leaving if is_offloaded else ():  # once, not for each tensor
-            torch.cuda.synchronize(each)
 
     def to(self, device: torch.device) -> None:
         """Move all of them, into one buffer; those that are there already stay."""
@@ -292,14 +288,12 @@ class Residuals(Mapping[str, Tensor]):
             view.copy_(state[name].reshape(-1))
 
 
-def _allocate(
-    numels: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype], *, pin_memory: bool = False
-) -> dict[str, Tensor]:
+def _allocate(numels: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return flat views of zeros into a new buffer per dtype, each of which starts at a multiple of the alignment."""
     views: dict[str, Tensor] = {}
     for dtype in dict.fromkeys(dtypes[name] for name in numels):
         mine = {name: numel for name, numel in numels.items() if dtypes[name] == dtype}
         sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in mine.values()]
-        parts = torch.zeros(sum(sizes), dtype=dtype, device=device, pin_memory=pin_memory).split(sizes)
+        parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
         views |= {name: part[:numel] for (name, numel), part in zip(mine.items(), parts, strict=True)}
     return {name: views[name] for name in numels}

@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import check_flag, code_of, names_arguments
+from lightning_lowbw.arguments import code_of, names_arguments
 from lightning_lowbw.comm.agreement import agree, differ, failing_together
 from lightning_lowbw.comm.collectives import Held, TrafficLedger, broadcast_flat_, group_of
 from lightning_lowbw.comm.peers import Peers
@@ -83,8 +83,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             the ranks of each node, or a `Topology`. None: the method's own, or "auto". Nodes are of one size.
         save_distributed_checkpoint: as of `ModelParallelStrategy`: a folder in which each rank writes its shards, or
             one file, for which rank 0 gathers all weights in its memory.
-        offload_state: whether the state of a method that averages weights (the last consensus, the outer momentum,
-            residuals) is in pinned memory of the host between averages, and on the device only during an average.
         resume: as of `Strategy`.
         process_group_backend: of torch.distributed; None: by the device.
         timeout: seconds that a collective may take, or a timedelta.
@@ -110,7 +108,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         *,
         topology: TopologyChoice | None = None,
         save_distributed_checkpoint: bool = True,
-        offload_state: bool = False,
         resume: Needs = "exact",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
@@ -129,18 +126,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 "node, the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
             )
         self.method = _between_nodes(given)
-        check_flag("offload_state", offload_state)
-        if offload_state and not self.method.averages_weights:
-            raise ConfigurationError(
-                "offload_state=True: this method uses its state in every step, and moving that over the bus would take "
-                "longer than the exchange. Leave it out, or average weights: LocalSGD(k_steps=...)."
-            )
         self.ledger = TrafficLedger()
-        self._options = {
-            "save_distributed_checkpoint": save_distributed_checkpoint,
-            "offload_state": offload_state,
-            "resume": resume,
-        }
+        self._options = {"save_distributed_checkpoint": save_distributed_checkpoint, "resume": resume}
         self._workers = {}
         self._mesh: NodeMesh | None = None
         self._make_parts()
@@ -239,7 +226,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 worker.params.whole_numels = numels
                 vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
                 if isinstance(worker, LocalSync):
-                    worker.is_offloaded = self._options["offload_state"]
                     worker.meet = agree_in_world
                 self._workers[id(optimizer)], self._views[worker] = worker, view
 

@@ -78,7 +78,6 @@ from lightning_lowbw.sync.status import (
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 _logger = logging.getLogger(LOGGER)
-HOST = torch.device("cpu")
 COUNTERS = ("steps_since_average", "num_averages", "num_samples")
 
 
@@ -95,7 +94,6 @@ class LocalSync(Synchronizer):
         own: this rank's tensors by name, while the consensus is shown in the model; else None.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
             tensor, None before it.
-        is_offloaded: whether what only averages need is kept in the host's memory.
         steps_since_average: local steps since the last average was begun, of any fragment.
         num_averages: averages done, each of a fragment.
         num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
@@ -134,7 +132,6 @@ class LocalSync(Synchronizer):
         self.velocity: dict[Parameter, Tensor] = {}
         self.buffers = ReplicaBuffers(named_buffers)
         self.consensus_distance: Tensor | None = None
-        self.is_offloaded, self._num_users = False, 0
         self.own: dict[str, Tensor] | None = None
         self._shown: dict[str, Tensor] = {}  # copies of the buffers' consensus, while it is shown
         num_fragments = self.when.num_fragments_of(len(self.parameters()))
@@ -320,7 +317,6 @@ class LocalSync(Synchronizer):
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
         self._note_start(self.parameters())
         self.buffers.begin(self.peers)
-        self._put_away()
 
     def _note_start(self, parameters: Sequence[Parameter]) -> None:
         """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
@@ -375,14 +371,13 @@ class LocalSync(Synchronizer):
             self._average(fragment)
 
     def _average(self, fragment: Fragment) -> None:
-        with self.state_at_hand():
-            try:
-                fragment.work = self._begin(fragment)
-            except BaseException:
-                self._lose(fragment)  # the changes may have been accumulated
-                raise
-            if not self.when.delay_steps:
-                self._apply(fragment)  # an average that has not arrived has changed nothing
+        try:
+            fragment.work = self._begin(fragment)
+        except BaseException:
+            self._lose(fragment)  # the changes may have been accumulated
+            raise
+        if not self.when.delay_steps:
+            self._apply(fragment)  # an average that has not arrived has changed nothing
         fragment.steps = self.steps_since_average = 0
         fragment.moved.clear()
         self.num_samples = 0.0
@@ -495,8 +490,7 @@ class LocalSync(Synchronizer):
     def _apply(self, fragment: Fragment) -> None:
         assert fragment.work is not None
         try:
-            with self.state_at_hand():
-                status = self._wait_and_apply_(fragment, fragment.work)
+            status = self._wait_and_apply_(fragment, fragment.work)
         except BaseException:
             self.recall()
             raise
@@ -630,38 +624,12 @@ class LocalSync(Synchronizer):
             return False
         return not isinstance(self.compressed, TopKExchange) or self.device.type != "cpu"  # there decoding raises
 
-    # Memory between averages ----------------------------------------------------------------------------------------
-    # The last consensus, the outer momentum and the residuals are needed only during an average, when there are no
-    # activations on the device. From a GPU they are moved to pinned memory, which is copied at the speed of the bus.
-
-    @contextmanager
-    def state_at_hand(self) -> Iterator[None]:
-        """Have what is offloaded on the device inside a `with` block."""
-        if self.is_offloaded and not self._num_users:
-            self._move(self.device)
-        self._num_users += 1
-        try:
-            yield
-        finally:
-            self._num_users -= 1
-            self._put_away()
-
-    def _put_away(self) -> None:
-        if self.is_offloaded and not self._num_users:
-            self._move(HOST)
-
-    def _move(self, device: torch.device) -> None:
-        for kept in (self.start, self.velocity):
-            leaving = {tensor.device for tensor in kept.values() if tensor.is_cuda} if device.type == "cpu" else ()
-            kept.update({parameter: moved(tensor, device) for parameter, tensor in kept.items()})
-            for gpu in leaving:  # once, not for each tensor
-                torch.cuda.synchronize(gpu)
+    def to(self, device: torch.device) -> None:
+        self.start = {parameter: tensor.to(device) for parameter, tensor in self.start.items()}
+        self.velocity = {parameter: tensor.to(device) for parameter, tensor in self.velocity.items()}
+        self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
         if self.compressed is not None:
             self.compressed.to(device)
-
-    def to(self, device: torch.device) -> None:
-        self._move(device)
-        self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
 
     # The consensus: the mean of the replicas, copied into the model for validation and saving -------------------------
 
@@ -798,10 +766,9 @@ class LocalSync(Synchronizer):
             agree_on_end(self.step, self.by_name(), self.peers.group)
         for fragment in self.fragments:
             if fragment.work is not None:
-                with self.state_at_hand():  # what is in progress is waited for, and forgotten
-                    fragment.work.wait_for_whole()
-                    fragment.work.changes.wait()
-                    self._lose(fragment)
+                fragment.work.wait_for_whole()  # what is in progress is waited for, and forgotten
+                fragment.work.changes.wait()
+                self._lose(fragment)
             fragment.moved.clear()
         self.steps_since_average = 0
 
@@ -821,16 +788,15 @@ class LocalSync(Synchronizer):
         """
         self.ending.step = None  # whoever has the state can go on
         self.restart_buffers()
-        with self.state_at_hand():  # what arrives is decoded with the residuals
-            fragments = [
-                {
-                    "names": [self.name_of(p) for p in fragment.parameters],
-                    "steps": fragment.steps,
-                    "moved": [self.name_of(p) for p in fragment.moved],
-                    "work": None if fragment.work is None else fragment.work.state_dict(self.name_of),
-                }
-                for fragment in self.fragments
-            ]
+        fragments = [
+            {
+                "names": [self.name_of(p) for p in fragment.parameters],
+                "steps": fragment.steps,
+                "moved": [self.name_of(p) for p in fragment.moved],
+                "work": None if fragment.work is None else fragment.work.state_dict(self.name_of),
+            }
+            for fragment in self.fragments
+        ]
         return {
             **self.equal_state(),
             **origin(self.peers),
@@ -930,10 +896,3 @@ class LocalSync(Synchronizer):
                     f"and with {self.method.what} they never would be. Resume with the compression of that run, or "
                     f"{WITHOUT_RESIDUALS}."
                 )
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; from a GPU to the host in pinned memory, not before the GPU has come to it."""
-    if device.type == "cpu" and tensor.is_cuda:
-        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
-    return tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_lowbw import DGC, Compression, DGCStrategy, LocalSGD
+from lightning_lowbw import DGC, DGCStrategy, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import make_peers
 from lightning_lowbw.sync.local import LocalSync
@@ -60,41 +60,6 @@ def train(device: str, name: str, nodes: Nodes = ()) -> tuple[list[torch.Tensor]
 @pytest.mark.parametrize("name", list(METHODS))
 def test_cuda_tensors_through_gloo(name: str) -> None:
     check_training(name, run_ranks(train, 2, "cuda", name), run_ranks(train, 2, "cpu", name))
-
-
-OFFLOADED: dict[str, Any] = {
-    "hidden diloco": LocalSGD(k_steps=4, begin_step=0, delay_steps=2, outer="nesterov"),
-    "sparse_loco": LocalSGD(k_steps=3, begin_step=0, compression=Compression(density=0.1)),
-    "hidden sparse_loco": LocalSGD(k_steps=4, begin_step=0, delay_steps=3, compression=Compression(density=0.1)),
-}
-
-
-def train_offloaded(device: str, name: str, is_on: bool) -> tuple[str, set[tuple[str, bool]]]:
-    """Return the weights, and where what is kept lay after the last step."""
-    torch.manual_seed(0)
-    model = nn.Linear(256, 256).to(device)
-    worker = OFFLOADED[name].attach(sgd(model.parameters()), model.named_parameters())
-    worker.is_offloaded = is_on
-    for step in range(10):
-        worker.optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        model(torch.randn(16, 256, generator=generator).to(device)).square().mean().backward()
-        worker.optimizer.step()
-    kept = [*worker.start.values(), *worker.velocity.values()]
-    kept += [] if worker.compressed is None else worker.compressed.residuals.values()
-    places = {(tensor.device.type, tensor.is_pinned()) for tensor in kept}
-    worker.state_dict()  # of the third, while an average is in flight, which is then dropped
-    worker.finish()
-    return digest(model.parameters()), places
-
-
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_what_is_kept_between_averages_lies_in_pinned_memory(name: str) -> None:
-    expected = run_ranks(train_offloaded, 2, "cuda", name, False)
-    offloaded = run_ranks(train_offloaded, 2, "cuda", name, True)
-    for (weights, on_gpu), (same, in_host) in zip(expected, offloaded, strict=True):
-        assert weights == same
-        assert (on_gpu, in_host) == ({("cuda", False)}, {("cpu", True)})
 
 
 def check_training(name: str, on_gpu: list[Any], on_cpu: list[Any]) -> None:

@@ -41,7 +41,6 @@ DENSE = preset("hierarchical")
 
 KEYWORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (lambda: ShardedStrategy(DENSE, static_graph=True), "static_graph'. Its arguments are: method, topol"),
-    "offloaded gradients": (lambda: ShardedStrategy(DGC(sparsity=[0.9]), offload_state=True), "state in every step"),
     "auto sparsity": (lambda: ShardedStrategy(DGC(sparsity="auto")), "Give the numbers: DGC(sparsity=[0.99]"),
     "rule": (lambda: ShardedStrategy(AdaptiveLocalSGD(rule="fleet")), "Take 'fixed' or 'qsr'"),
     "fragments": (lambda: ShardedStrategy(LocalSGD(4, num_fragments=2)), "parts are balanced by bytes"),
