@@ -766,11 +766,26 @@ class LocalSync(Synchronizer):
             agree_on_end(self.step, self.by_name(), self.peers.group)
         for fragment in self.fragments:
             if fragment.work is not None:
-                fragment.work.wait_for_whole()  # what is in progress is waited for, and forgotten
-                fragment.work.changes.wait()
-                self._lose(fragment)
+                self._give_up(fragment, fragment.work)
             fragment.moved.clear()
         self.steps_since_average = 0
+
+    def _give_up(self, fragment: Fragment, average: Average) -> None:
+        """Wait for an average that has been begun, and will not be applied.
+
+        In place:
+            Residuals: the weights have this rank's change, and their mean that of all ranks. So the difference to what
+            has arrived is unsent again, as in `merge_replicas`.
+        """
+        average.wait_for_whole()
+        changes = average.changes.wait()[0].dense()
+        for parameter, snapshot in zip(average.parameters, average.snapshots or (), strict=True):
+            if (name := self.name_of(parameter)) in changes:
+                assert self.compressed is not None
+                change = change_of(snapshot, self.start[parameter], as_real(parameter).dtype)
+                unsent, residual = changes[name] - change.reshape(-1), self.compressed.residuals[name]
+                residual.add_(unsent[self.peers.part(unsent.numel())] if self.compressed.keeps_parts else unsent)
+        fragment.drop()
 
     # State ----------------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,11 @@ def stop(name: str, nodes: Nodes) -> tuple[dict[str, Any], dict[str, Any], dict[
     train(name, worker, parameters, range(STOP))
     state, of_optimizer = copy.deepcopy(worker.state_dict()), copy.deepcopy(worker.optimizer.state_dict())
     worker.finish()
+    states: list[tuple[Any, Any]] = [({}, {})] * dist.get_world_size()
+    dist.all_gather_object(states, (state, worker.state_dict()))
+    before, after = (merge_states(each)["residuals"] for each in zip(*states, strict=True))
+    for key, residual in after.items():  # also of an average that was in progress
+        torch.testing.assert_close(residual, before[key], rtol=1e-5, atol=1e-6)
     return state, of_optimizer, weights_of(parameters)
 
 
