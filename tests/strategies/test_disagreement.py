@@ -196,22 +196,6 @@ def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(strategy: st
         assert "ckpt_path: rank 0 has 'no checkpoint', rank 1 has 'a checkpoint'" in second
 
 
-def train_on_a_share(name: str) -> str | int:
-    strategy = make_strategy(name) if name == "dgc" else LocalSGDStrategy(k_steps=2, begin_step=0)
-    trainer = make_trainer(strategy, 2, limit_train_batches=4 + 4 * dist.get_rank())
-    try:
-        trainer.fit(Tiny(), make_data(2, 8))
-    except DisagreementError as error:
-        return str(error)
-    return trainer.global_step
-
-
-def test_local_sgd_takes_different_shares_of_the_data() -> None:
-    for message in run_ranks(train_on_a_share, 2, "dgc"):
-        assert "Trainer(limit_train_batches): rank 0 has 4, rank 1 has 8" in str(message)
-    assert all(isinstance(steps, int) for steps in run_ranks(train_on_a_share, 2, "local_sgd", timeout_s=60.0))
-
-
 def fit_unequal(strategy: str, **kwargs: Any) -> str | int:
     """Train on three batches on rank 0, and on two on rank 1."""
     model, num_batches = Tiny(sgd), 3 - dist.get_rank()

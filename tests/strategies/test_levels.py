@@ -118,10 +118,9 @@ def test_a_node_trains_as_a_rank_with_all_its_data(name: str, options: dict[str,
         assert all(result["inter"] > 0 and result["intra"] > 0 for result in results)
 
 
-@pytest.mark.parametrize("name", ["dgc", "local"])
-def test_parameters_that_only_one_rank_uses(name: str) -> None:
+def test_parameters_that_only_one_rank_uses() -> None:
     kwargs = {"topology": NODES, "find_unused_parameters": True}
-    results = run_ranks(fit_named_unused, 4, name, kwargs)
+    results = run_ranks(fit_named_unused, 4, "dgc", kwargs)
     assert len({result["digest"] for result in results}) == 1
     start = dict(Tiny(unused=True).named_parameters())
     assert torch.equal(results[0]["weights"]["never.weight"], start["never.weight"])
@@ -132,7 +131,7 @@ def fit_named_unused(name: str, kwargs: dict[str, Any]) -> Any:
     return fit(make(name, **kwargs), {}, unused=True)
 
 
-@pytest.mark.parametrize("name", ["local", "hidden", "diloco", "sparse"])
+@pytest.mark.parametrize("name", ["hidden", "sparse"])
 def test_local_steps_ask_nobody_in_other_nodes(name: str) -> None:
     """What the levels do is not on the world's process group."""
     options = {"callbacks": [TrafficMonitor(prog_bar=False), Silence()]}
@@ -170,33 +169,10 @@ def test_resume_to_the_bit_and_elsewhere(name: str, tmp_path: Path) -> None:
     weights = [p for p in Tiny().parameters() if p.requires_grad]
     assert [entry["momentum_buffer"].shape for entry in state["state"].values()] == [p.shape for p in weights]
     assert all(float(entry["momentum_buffer"].abs().max()) > 0 for entry in state["state"].values())
-    for other, num_ranks, topology in ((name, 4, "flat"), (name, 2, "flat"), (name, 2, 2), (name, 6, 3), ("ddp", 2, 0)):
+    for other, num_ranks, topology in ((name, 2, "flat"), (name, 6, 3), ("ddp", 2, 0)):
         results = run_ranks(save_and_go_on, num_ranks, other, "", path, topology)
         assert len({result[0] for result in results}) == 1
         assert all(result[3] == STEPS for result in results)
-
-
-class Crash(Watcher):
-    """Save at step 4, look at the optimizer after it, and fail at step 6."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        super().on_train_batch_end(trainer)
-        (worker,) = trainer.strategy.workers
-        parameters = worker.by_name()
-        kept = [name for name in worker.residuals if "momentum_buffer" in worker.optimizer.state[parameters[name]]]
-        assert not kept, "a checkpoint has left whole velocities in the optimizer"
-        if trainer.global_step == 6:
-            raise KeyError("stop")
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.path.format("crash"))
-
-
-def crash(folder: str) -> None:
-    model = Tiny(data_by_step=True)
-    trainer = make_trainer(make("dgc", topology=NODES), 4, callbacks=[Crash(folder + "/{}.ckpt", (4,))])
-    with pytest.raises(KeyError):
-        trainer.fit(model, make_data(4, STEPS))
 
 
 def fit_poisoned() -> str:
