@@ -135,7 +135,7 @@ class CheckpointedStrategy(BaseStrategy):
             together = contextlib.nullcontext  # type: ignore[assignment]
             for worker in self.workers:
                 worker.recall()
-        filepath = self._follow_rank_zero(filepath)
+        filepath = self._path_of_rank_zero(filepath)
         self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
         folder = folder_of(filepath)
         metadata = self._metadata(checkpoint)
@@ -186,7 +186,7 @@ class CheckpointedStrategy(BaseStrategy):
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
         }
 
-    def _follow_rank_zero(self, filepath: _PATH) -> _PATH:
+    def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
         """Return the path of rank 0, and remove in each node what rank 0 has removed.
 
         Both may differ between ranks: names have metrics in them, and `ModelCheckpoint` removes the worst by a metric.

@@ -267,14 +267,14 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         view.pull()
         if worker.is_local:
             return worker.exchange()
-        view.take_gradients()
+        view.pull_gradients()
         worker.list_gradients()
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
         agree_in_node(worker, self.mesh.node())
         if clips_before_exchange(worker, self.trainer):
             self._clipping.clip(self.trainer, view.optimizer)  # by the norm of the node's gradient, all shards together
         is_taken = worker.exchange(applies=not self._guard.is_gradient_seen(self.trainer, view.optimizer))
-        view.give_gradients()
+        view.push_gradients()
         return is_taken
 
     @override

@@ -766,11 +766,11 @@ class LocalSync(Synchronizer):
             agree_on_end(self.step, self.by_name(), self.peers.group)
         for fragment in self.fragments:
             if fragment.work is not None:
-                self._give_up(fragment, fragment.work)
+                self._cancel(fragment, fragment.work)
             fragment.moved.clear()
         self.steps_since_average = 0
 
-    def _give_up(self, fragment: Fragment, average: Average) -> None:
+    def _cancel(self, fragment: Fragment, average: Average) -> None:
         """Wait for an average that has been begun, and will not be applied.
 
         In place:

@@ -49,7 +49,7 @@ class LocalTensors:
         """Return the parameter of a shard."""
         return self._users.get(local, local)
 
-    def take_gradient(self, parameter: Parameter) -> None:
+    def pull_gradient(self, parameter: Parameter) -> None:
         """Set the gradient of a shard to this rank's part of the parameter's gradient; shares the memory.
 
         In place:
@@ -59,7 +59,7 @@ class LocalTensors:
         if local is not parameter:
             local.grad = _shard_of(parameter.grad)
 
-    def give_gradient(self, parameter: Parameter) -> None:
+    def push_gradient(self, parameter: Parameter) -> None:
         """Set a parameter's gradient from that of its shard.
 
         In place:
@@ -153,15 +153,15 @@ class LocalView:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    def take_gradients(self) -> None:
+    def pull_gradients(self) -> None:
         """Set the gradients of all shards; shares the memory."""
         for parameter in self.parameters():
-            self._tensors.take_gradient(parameter)
+            self._tensors.pull_gradient(parameter)
 
-    def give_gradients(self) -> None:
+    def push_gradients(self) -> None:
         """Set the gradients, and the state, that the user's optimizer steps with from those of the shards."""
         for parameter in self.parameters():
-            self._tensors.give_gradient(parameter)
+            self._tensors.push_gradient(parameter)
         self.push()
         if "_init_group" in vars(self.local):
             vars(self.optimizer)["_init_group"] = self._gather
@@ -181,7 +181,7 @@ class LocalView:
         The twin's has been replaced by a correction (Adam's), which steps some of the parameters itself. It gives
         the step the shards of the others: their arithmetic is elementwise.
         """
-        self.take_gradients()  # a hook may have put others in their place
+        self.pull_gradients()  # a hook may have put others in their place
         has_complex: bool = self.local._init_group(self.group_of(group), *lists)  # type: ignore[attr-defined]
         self.push()  # what it has made for a first step
         return has_complex

@@ -81,7 +81,6 @@ def fit_with_swa() -> list[str]:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     num_ranks = dist.get_world_size()
-    model = nn.Sequential()
     model = Tiny(sgd)
     callbacks = [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
     trainer = make_trainer(LocalSGDStrategy(k_steps=3), num_ranks, callbacks=callbacks, max_epochs=4)
