@@ -42,7 +42,7 @@ from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC
-from lightning_lowbw.sync import whole_gradients
+from lightning_lowbw.sync import gradient as whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
 
 RESULTS = Path(__file__).parent / "results"

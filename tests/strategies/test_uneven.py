@@ -471,4 +471,4 @@ def test_epochs_of_different_lengths_are_counted_by_the_longest() -> None:
 def test_epochs_of_data_without_a_length_are_an_error_on_all_ranks() -> None:
     for begin, message in run_ranks(begin_in_epochs, 2, [-1, -1], timeout_s=60.0):
         assert begin == -1
-        assert "The training data has no length. Give it in steps: AveragingSchedule(begin_step=...)" in message
+        assert "the training data has no length. Give it in steps: AveragingSchedule(begin_step=...)" in message

@@ -83,7 +83,7 @@ def callback_of(name: str) -> pl.Callback | None:
     """Return what gives both phases to a short run."""
     if name == "dgc":
         return SparsityWarmup(begin_step=3, steps=1, sparsity=[0.9])
-    return AveragingSchedule(k_steps=4, begin_step=3) if PRESETS[name].family.endswith("local_sgd") else None
+    return AveragingSchedule(k_steps=6, begin_step=3) if PRESETS[name].family.endswith("local_sgd") else None
 
 
 def fit_by_names(names: list[str], make_model: Callable[..., Tiny]) -> dict[str, Any]:
