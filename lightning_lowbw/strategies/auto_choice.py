@@ -110,6 +110,7 @@ class AutoChoice:
         """
         if not self.is_timing and self.chosen is None:
             return None
+        # Of several optimizers one is timed: from its step to its next one is a batch, with the steps of the others.
         if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
         self._optimizer = worker.optimizer

@@ -77,14 +77,6 @@ def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
     return any(each.going_to_accumulate_grad_batches() for each in schedulers)
 
 
-def num_steps_of(trainer: pl.Trainer) -> float:
-    """Return the number of optimizer steps of the run; infinite where it has no limit or is not known."""
-    num_steps = float(trainer.estimated_stepping_batches)
-    if accumulates_by_schedule(trainer) and trainer.max_epochs != -1:  # which Lightning's number leaves out
-        return math.inf
-    return math.inf if num_steps < 0 else num_steps  # -1: Lightning has no limit
-
-
 def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
     """Return the number of optimizer steps of an epoch; None where it is not known."""
     if accumulates_by_schedule(trainer):
@@ -96,9 +88,13 @@ def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
 def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> float:
     """Return the number of a fit's last step, as each worker counts: from 0 in each fit that does not resume.
 
-    In manual optimization as many as there are batches; an optimizer that leaves some out takes fewer.
+    Infinite where there is no limit, or it is not known. In manual optimization as many as there are batches; an
+    optimizer that leaves some out takes fewer.
     """
-    num_steps, before = num_steps_of(trainer), trainer.global_step - sum(worker.step for worker in workers)
+    num_steps, before = float(trainer.estimated_stepping_batches), trainer.global_step - sum(w.step for w in workers)
+    # -1: Lightning has no limit. A schedule of accumulation is left out of Lightning's number.
+    if num_steps < 0 or (accumulates_by_schedule(trainer) and trainer.max_epochs != -1):
+        return math.inf
     if not trainer.lightning_module.automatic_optimization and num_steps == trainer.max_steps:  # of all optimizers
         num_steps /= max(1, len(workers))
     return num_steps - before / max(1, len(workers))
