@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_lowbw import (
+    ConfigurationError,
     DGCStrategy,
     DisagreementError,
     HierarchicalStrategy,
@@ -21,7 +22,7 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
+from tests.tiny import MIN_NUMEL, Tiny, TwoOptimizers, make_data, make_trainer
 
 SPARSE: dict[str, Any] = {"sparsity": [0.9], "min_numel": MIN_NUMEL}
 STRATEGIES: dict[str, Any] = {
@@ -125,3 +126,29 @@ def test_a_step_that_a_rank_leaves_out_is_found(name: str, does_backward: bool) 
         assert "batch: rank 0 has" in message
         assert "A rank in a later one has left out optimizer.step()" in message
         assert 3 <= step <= 8
+
+
+class Bypasses(TwoOptimizers):
+    """Steps both optimizers itself, past Lightning, as libraries do that keep optimizers of their own."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers(use_pl_optimizer=False)
+        self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def bypass(name: str) -> tuple[str, list[int]]:
+    strategy = STRATEGIES[name]()
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(strategy, 2).fit(Bypasses(), make_data(2, STEPS))
+    return str(caught.value), [worker.step for worker in strategy.workers]
+
+
+@pytest.mark.parametrize("name", ["dgc, dense at first", "local_sgd, synchronous at first"])
+def test_a_step_past_lightning_is_refused_on_all_ranks(name: str) -> None:
+    for message, steps in run_ranks(bypass, 2, name):
+        assert "not by Lightning" in message
+        assert "strategy='ddp'" in message
+        assert steps == [0, 0]
