@@ -134,7 +134,7 @@ def all_gather_rounds(num_ranks: int) -> int:
     return num_ranks - 1
 
 
-class Held:
+class WeakGroup:
     """Returns a group, as long as torch has it, and does not keep it alive.
 
     Raises:
@@ -153,7 +153,7 @@ class Held:
         return group
 
 
-_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], Held] = {}  # by the world, and what it is for
+_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], WeakGroup] = {}  # by the world, and what it is for
 
 
 def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
@@ -174,7 +174,7 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
     if key not in _groups:
         with _not_split_from(world):
             group = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
-        _groups[key] = Held(group)
+        _groups[key] = WeakGroup(group)
     return _groups[key]()
 
 
@@ -266,7 +266,7 @@ class Collectives:
         *,
         is_alone: bool = False,
     ) -> None:
-        self._group = Held(group)
+        self._group = WeakGroup(group)
         self.ledger = TrafficLedger() if ledger is None else ledger
         self.level, self.is_alone = level, is_alone
 

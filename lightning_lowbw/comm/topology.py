@@ -11,8 +11,6 @@ from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
 
-MOST_RANKS = 1 << 20  # more is a mistake, and a list of them fills the memory
-
 
 @names_arguments
 @dataclass(frozen=True)
@@ -58,8 +56,6 @@ class Topology:
         for name, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
             if not is_count(value):
                 raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
-        if world_size > MOST_RANKS:
-            raise ConfigurationError(f"world_size={world_size}: give an integer from 1 to {MOST_RANKS}.")
         if world_size % ranks_per_node:
             raise ConfigurationError(
                 f"{world_size} ranks cannot be divided into nodes of {ranks_per_node} ranks. Give a divisor of "

@@ -452,10 +452,10 @@ class SparseCodec:
         counts = [values.numel() for _, values in parts]
         positions, values = (joined(column) for column in zip(*parts, strict=True))
         words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
-        value_format = make_value_format(self.value_dtype)
+        value_format, device = make_value_format(self.value_dtype), values.device
         is_wide = residuals is not None and any(residual.dtype != torch.float32 for residual in residuals)
-        if dispatch.uses_triton(values.device) and not is_wide:
-            message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=values.device)
+        if dispatch.uses_triton(device) and not is_wide:
+            message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=device)
             data = message[words_bytes : words_bytes + data_bytes]
             is_float = isinstance(value_format, FloatFormat)
             if isinstance(value_format, FloatFormat):
@@ -463,14 +463,13 @@ class SparseCodec:
             else:
                 data.copy_(value_format.encode(values, counts))
                 sent = value_format.decode(data, counts)
-            fields = fields_of(tuple(counts), tuple(numels), values.device)
+            fields, layout = fields_of(tuple(counts), tuple(numels), device), layout_of(tuple(counts), tuple(numels))
             words = message.view(torch.int32)
-            code = layout_of(tuple(counts), tuple(numels))[:2]
-            gpu.pack(positions, values, fields, code, max(counts), words, sent, residuals, is_written=not is_float)
+            gpu.pack(
+                positions, values, fields, layout[:2], max(counts), words, sent, residuals, is_written=not is_float
+            )
             return message
-        words = pack(positions, counts, numels)
-        data = value_format.encode(values, counts)
-        assert data.numel() == data_bytes
+        words, data = pack(positions, counts, numels), value_format.encode(values, counts)
         if residuals is not None and self.value_dtype != "float32":
             errors = (values - value_format.decode(data, counts)).split(counts)
             for residual, (at, _), error in zip(residuals, parts, errors, strict=True):
@@ -491,30 +490,20 @@ class SparseCodec:
             ValueError: they are not `nbytes(counts, numels)` long, or one holds another number of positions, or one
                 outside its tensor.
         """
-        words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
-        if messages.shape[1] != words_bytes + data_bytes + padding_bytes:
-            raise ValueError(
-                f"A message of {messages.shape[1]} bytes; {words_bytes + data_bytes + padding_bytes} were expected."
-            )
+        data = self._data_of(messages, counts, numels)
         value_format, device = make_value_format(self.value_dtype), messages.device
-        words, data = messages[:, :words_bytes], messages[:, words_bytes : words_bytes + data_bytes]
-        if dispatch.uses_triton(device):
-            dtype = value_format.dtype if isinstance(value_format, FloatFormat) else None
-            found = torch.zeros((), dtype=torch.bool, device=device) if damaged is None else damaged
-            positions, values = gpu.unpack(
-                messages.view(torch.int32),
-                fields_of(tuple(counts), tuple(numels), device),
-                layout_of(tuple(counts), tuple(numels))[:2],
-                sum(counts),
-                dtype,
-                0 if dtype is None else words_bytes // dtype.itemsize,
-                found,
-            )
-            if damaged is None and found:
-                raise ValueError("A damaged message: its positions are too many, too few, or outside their tensors.")
-            return positions, values if dtype is not None else value_format.decode(data, counts)
-        positions = unpack(words.view(torch.int32), counts, numels)
-        return positions, value_format.decode(data, counts)
+        layout = layout_of(tuple(counts), tuple(numels))
+        if not dispatch.uses_triton(device):
+            words = messages[:, : layout.num_words * ALIGNMENT_BYTES]
+            return unpack(words.view(torch.int32), counts, numels), value_format.decode(data, counts)
+        dtype = value_format.dtype if isinstance(value_format, FloatFormat) else None
+        found = torch.zeros((), dtype=torch.bool, device=device) if damaged is None else damaged
+        first_value = 0 if dtype is None else layout.num_words * ALIGNMENT_BYTES // dtype.itemsize
+        words, fields = messages.view(torch.int32), fields_of(tuple(counts), tuple(numels), device)
+        positions, values = gpu.unpack(words, fields, layout[:2], sum(counts), dtype, first_value, found)
+        if damaged is None and found:
+            raise ValueError("A damaged message: its positions are too many, too few, or outside their tensors.")
+        return positions, values if dtype is not None else value_format.decode(data, counts)
 
     def decode_values(self, message: Tensor, counts: Sequence[int], numels: Sequence[int]) -> list[Tensor]:
         """Unpack only the values of each tensor: to a sender, what it has sent.
@@ -522,11 +511,15 @@ class SparseCodec:
         Raises:
             ValueError: the message is not `nbytes(counts, numels)` long.
         """
-        sections = self._sections(counts, numels)
-        if message.numel() != sum(sections):
-            raise ValueError(f"A message of {message.numel()} bytes; {sum(sections)} were expected.")
-        data = message[sections[0] : sections[0] + sections[1]]
+        data = self._data_of(message.unsqueeze(0), counts, numels)[0]
         return list(make_value_format(self.value_dtype).decode(data, counts).split(list(counts)))
+
+    def _data_of(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
+        """Return the values in messages, coded; raises ValueError where these are not `nbytes` long."""
+        words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
+        if messages.shape[1] != (expected := words_bytes + data_bytes + padding_bytes):
+            raise ValueError(f"A message of {messages.shape[1]} bytes; {expected} were expected.")
+        return messages[:, words_bytes : words_bytes + data_bytes]
 
     def _sections(self, counts: Sequence[int], numels: Sequence[int]) -> tuple[int, int, int]:
         """Return the bytes of positions, values and padding."""

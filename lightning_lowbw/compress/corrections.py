@@ -1,6 +1,6 @@
 """How a gradient enters the residual: error feedback for any optimizer, momentum correction for SGD, Adam and AdamW.
 
-A correction says how a gradient enters the residual (the constants of `kernels.reference.Segment`), which state of the
+A correction says how a gradient enters the residual (`kernels.reference.Constants`), which state of the
 optimizer is the velocity, and what is left to the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
 1712.01887. Adam and AdamW: Adam's step on a rank's own gradient. All others: error feedback; the optimizer steps with
 the mean.
@@ -9,7 +9,6 @@ the mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +17,10 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.reference import Elsewhere, SecondMoment
+from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
 from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, flat_in_order, in_order
 
 Group = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constants:
-    """How a gradient enters the residual of a param group's tensors, as in `kernels.reference.Segment`."""
-
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    ahead: float = 0.0
-    sign: float = 1.0
 
 
 class ErrorFeedback:
@@ -96,14 +83,14 @@ class ErrorFeedback:
         """
         return None
 
-    def elsewhere(self, parameter: Parameter, group: Group, own: slice) -> tuple[Elsewhere, ...]:
+    def other_parts(self, parameter: Parameter, group: Group, own: slice) -> tuple[OtherPart, ...]:
         """Return the parts of a parameter that other ranks of the node accumulate, if their second moment is kept here.
 
         Called once per sparse step, after `second_moment`.
         """
         return ()
 
-    def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
+    def write_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         """Write back what `second_moment` has returned, where it was a copy."""
 
     def can_step(self, parameter: Parameter, group: Group) -> bool:
@@ -122,14 +109,14 @@ class ErrorFeedback:
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Apply the weight decay of this step to sparse tensors, if it is not part of the means."""
 
-    def take_over(self, sparse: Sequence[Parameter]) -> None:
-        """Remove from the optimizer's next step the parts that the exchange has done; until `give_back`."""
+    def exclude(self, sparse: Sequence[Parameter]) -> None:
+        """Remove from the optimizer's next step the parts that the exchange has done; until `restore`."""
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the optimizer."""
 
     def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Correct averaged gradients, in place, for the optimizer's step after `take_over`."""
+        """Correct averaged gradients, in place, for the optimizer's step after `exclude`."""
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -137,7 +124,7 @@ class MomentumCorrection(ErrorFeedback):
 
     The decay is that of the weight after this rank's residual has been applied, see `kernels.reference.correct_`: that
     of w alone would be applied only when it is sent, too late, and may diverge. Small tensors have ``g = G + c w`` and
-    torch's own velocity. `take_over` sets momentum and weight decay of the param groups to 0.
+    torch's own velocity. `exclude` sets momentum and weight decay of the param groups to 0.
     """
 
     kind = "momentum"
@@ -171,14 +158,14 @@ class MomentumCorrection(ErrorFeedback):
         """Return a param group as the user has it."""
         return {**group, **next((values for changed, values in self._user_values if changed is group), {})}
 
-    def take_over(self, sparse: Sequence[Parameter]) -> None:
+    def exclude(self, sparse: Sequence[Parameter]) -> None:
         if self._user_values:  # a closure that ran twice
             return
         for group in self.optimizer.param_groups:
             self._user_values.append((group, {key: group[key] for key in ("momentum", "weight_decay")}))
             group.update(momentum=0.0, weight_decay=0.0)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         for group, values in self._user_values:
             group.update(values)
         self._user_values.clear()
@@ -277,14 +264,14 @@ class AdamCorrection(ErrorFeedback):
         self._coming[parameter] = self._num_steps(parameter) + 1
         return self._moment(parameter, group).map(lambda tensor: tensor[own])
 
-    def elsewhere(self, parameter: Parameter, group: Group, own: slice) -> tuple[Elsewhere, ...]:
+    def other_parts(self, parameter: Parameter, group: Group, own: slice) -> tuple[OtherPart, ...]:
         assert parameter.grad is not None
         moment, gradient = self._moment(parameter, group), flat_in_order(parameter.grad, parameter)
         constants = self.constants(parameter, group)
         weight = flat_in_order(parameter.detach(), parameter) if constants.weight_decay != 0 else None
         parts = [slice(0, own.start), slice(own.stop, parameter.numel())]
         others = tuple(
-            Elsewhere(
+            OtherPart(
                 second_moment=moment.map(lambda tensor, part=part: tensor[part]),  # type: ignore[misc]
                 gradient=gradient[part],
                 weight=None if weight is None else weight[part],
@@ -298,7 +285,7 @@ class AdamCorrection(ErrorFeedback):
         if not others or all(in_order(states[key], parameter).is_contiguous() for key in keys):
             return others
         for other in others:  # copies, to be written back now
-            other.take_()
+            other.update_()
         self._write(parameter, dict(zip(keys, moment.tensors, strict=True)))
         return ()
 
@@ -316,7 +303,7 @@ class AdamCorrection(ErrorFeedback):
             corrections=(1.0 - beta1**step, 1.0 - beta2**step),
         )
 
-    def keep_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
+    def write_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         state = self.optimizer.state[parameter]
         flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys(parameter)}
         for whole, part in zip(flat.values(), moment.tensors, strict=True):
@@ -351,7 +338,7 @@ class AdamCorrection(ErrorFeedback):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def take_over(self, sparse: Sequence[Parameter]) -> None:
+    def exclude(self, sparse: Sequence[Parameter]) -> None:
         """Step the sparse parameters where the optimizer gathers those of a group: after all hooks of the closure."""
         optimizer, ours = self.optimizer, set(sparse)
         gather: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
@@ -381,7 +368,7 @@ class AdamCorrection(ErrorFeedback):
         if self._is_decoupled(group):
             torch._foreach_mul_(list(parameters), 1.0 - self.rate_of(group) * float(group["weight_decay"]))
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         vars(self.optimizer).pop("_init_group", None)
         counts = {parameter: self.optimizer.state[parameter]["step"] for parameter in self._coming}
         for device in dict.fromkeys(count.device for count in counts.values()):

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import kernels_for
 from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.kernels.table import Workspace, takes
 
 ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
 MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, to look through all takes no longer
@@ -50,7 +51,8 @@ class Selection:
 
     def __init__(self) -> None:
         self._selectors: dict[str, SampledSelector] = {}
-        self._workspaces: dict[tuple[str, ...], gpu.Workspace] = {}
+        self._names: tuple[str, ...] = ()  # of the tensors in the workspace
+        self._workspace = Workspace()
 
     @property
     def thresholds(self) -> dict[str, float]:
@@ -59,13 +61,11 @@ class Selection:
         They influence only the time, never which elements are selected. On a GPU those that are set are estimated anew.
         """
         known = {name: selector.threshold for name, selector in self._selectors.items()}
-        for names, workspace in self._workspaces.items():
-            known.update(zip(names, workspace.thresholds[: len(names)].tolist(), strict=True))
-        return known
+        return known | dict(zip(self._names, self._workspace.thresholds.tolist(), strict=False))  # then other parts
 
     @thresholds.setter
     def thresholds(self, thresholds: Mapping[str, float]) -> None:
-        self._workspaces.clear()
+        self._names, self._workspace = (), Workspace()
         self._selectors = {name: SampledSelector(threshold) for name, threshold in thresholds.items()}
 
     @torch.no_grad()
@@ -82,12 +82,14 @@ class Selection:
         Returns:
             Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
         """
-        for_kernels = {name: each for name, each in segments.items() if self._suits_kernels(each)}
-        parts = self._compress_together_(for_kernels, masking) if for_kernels else {}
+        together = {
+            n: each for n, each in segments.items() if dispatch.uses_triton(each.residual.device) and takes(each)
+        }
+        parts = self._compress_together_(together, masking) if together else {}
         for name, segment in segments.items():
             if name not in parts:
-                for other in segment.elsewhere:
-                    other.take_()
+                for other in segment.other_parts:
+                    other.update_()
                 positions = self._accumulate_(name, segment)
                 residual, velocity = segment.residual, segment.momentum_buffer if masking else None
                 kernels = kernels_for(residual) if velocity is None else kernels_for(residual, velocity)
@@ -95,20 +97,11 @@ class Selection:
                 parts[name] = positions, values
         return [parts[name] for name in segments]
 
-    def _suits_kernels(self, segment: Segment) -> bool:
-        return dispatch.uses_triton(segment.residual.device) and gpu.takes(segment)
-
     def _compress_together_(self, segments: Mapping[str, Segment], masking: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        names = tuple(segments)
-        if names not in self._workspaces:
-            # Their memory is bounded only if each tensor is in one.
-            apart = {n: workspace for n, workspace in self._workspaces.items() if segments.keys().isdisjoint(n)}
-            self._workspaces = {**apart, names: gpu.Workspace()}
-        positions, values = gpu.compress_many_(
-            list(segments.values()), masking=masking, workspace=self._workspaces[names]
-        )
-        counts = [segment.num_sent for segment in segments.values()]
-        return dict(zip(names, zip(positions.split(counts), values.split(counts), strict=True), strict=True))
+        self._names, table = tuple(segments), list(segments.values())
+        positions, values = gpu.compress_many_(table, masking=masking, workspace=self._workspace)
+        counts = [segment.num_sent for segment in table]
+        return dict(zip(segments, zip(positions.split(counts), values.split(counts), strict=True), strict=True))
 
     def _accumulate_(self, name: str, segment: Segment) -> Tensor:
         """Accumulate a gradient; return the positions of the largest elements."""
@@ -162,11 +155,11 @@ class SampledSelector:
         room = int(4 * self.SURPLUS * k)
         if not self.threshold > 0.0:
             self.threshold = self._estimate(kernels.sample_accumulated(segment, stride), numel, k)
-        positions = self._narrow(residual, kernels.accumulate_(segment, self.threshold, room), k)
+        positions = self._choose(residual, kernels.accumulate_(segment, self.threshold, room), k)
         if positions is None:  # the distribution has moved; to estimate again costs less than to look through all
             self.threshold = self._estimate(residual[::stride].abs(), numel, k)
             if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
-                positions = self._narrow(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
+                positions = self._choose(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
         if positions is None:
             self.threshold, positions = 0.0, of_residual.largest(residual, k)
         return positions
@@ -176,7 +169,7 @@ class SampledSelector:
         rank = max(1, round(self.SURPLUS * k * sample.numel() / numel))
         return float(sample.topk(rank, sorted=False).values.min())
 
-    def _narrow(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
+    def _choose(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
         """Return the k largest of the candidates and set the threshold for the next step; None if they do not fit."""
         if candidates is None or candidates.numel() < k:
             return None

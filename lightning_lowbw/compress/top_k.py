@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
@@ -253,13 +252,14 @@ class TopK:
         if self.mean_over == "ranks":
             scatter_mean_(out, parts)
             return
-        counts = torch.zeros_like(out)
-        for positions, values in parts:
-            counts[positions] += (values != 0).float()
-        counts.clamp_(min=1.0)
         out.zero_()
-        for positions, values in parts:
-            out[positions] += values / counts[positions]
+        for positions, values in parts:  # the number of senders: in the same memory, for no other is as large
+            out.index_add_(0, positions, (values != 0).to(out.dtype))
+        shares = [values / out.index_select(0, positions).clamp_(min=1.0) for positions, values in parts]
+        for positions, _ in parts:
+            out.index_fill_(0, positions, 0.0)
+        for (positions, _), share in zip(parts, shares, strict=True):
+            out.index_add_(0, positions, share)
 
 
 def small_numel(numels: Iterable[int]) -> int:

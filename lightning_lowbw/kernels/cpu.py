@@ -363,8 +363,9 @@ def unpack_kernel(words, fields, width, unary_bits, positions):
         octet = np.int64(octets[start // BYTE])
         if unary_bits - start < BYTE:
             octet &= (1 << (unary_bits - start)) - 1
-        for place in range(BYTE if count <= most else 0):  # where there are too many, they are only counted
-            positions[count + place] = start + PLACES[octet, place]
+        if count <= most:  # where there are too many, they are only counted
+            for place in range(BYTE):
+                positions[count + place] = start + PLACES[octet, place]
         count += NUM_PLACES[octet]
     if count != most:
         return count, outside

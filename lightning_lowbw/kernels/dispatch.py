@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import gpu, reference
 from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
-from lightning_lowbw.kernels.table import BLOCK, Field, Kind
+from lightning_lowbw.kernels.table import BLOCK, Field, Kind, Workspace
 from lightning_lowbw.kernels.tensors import upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
@@ -251,7 +251,7 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
 def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool) -> None:
     """Raise if other elements are selected, or residuals differ; Adam's steps by more than rounding."""
     segments, twins = ([_tiny_segment(device, kind) for kind in kinds] for _ in range(2))
-    workspace = gpu.Workspace()
+    workspace = Workspace()
     for _ in range(1 if is_adam else 2):  # without thresholds, and with them
         found = gpu.compress_many_(segments, masking=not is_adam, workspace=workspace)
         if not is_adam:

@@ -18,19 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.reference import Arrival, Segment
-from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, DTYPES, Arrived, Kind, Workspace, takes
+from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, Arrived, Kind, Workspace
 from lightning_lowbw.kernels.tensors import constant, upload
-
-__all__ = [
-    "BLOCK",
-    "DTYPES",
-    "Workspace",
-    "average_many_",
-    "compress_many_",
-    "pack",
-    "takes",
-    "unpack",
-]
 
 SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
@@ -62,9 +51,6 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Wor
 
     Returns:
         See `reference.compress_many_`.
-
-    Raises:
-        ValueError: a segment that the kernels do not take.
     """
     device = segments[0].residual.device
     with torch.cuda.device_of(segments[0].residual):
@@ -229,9 +215,6 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
 
     See `reference.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well here, because
     its atomic adds never collide; but it needs launches per participant and tensor.
-
-    Raises:
-        ValueError: a tensor is not float32, flat and contiguous.
     """
     import triton
 
@@ -243,11 +226,6 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
     shapes = tuple((arrival.out.numel(), 1 << arrival.count.bit_length()) for arrival in arrivals)
     rows = []
     for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True):
-        for tensor in (arrival.out, arrival.weight):
-            if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
-                raise ValueError(
-                    f"A {tensor.dtype} tensor of strides {tensor.stride()}: averages are float32 and contiguous."
-                )
         weight = 0 if arrival.weight is None else arrival.weight.data_ptr()
         rows.append(
             Arrived(

@@ -52,7 +52,7 @@ class SecondMoment:
         largest = None if self.largest is None else function(self.largest)
         return replace(self, square=function(self.square), largest=largest)
 
-    def take_(self, gradient: Tensor) -> Tensor:
+    def update_(self, gradient: Tensor) -> Tensor:
         """Take a gradient in; return s, which the velocity is divided by.
 
         In place:
@@ -82,40 +82,53 @@ class SecondMoment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class Constants:
+    """How a gradient enters the residual of a param group's tensors.
+
+    Args:
+        momentum: m, in [0, 1).
+        dampening: d; see `correct_`.
+        nesterov: whether the optimizer uses Nesterov's form; no effect without a buffer.
+        weight_decay: c.
+        ahead: see `correct_`.
+        sign: -1.0 with `maximize=True`, else 1.0.
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    ahead: float = 0.0
+    sign: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPart(Constants):
     """A part of a tensor that another rank of the node accumulates, and whose second moment is kept here too.
 
     Args:
         second_moment: q of this part.
         gradient: G of it.
         weight: w of it; None without weight decay.
-        weight_decay: c.
-        sign: see `Segment`.
     """
 
     second_moment: SecondMoment
     gradient: Tensor
     weight: Tensor | None
-    weight_decay: float
-    sign: float
     # What a segment has, and this has not.
     residual: ClassVar[None] = None
     momentum_buffer: ClassVar[None] = None
     fault: ClassVar[None] = None
     k: ClassVar[int] = 0
-    momentum: ClassVar[float] = 0.0
-    dampening: ClassVar[float] = 0.0
-    nesterov: ClassVar[bool] = False
-    ahead: ClassVar[float] = 0.0
 
-    def take_(self) -> None:
+    def update_(self) -> None:
         """Bring the second moment up to date; what is not finite counts as zero."""
         gradient = self.gradient.nan_to_num(0.0, 0.0, 0.0)
-        self.second_moment.take_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
+        self.second_moment.update_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class Segment(Constants):
     """One tensor of a compress step: a row of the table that every backend takes.
 
     All of its tensors are flat, contiguous and of one length, in the order of the parameter's elements in memory (see
@@ -129,16 +142,10 @@ class Segment:
         k: elements to send: of the tensor, in [0, numel], or of each whole chunk, in [0, chunk].
         chunk: the largest are sought among this many consecutive elements; None: in the whole tensor.
         k_last: with a chunk, the elements to send of the rest behind the last whole one.
-        momentum: m, in [0, 1).
-        nesterov: whether the optimizer uses Nesterov's form; no effect without a buffer.
-        weight_decay: c.
-        ahead: see `correct_`.
-        sign: -1.0 with `maximize=True`, else 1.0.
-        dampening: d; see `correct_`.
         second_moment: gives the s of `correct_`; None for 1.
         fault: set if G has inf or NaN, which then count as zeros, or v has some afterwards, because the sum of finite
             numbers may overflow: bool, a scalar; None: no check, and they enter v.
-        elsewhere: the other parts of the tensor, where second moments of these are kept: not for `accumulate_`, but for
+        other_parts: of the tensor, where second moments of these are kept: not for `accumulate_`, but for
             `compress_many_`.
     """
 
@@ -149,15 +156,9 @@ class Segment:
     k: int
     chunk: int | None = None
     k_last: int = 0
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    ahead: float = 0.0
-    sign: float = 1.0
-    dampening: float = 0.0
     second_moment: SecondMoment | None = None
     fault: Tensor | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
+    other_parts: tuple[OtherPart, ...] = ()
 
     @property
     def num_sent(self) -> int:
@@ -310,7 +311,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         momentum=segment.momentum,
         nesterov=segment.nesterov,
         dampening=segment.dampening,
-        divisor=None if segment.second_moment is None else segment.second_moment.take_(gradient),
+        divisor=None if segment.second_moment is None else segment.second_moment.update_(gradient),
         ahead=segment.ahead,
     )
     if segment.fault is not None:
@@ -427,7 +428,7 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tenso
     """Correct, select and take, tensor by tensor: `accumulate_`, `largest`, `take_`.
 
     In place:
-        the residuals, momentum buffers, second moments (also those elsewhere) and faults.
+        the residuals, momentum buffers, second moments (also those of other parts) and faults.
 
     Args:
         segments: at least one.
@@ -439,8 +440,8 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tenso
     """
     positions, values = [], []
     for segment in segments:
-        for other in segment.elsewhere:
-            other.take_()
+        for other in segment.other_parts:
+            other.update_()
         accumulate_(segment, 0.0)
         positions.append(largest(segment.residual, segment.k, segment.chunk, segment.k_last))
         values.append(take_(segment.residual, segment.momentum_buffer, positions[-1], masking=masking))

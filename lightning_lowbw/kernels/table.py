@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.reference import Elsewhere, Segment
+from lightning_lowbw.kernels.reference import OtherPart, Segment
 from lightning_lowbw.kernels.tensors import upload
 
 BLOCK = 2048  # elements per program
@@ -112,16 +112,16 @@ class Workspace:
 
     def __init__(self) -> None:
         self.thresholds = torch.empty(0, dtype=torch.float32)
-        self.rows: list[Row] = []  # of the segments, then of what is elsewhere
+        self.rows: list[Row] = []  # of the segments, then of other parts
         self.kinds: list[Kind] = []
         self._written: list[Factors] = []
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Take over the tensors of this step; raises as `compress_many_` does."""
+        """Take over the tensors of this step."""
         device = segments[0].residual.device
-        others = [other for segment in segments for other in segment.elsewhere]
-        kinds = [*(_kind(segment) for segment in segments), *(_kind_elsewhere(other) for other in others)]
-        everything: list[Segment | Elsewhere] = [*segments, *others]
+        others = [other for segment in segments for other in segment.other_parts]
+        kinds = [*(_kind(segment) for segment in segments), *(_kind_of_other(other) for other in others)]
+        everything: list[Segment | OtherPart] = [*segments, *others]
         rows = _rows(everything, kinds)
         self.num_tensors = len(segments)
         if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
@@ -173,7 +173,10 @@ def _num_blocks(numel: int) -> int:
 
 
 def takes(segment: Segment) -> bool:
-    """Return whether the kernels take a segment: in their dtypes, with elements, and not cut into chunks."""
+    """Return whether the kernels take a segment: in their dtypes, with elements, and not cut into chunks.
+
+    Its tensors are contiguous and of one size, and the second moment has the dtype of the momentum buffer, as Adam's.
+    """
     buffer, weight = segment.momentum_buffer, segment.weight  # one by one: this is asked of all tensors in every step
     return (
         segment.chunk is None
@@ -187,23 +190,8 @@ def takes(segment: Segment) -> bool:
 
 
 def _kind(segment: Segment) -> Kind:
-    """Return what the kernel that corrects a tensor is compiled for; checks the tensor."""
-    if not takes(segment):
-        raise ValueError(
-            f"The kernels take tensors of {', '.join(map(str, DTYPES))} with elements of which some are sent, without "
-            "chunk: leave this one to the reference."
-        )
-    for tensor in segment.tensors:
-        if not tensor.is_contiguous() or tensor.numel() != segment.residual.numel():
-            raise ValueError(
-                f"A tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: the kernels take contiguous "
-                "ones of one size."
-            )
-    if segment.residual.dtype != torch.float32:
-        raise ValueError(f"The residual is {segment.residual.dtype}; it must be torch.float32.")
+    """Return what the kernel that corrects a tensor is compiled for."""
     moment, buffer = segment.second_moment, segment.momentum_buffer
-    if moment is not None and any(buffer is None or each.dtype != buffer.dtype for each in moment.tensors):
-        raise ValueError("The second moment must have the dtype of the momentum buffer, as Adam's has.")
     return Kind(
         segment.gradient.dtype,
         torch.float32 if buffer is None else buffer.dtype,
@@ -214,7 +202,7 @@ def _kind(segment: Segment) -> Kind:
     )
 
 
-def _kind_elsewhere(other: Elsewhere) -> Kind:
+def _kind_of_other(other: OtherPart) -> Kind:
     """Return what the kernel is compiled for that keeps a second moment up to date."""
     tensors = [other.gradient, *other.second_moment.tensors, *([] if other.weight is None else [other.weight])]
     return Kind(
@@ -227,7 +215,7 @@ def _kind_elsewhere(other: Elsewhere) -> Kind:
     )
 
 
-def _factors(segment: Segment | Elsewhere) -> Factors:
+def _factors(segment: Segment | OtherPart) -> Factors:
     moment = segment.second_moment
     slope, least = (0.0, 1.0) if moment is None else moment.line
     return Factors(
@@ -243,7 +231,7 @@ def _factors(segment: Segment | Elsewhere) -> Factors:
     )
 
 
-def _rows(segments: Sequence[Segment | Elsewhere], kinds: Sequence[Kind]) -> list[Row]:
+def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> list[Row]:
     """Return the table; the blocks of one kind are consecutive, candidates and output are in order."""
     first_blocks, num_blocks = [0] * len(segments), 0
     for kind in dict.fromkeys(kinds):

@@ -94,7 +94,7 @@ def correct_kernel(
     inside = offsets < numel
     momentum = tl.load(factors + MOMENTUM)
     # Where there is no buffer, no weight, no flag, its address is 0: it reads as zeros, and is not written. There is no
-    # residual of a part elsewhere (`reference.Elsewhere`).
+    # residual of another part (`reference.OtherPart`).
     has_residual = tl.load(row + RESIDUAL) != 0
     has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
     has_weight = tl.load(row + WEIGHT) != 0

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import code_of, names_arguments
 from lightning_lowbw.comm.agreement import agree, differ, failing_together
-from lightning_lowbw.comm.collectives import Held, TrafficLedger, broadcast_flat_, group_of
+from lightning_lowbw.comm.collectives import TrafficLedger, WeakGroup, broadcast_flat_, group_of
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
@@ -533,8 +533,8 @@ class NodeMesh:
     topology: Topology
     mesh: DeviceMesh
     coordinate: int
-    node: Held
-    peers: Held
+    node: WeakGroup
+    peers: WeakGroup
 
 
 def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: timedelta | None) -> NodeMesh:
@@ -562,7 +562,7 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
         torch.tensor(topology.nodes[node], dtype=torch.int).view(-1, 1),
         mesh_dim_names=DIMENSIONS,
     )
-    return NodeMesh(topology, mesh, coordinate, Held(nodes[node]), Held(between[coordinate]))
+    return NodeMesh(topology, mesh, coordinate, WeakGroup(nodes[node]), WeakGroup(between[coordinate]))
 
 
 # Modules without `configure_model` --------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ class GradientSync(Synchronizer):
         """
         assert isinstance(self.compressed, TopKExchange)
         sparse, correction = [row for row in rows if row.is_compressed], self.correction
-        correction.take_over([row.parameter for row in sparse])
+        correction.exclude([row.parameter for row in sparse])
         for group, parameters in by_group(row for row in rows if not row.is_compressed):
             correction.correct_dense(parameters, group)
         known = dict(self._nonfinite)
@@ -379,8 +379,8 @@ class GradientSync(Synchronizer):
         here = set(exchange.accumulate_(parts, fields, masking=masking))
         for row in rows:
             if row.name not in here:  # this rank's part has no elements
-                for other in fields[row.name]["elsewhere"]:
-                    other.take_()
+                for other in fields[row.name]["other_parts"]:
+                    other.update_()
         self.velocities.write_back([row for row in rows if row.name in here], fields)
         self._nonfinite |= zip((row.parameter for row in rows), flags, strict=True)
 
@@ -535,7 +535,7 @@ class GradientSync(Synchronizer):
         self.peers.ledger.steps += 1
 
     def give_back(self) -> None:
-        self.correction.give_back()
+        self.correction.restore()
         self._end_step()
 
     def _end_step(self) -> None:

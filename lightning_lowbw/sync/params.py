@@ -216,7 +216,7 @@ class Velocities:
             "momentum_buffer": self._part(parameter) if has_velocity else None,
             "weight": flat_in_order(parameter.detach(), parameter)[own] if constants.weight_decay != 0 else None,
             "second_moment": second_moment,
-            "elsewhere": correction.elsewhere(parameter, row.group, own),
+            "other_parts": correction.other_parts(parameter, row.group, own),
             **vars(constants),
         }
 
@@ -234,7 +234,7 @@ class Velocities:
                 if not in_order(whole, row.parameter).is_contiguous():
                     copy_in_order_(whole, row.parameter, velocity)
             if moment is not None:
-                self._correction.keep_second_moment(row.parameter, self._peers.part(row.parameter.numel()), moment)
+                self._correction.write_second_moment(row.parameter, self._peers.part(row.parameter.numel()), moment)
 
     def _part(self, parameter: Parameter) -> Tensor:
         """Return u of this rank's part: flat."""

@@ -89,6 +89,15 @@ def test_waits_on_a_gpu_are_read_later() -> None:
     assert 0.0 < ledger.exposed_s < 10.0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 32])
+def test_the_ring_sends_so_many_bytes_in_so_many_rounds(num_ranks: int) -> None:
+    nbytes = 96 * 1000  # divisible by every number of ranks here
+    chunks = sum(nbytes // num_ranks for _ in range(num_ranks - 1))  # each step one chunk goes to the neighbour
+    assert all_reduce_bytes(nbytes, num_ranks) == 2 * chunks  # reduce-scatter, and all-gather of the chunks
+    assert all_gather_bytes(nbytes, num_ranks) == sum(nbytes for _ in range(num_ranks - 1))
+    assert all_reduce_bytes(3 * 10**17 + 3, 3) == 4 * 10**17 + 4  # a double has no such number
+
+
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import make_peers
 from lightning_lowbw.compress.quantization import NARROW_NAMES, make_format, quantized_mean_bytes
 from lightning_lowbw.sync import quantized
-from lightning_lowbw.sync.quantized import quantized_mean_
+from lightning_lowbw.sync.quantized import Joined, quantized_mean_
 from tests.quantized import decode, encode
 from tests.ranks import run_ranks
 
@@ -133,6 +133,22 @@ def test_ranges_and_the_borders_of_tensors_change_nothing() -> None:
     numels = [1, 700, 3, 128, 2049]
     whole, *cut = (run_ranks(average_in_ranges, 2, numels, length) for length in (1 << 18, 128, 384))
     assert all(each == whole for each in cut)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 4, 12])
+def test_ranges_of_joined_tensors_are_those_of_the_concatenation(numel: int) -> None:
+    for start in range(11):
+        tensors = [torch.randn(each) for each in (0, 3, 0, 1, 5, 0)]
+        whole, joined = torch.cat([*tensors, torch.zeros(20)]), Joined(tensors)
+        mine = slice(start, start + numel)
+        assert joined.read(start, numel, torch.float32).equal(whole[mine])
+        out, values = torch.ones(numel), torch.randn(numel)
+        joined.add_to_(start, out)
+        assert out.equal(whole[mine] + 1)
+        joined.write_(start, values)
+        joined.add_(start, values)
+        whole[mine] = values + values
+        assert torch.cat(tensors).equal(whole[: joined.numel])
 
 
 def average_gradients_in_place(dtype: torch.dtype) -> bool:

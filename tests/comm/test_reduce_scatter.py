@@ -70,32 +70,3 @@ def test_replicas_are_equal_and_nothing_is_lost_in_the_bytes_of_the_formula(
     nbytes = 4 if value_dtype == "float32" else 2  # of a value; a position has 4 to 12 bits
     for result in by_rank:
         assert STEPS * nbytes * elements < result["received"] < STEPS * ((nbytes + 1.5) * elements + headers)
-
-
-def change_and_resume() -> list[bool]:
-    exchange = Collectives(None, TrafficLedger())
-    first = SparseReduceScatter(exchange, SparseCodec("float32"))
-    generator = torch.Generator().manual_seed(exchange.rank)
-
-    def select(numel: int, k: int) -> list[tuple[Tensor, Tensor]]:
-        return [(torch.arange(k), torch.randn(k, generator=generator))]
-
-    first.average(select(1000, 40), [1000], [40])
-    facts = [first.boundaries[1] < 100]  # the elements are at the beginning
-    resumed = SparseReduceScatter(exchange, SparseCodec("float32"))
-    resumed.load_state_dict(first.state_dict())
-    parts = select(1000, 40)
-    one, other = first.average(parts, [1000], [40]), resumed.average(parts, [1000], [40])
-    facts += [a.equal(b) for a, b in zip(one.means[0], other.means[0], strict=True)]
-    facts.append(first.boundaries == resumed.boundaries)
-    first.average(select(70, 5), [70], [5])  # other tensors: begins anew
-    facts.append(first.boundaries[-1] == 70)
-    resumed.load_state_dict({"numels": [1000], "boundaries": [0, 1, 2, 3, 4, 1000]})  # of five ranks
-    resumed.average(parts, [1000], [40])
-    facts.append(len(resumed.boundaries) == exchange.num_ranks + 1)
-    return facts
-
-
-def test_boundaries_are_state() -> None:
-    for facts in run_ranks(change_and_resume, 2):
-        assert facts == [True] * 6

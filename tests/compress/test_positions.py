@@ -84,12 +84,3 @@ def test_the_size_is_near_the_entropy(density: float) -> None:
 def test_sizes_that_cannot_be_are_refused(count: int, numel: int) -> None:
     with pytest.raises(ValueError, match=f"{count} positions in a tensor of {numel} elements"):
         num_words([count], [numel])
-
-
-@pytest.mark.gpu
-def test_a_gpu_makes_the_same_words() -> None:
-    counts, numels = [count for count, _ in AWKWARD], [numel for _, numel in AWKWARD]
-    positions = torch.cat([draw(*sizes) for sizes in AWKWARD])
-    words = pack(positions.cuda(), counts, numels)
-    assert words.cpu().equal(pack(positions, counts, numels))
-    assert unpack(words.unsqueeze(0), counts, numels)[0].cpu().equal(positions)

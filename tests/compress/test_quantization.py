@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import make_value_format
 from lightning_lowbw.compress.quantization import BLOCK, NARROW_NAMES, LinearFormat, largest_integer, make_format
 from tests.quantized import decode, encode
 
@@ -58,11 +57,6 @@ def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: tor
         assert value_format.read(messages, 1001, start, stop).equal(decoded[:, start:stop])
 
 
-@pytest.mark.parametrize(("name", "numel", "nbytes"), [("int8", 128, 130), ("int8", 129, 133), ("int4", 128, 66)])
-def test_bytes_by_hand(name: str, numel: int, nbytes: int) -> None:
-    assert make_format(name).nbytes(numel) == nbytes
-
-
 def test_an_odd_number_of_half_bytes() -> None:
     assert make_format("int4").nbytes(129) == 4 + 65
     integers = torch.arange(-7.0, 8.0)  # every one there is: the scale is 1
@@ -99,14 +93,3 @@ def test_what_is_not_finite_is_seen_by_all(name: str, value: float) -> None:
     decoded = round_trip(name, vectors)
     assert not decoded[0, 200].isfinite()
     assert decoded[0, :128].isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_closer_than_logarithmic_levels_on_dense_values(name: str) -> None:
-    """Relative errors on Gaussian values, measured once: int8 0.0065 against 0.0149, int4 0.118 against 0.285."""
-    vector = torch.randn(1 << 16)
-    levels = make_value_format(name)
-    linear = (round_trip(name, vector.unsqueeze(0))[0] - vector).norm() / vector.norm()
-    logarithmic = (levels.decode(levels.encode(vector, [len(vector)]), [len(vector)]) - vector).norm() / vector.norm()
-    assert linear < 0.5 * logarithmic
-    assert linear < {"int8": 0.0075, "int4": 0.13}[name]

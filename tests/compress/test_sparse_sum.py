@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbw.compress import sparse_sum
 from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.compress.sparse_sum import (
-    COUNT_BYTES,
     Outgoing,
     Owned,
     Reduced,
@@ -177,29 +175,6 @@ def test_equal_positions_add_up_in_rank_order() -> None:
     assert (positions.tolist(), sums.tolist()) == ([7], [0.0])
 
 
-def largest_by_sorting(plan: SparseSum, positions: Tensor, values: Tensor, capacity: int) -> Tensor:
-    """The slow twin: all elements in the order in which tensors and magnitudes have them sent."""
-    tensor = torch.searchsorted(torch.tensor([*accumulate(plan.numels)]), positions, right=True)
-    order = values.abs().argsort(descending=True, stable=True)
-    order = order[tensor[order].argsort(stable=True)]
-    counts = torch.bincount(tensor, minlength=len(plan.numels))
-    place = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[tensor[order]]
-    quantile = (place + 0.5).double() / counts[tensor[order]]
-    return order[quantile.argsort(stable=True)[:capacity]].sort().values
-
-
-@pytest.mark.parametrize("levels", [1, 3, 1000])
-def test_selecting_is_what_sorting_would_be(levels: int) -> None:
-    """Ties of magnitudes, and of tensors of equal counts: the first are sent."""
-    numels = (300, 0, 300, 1, 2000, 40)
-    plan = SparseSum(numels, 100, even_boundaries(numels, [1] * 6, 1), SparseCodec("float32"))
-    positions = draw(sum(numels), 900, levels)[0]
-    values = torch.randint(-levels, levels + 1, (900,)).float()
-    for capacity in (0, 1, 2, 7, 450, 899, 900, 901):
-        chosen = plan._largest(positions, values, capacity)
-        assert chosen.equal(largest_by_sorting(plan, positions, values, capacity))
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4, 16])
 def test_parts_find_the_elements(num_ranks: int) -> None:
     """All in the last hundredth: after a few steps the owners have equal shares, and hardly anything overflows."""
@@ -228,52 +203,10 @@ def test_boundaries_follow_from_the_tensors_before_anything_is_known() -> None:
         assert list(boundaries) == sorted(boundaries)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 16])  # also more ranks than elements
-@pytest.mark.parametrize("numels", [(1,), (2, 1), (3, 0, 2)])
-def test_tiny_tensors(numels: tuple[int, ...], num_ranks: int) -> None:
-    numel = sum(numels)
-    boundaries = even_boundaries(numels, [min(1, n) for n in numels], num_ranks)
-    for step in range(3):
-        k = 0 if step == 2 else numel  # nothing at all is selected
-        selections = [draw(numel, k, 7 * step + rank) for rank in range(num_ranks)]
-        plan = SparseSum(numels, numel, boundaries, SparseCodec("float32"))
-        played = play(plan, selections)
-        mean = played.reduced.mean[0], played.reduced.mean[1] * num_ranks
-        back = [vector for r in range(num_ranks) for vector in (played.outgoing[r].unsent, played.owned[r].unsent)]
-        assert without_zeros(as_dict(mean, *back)) == pytest.approx(without_zeros(as_dict(*selections)), abs=1e-3)
-        boundaries = played.reduced.boundaries
-
-
-def test_split_undoes_join() -> None:
-    plan = SparseSum(NUMELS, 10, even_boundaries(NUMELS, [1] * 5, 2), SparseCodec("float32"))
-    parts = [draw(numel, 3, numel) for numel in NUMELS]
-    starts = [*accumulate(NUMELS, initial=0)]
-    whole = plan.join(parts)
-    assert whole[0].tolist() == [p + s for (ps, _), s in zip(parts, starts, strict=False) for p in ps.tolist()]
-    for (positions, values), back in zip(parts, plan.split(whole), strict=True):
-        assert back[0].equal(positions)
-        assert back[1].equal(values)
-
-
 @pytest.mark.parametrize("k", [1024, 25_000, 1_000_003])
 def test_less_than_six_k_whatever_the_number_of_ranks(k: int) -> None:
     for num_ranks in range(2, 65):
         assert reduce_scatter_elements(k, num_ranks) < 6 * k
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_messages_are_as_long_as_the_formula_says(num_ranks: int) -> None:
-    numel, k, codec = 10_000, 999, SparseCodec("float32")
-    plan = SparseSum((numel,), k, even_boundaries((numel,), (k,), num_ranks), codec)
-    played = play(plan, [draw(numel, k, rank) for rank in range(num_ranks)])
-    received = (num_ranks - 1) * (played.outgoing[0].message[0].numel() + played.owned[0].message.numel())
-    headers = (num_ranks - 1) * 3 * COUNT_BYTES
-    exact = [
-        SparseCodec("float32").nbytes([c], [max(c, *plan.widths)])
-        for c in (plan.scatter_capacity, plan.gather_capacity)
-    ]
-    assert received == (num_ranks - 1) * sum(exact) + headers
-    assert plan.scatter_capacity + plan.gather_capacity == reduce_scatter_elements(k, num_ranks) // (num_ranks - 1)
 
 
 def test_too_many_elements() -> None:

@@ -123,16 +123,6 @@ def test_a_dead_chunk_is_no_sender() -> None:
     assert mean[0] == 1.0
 
 
-def test_the_mean_may_be_over_all_ranks_in_their_order() -> None:
-    compression = Compression(**{**LAYOUTS["nearly all"], "value_dtype": "float32", "mean_over": "ranks"})
-    messages = [send_(compression, zeros(), make_changes(rank)) for rank in range(3)]
-    alone = [receive(compression, [message], NUMELS) for message in messages]
-    for number, mean in enumerate(receive(compression, messages, NUMELS)):
-        parts = [sent[number] * (1 / 3) for sent in alone]
-        assert mean.equal(torch.zeros_like(mean) + parts[0] + parts[1] + parts[2])
-    assert not receive(compression, messages[::-1], NUMELS)[-1].equal(mean), "the order matters to the last bit"
-
-
 def test_bits_per_parameter_and_step_of_the_preset() -> None:
     """A transformer's matrices in 15 local steps: at most 0.02 bits; the positions take under a bit above entropy."""
     numels = [256 * 256] * 16 + [256 * 1024] * 8 + [50_000 * 256]

@@ -11,9 +11,7 @@ from torch import Tensor
 from lightning_lowbw.compress.codec import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
 from lightning_lowbw.kernels.reference import largest
 
-EVEN_LEVELS = ["int8", "int4"]
-LEVELS = [*EVEN_LEVELS, "int2"]
-COUNTS = [[1], [2], [3, 1], [BLOCK], [BLOCK + 1, 1, BLOCK - 1], [0], [4, 0, 3], [], [1000]]
+LEVELS = ["int8", "int4", "int2"]
 # What rounding may cost of a value in its range
 RELATIVE_ERROR = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -37,15 +35,6 @@ def tail(name: str, numel: int = 2_000_000) -> Tensor:
     torch.manual_seed(1)
     values = torch.randn(numel) if name == "normal" else torch.distributions.StudentT(3.0).sample((numel,))
     return values[largest(values, numel // 1000)]
-
-
-@pytest.mark.parametrize("name", VALUE_NAMES)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_values_are_finite_and_keep_their_sign(name: str, counts: list[int]) -> None:
-    values = torch.randn(sum(counts)) * 10.0 ** torch.empty(sum(counts)).uniform_(-3, 3)
-    decoded = code(name, values, counts)
-    assert decoded.isfinite().all()
-    assert decoded.sign().equal(values.sign())
 
 
 def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
@@ -120,17 +109,6 @@ def test_floats_are_rounded_to_nearest(name: str) -> None:
     assert code(name, values).equal(values.to(getattr(torch, name)).float())
 
 
-@pytest.mark.parametrize("name", EVEN_LEVELS)
-def test_levels_are_the_nearest(name: str) -> None:
-    """Against a search through all levels, in the bits of a float32."""
-    values = tail("student")[:BLOCK]
-    bits, num_levels = values.abs().view(torch.int32).long(), LevelFormat(8 if name == "int8" else 4).num_levels
-    lowest, highest = int(bits.min()) >> 16 << 16, (int(bits.max()) + 0xFFFF) >> 16 << 16
-    levels = torch.linspace(lowest, highest, num_levels, dtype=torch.float64)
-    nearest = levels[(bits.unsqueeze(1) - levels).abs().argmin(1)].long().to(torch.int32).view(torch.float32)
-    torch.testing.assert_close(code(name, values).abs(), nearest, rtol=2e-5, atol=0.0)
-
-
 @pytest.mark.parametrize("numel", [2, 3, 60, BLOCK])
 @pytest.mark.parametrize("distribution", ["normal", "student"])
 def test_two_levels_are_the_best_two(distribution: str, numel: int) -> None:
@@ -182,14 +160,6 @@ def test_zeros_stay_beside_values(name: str) -> None:
 def test_the_error_of_what_top_k_leaves(name: str, distribution: str, limit: float) -> None:
     values = tail(distribution)
     assert (code(name, values) - values).norm() < limit * values.norm()
-
-
-@pytest.mark.parametrize("name", [name for name in VALUE_NAMES if name != "int2"])
-def test_sent_and_kept_add_up(name: str) -> None:
-    """float32 subtracts what was sent exactly: no value is rounded by a factor of two (but by two levels)."""
-    values = tail("student")
-    sent = code(name, values)
-    assert (sent.double() + (values - sent).double()).equal(values.double())
 
 
 def test_nbytes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning_lowbw.kernels import gpu
+from lightning_lowbw.kernels import gpu, table
 
 TARGETS = {70: "float32", 80: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and two in use
 OLDEST = min(TARGETS)  # of which the longest kernels have to do
@@ -52,7 +52,7 @@ def main() -> None:
 
     for capability, dtype_name in TARGETS.items():
         dtype = getattr(tl, dtype_name)
-        kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": gpu.BLOCK}
+        kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": table.BLOCK}
         blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": gpu.TENSORS}
         digits = [{"SHIFT": shift, "BITS": bits, "WIDTH": gpu.BINS} for shift, bits in gpu.DIGITS]
         wide_options = {"num_warps": 8}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
@@ -20,7 +19,6 @@ from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
-from lightning_lowbw.kernels.reference import Arrival
 from lightning_lowbw.kernels.table import BLOCK, Kind, Workspace
 from tests.kernels.segments import (
     BFLOAT16,
@@ -31,7 +29,6 @@ from tests.kernels.segments import (
     check,
     draw_parts,
     make,
-    make_second_moment,
     redraw,
 )
 
@@ -46,21 +43,6 @@ def missed(workspace: Workspace) -> list[int]:
     """Return the tensors whose threshold did not fit in the last step, so that all of them was looked through."""
     counts = zip(workspace.rows, workspace.counts.tolist(), strict=True)
     return [number for number, (row, count) in enumerate(counts) if not row.k <= count <= row.capacity]
-
-
-def cubic(numel: int) -> Tensor:
-    """A heavy tail: what exceeds x falls as x ** -3."""
-    return torch.rand(numel).pow(-1 / 3) * torch.randn(numel).sign()
-
-
-class CountingSelector(SampledSelector):
-    """Counts the samples it draws; for tensors of any size."""
-
-    SMALL, num_estimates = 0, 0
-
-    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
-        self.num_estimates += 1
-        return super()._estimate(sample, numel, k)
 
 
 # compress_many_ -------------------------------------------------------------------------------------------------------
@@ -156,36 +138,6 @@ def test_thresholds_are_found_and_steered() -> None:
     assert float(workspace.thresholds) == pytest.approx(selector.threshold, rel=1e-5)
 
 
-@pytest.mark.parametrize(("tail", "momentum"), [(torch.randn, 0.6), (cubic, 0.0)])
-def test_thresholds_follow_a_training(tail: Callable[[int], Tensor], momentum: float) -> None:
-    """Error feedback cuts the tail off in each step: what comes lies close behind the last step's k-th magnitude."""
-    segments = [make(3 * BLOCK, k, momentum=momentum) for k in (12, 100)]
-    twins, selectors = copy.deepcopy(segments), [CountingSelector() for _ in segments]
-    for segment in (*segments, *twins):
-        segment.residual.zero_()
-        assert segment.momentum_buffer is not None
-        segment.momentum_buffer.zero_()
-    workspace, num_missed = Workspace(), [0, 0]
-    for step in range(12):
-        for number, (segment, twin) in enumerate(zip(segments, twins, strict=True)):
-            segment.gradient.copy_(tail(segment.gradient.numel()))
-            u = twin.momentum_buffer
-            positions = selectors[number].accumulate_(replace(twin, gradient=segment.gradient))
-            assert u is not None
-            twin.residual[positions] = u[positions] = 0
-        gpu.compress_many_(segments, masking=True, workspace=workspace)
-        for number in missed(workspace):
-            num_missed[number] += 1
-        if step > 8:  # the velocity no longer grows
-            assert missed(workspace) == []
-            for count, row in zip(workspace.counts.tolist(), workspace.rows, strict=True):
-                assert row.k <= count <= row.capacity
-                assert 0.5 * row.aim < count < 3 * row.aim
-    for count, selector in zip(num_missed, selectors, strict=True):
-        # On a CPU there is room for 16 k candidates; of the second tensor here for less than 4 k.
-        assert count <= selector.num_estimates + 6
-
-
 def test_tensors_come_and_go() -> None:
     """Another k, another order, one more, one less, gradients elsewhere, other factors: with one workspace."""
     a, b, c = (make(*LARGE, momentum=0.9) for _ in range(3))
@@ -273,25 +225,6 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeyp
     assert [num_launches for num_launches, _ in seen[:2]] == [11, 11]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gradient": torch.randn(LARGE[0], 2)[:, 0]},
-        {"gradient": torch.randn(LARGE[0], dtype=torch.float64)},
-        {"weight": torch.randn(LARGE[0] + 1)},
-        {"residual": torch.randn(LARGE[0]).bfloat16()},
-        {"second_moment": make_second_moment(LARGE[0]), "momentum_buffer": None},
-        {"k": 0},
-        {"chunk": 64},
-    ],
-)
-def test_what_the_kernels_do_not_take(changes: dict[str, Any]) -> None:
-    on_device = {name: each.to(DEVICE) if isinstance(each, Tensor) else each for name, each in changes.items()}
-    segment = replace(make(*LARGE), **on_device)
-    with pytest.raises(ValueError, match=r"contiguous|must be|leave this one to the reference"):
-        gpu.compress_many_([segment], masking=True, workspace=Workspace())
-
-
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
@@ -345,13 +278,6 @@ def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPa
         assert bool(flag) == (numel < 1011)
 
 
-def test_averages_are_wide_and_contiguous() -> None:
-    positions, values = torch.zeros(1, 1, 1, dtype=torch.int64, device=DEVICE), torch.ones(1, 1, 1, device=DEVICE)
-    for out in (torch.ones(4, device=DEVICE).bfloat16(), torch.ones(4, 2, device=DEVICE)[:, 0]):
-        with pytest.raises(ValueError, match="float32 and contiguous"):
-            gpu.average_many_([Arrival(out, 0, 0, 1)], positions, values)
-
-
 # Before the training, and in a selection ------------------------------------------------------------------------------
 
 
@@ -379,16 +305,11 @@ def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, mon
     assert dispatch.prepare(torch.device(DEVICE), uses) is None
 
 
-def test_a_tensor_is_in_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that begin during backward have one each; where the groups change, the old ones go."""
+def test_thresholds_are_those_of_the_last_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    a, b, c = (make(*LARGE) for _ in range(3))
     selection = Selection()
-    selection.compress_({"a": a}, masking=True)
-    selection.compress_({"b": b, "c": c}, masking=True)
-    assert set(selection._workspaces) == {("a",), ("b", "c")}
-    selection.compress_({"a": a, "b": b}, masking=True)
-    assert set(selection._workspaces) == {("a", "b")}
+    for names in ("ab", "bc"):
+        selection.compress_({name: make(*LARGE) for name in names}, masking=True)
+        assert set(selection.thresholds) == set(names)
     selection.thresholds = {"a": 1.0}
     assert selection.thresholds == {"a": 1.0}
-    assert not selection._workspaces

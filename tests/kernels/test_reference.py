@@ -12,7 +12,6 @@ from lightning_lowbw.kernels.reference import (
     accumulate_,
     compress_many_,
     correct_,
-    flat,
     scatter_mean_,
     take_,
 )
@@ -29,16 +28,6 @@ def hard_values() -> Tensor:
 
 
 # correct_ -------------------------------------------------------------------------------------------------------------
-
-
-def test_correct_is_equation_7() -> None:
-    momentum_buffer, residual, gradient = torch.randn(3, 7, 11).unbind(0)
-    u, v = momentum_buffer.clone(), residual.clone()
-    before = gradient.clone()
-    correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
-    assert equal_bits(momentum_buffer, 0.9 * u + before)
-    assert equal_bits(residual, v + (0.9 * u + before))
-    assert equal_bits(gradient, before)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
@@ -67,13 +56,6 @@ def test_correct_accumulates_what_torch_would_step_with(nesterov: bool) -> None:
         sgd.step()
     torch.testing.assert_close(residual, -weight.detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(momentum_buffer, sgd.state[weight]["momentum_buffer"], rtol=0, atol=1e-13)
-
-
-def test_correct_without_a_buffer_is_error_feedback() -> None:
-    residual, gradient = torch.randn(2, 50).unbind(0)
-    expected = residual + gradient
-    correct_(residual, None, gradient, momentum=0.0, nesterov=False)
-    assert equal_bits(residual, expected)
 
 
 def test_correct_with_narrow_and_permuted_memory() -> None:
@@ -211,12 +193,6 @@ def test_equal_positions_add_up_and_n_counts_the_silent() -> None:
     assert out.tolist() == [3.0, 0.0, 0.0, 1.0, -0.5]
 
 
-def test_padding_at_position_zero_leaves_the_value_of_another_rank() -> None:
-    out = torch.empty(3)
-    scatter_mean_(out, [part(i0=6.0), part(i0=0.0)])
-    assert out.tolist() == [3.0, 0.0, 0.0]
-
-
 def test_the_sum_runs_in_rank_order() -> None:
     generator = torch.Generator().manual_seed(1)
     columns = torch.randn(7, 1000, generator=generator) * 10.0 ** torch.randint(-4, 4, (7, 1000), generator=generator)
@@ -239,22 +215,7 @@ def test_no_overflow_on_the_way_to_the_mean() -> None:
     assert out.tolist() == [0.0, torch.tensor(3e38).item()]
 
 
-@pytest.mark.parametrize("value_dtype", [torch.bfloat16, torch.float16])
-def test_narrow_values_are_averaged_in_full_precision(value_dtype: torch.dtype) -> None:
-    values = torch.randn(3, 20).to(value_dtype)
-    out = torch.empty(20)
-    scatter_mean_(out, [(torch.arange(20), row) for row in values])
-    torch.testing.assert_close(out, values.float().mean(0), rtol=1e-6, atol=1e-7)
-
-
 # flat -----------------------------------------------------------------------------------------------------------------
-
-
-def test_flat_is_a_view_in_logical_order() -> None:
-    contiguous = torch.arange(24.0).view(2, 3, 2, 2)
-    assert flat(contiguous).data_ptr() == contiguous.data_ptr()
-    assert flat(contiguous.contiguous(memory_format=torch.channels_last)).equal(torch.arange(24.0))
-    assert flat(torch.tensor(5.0)).tolist() == [5.0]
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_monitored_metrics_are_cached_results() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}])
 def test_adam_gathers_the_parameters_of_a_group_after_the_closure(kind: Any, options: dict[str, Any]) -> None:
-    """`AdamCorrection.take_over` steps some of them there, and lets Adam see the others only."""
+    """`AdamCorrection.exclude` steps some of them there, and lets Adam see the others only."""
     ours, others = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer, order = kind([ours, others], **options), []
     ours.grad = others.grad = torch.ones(3)

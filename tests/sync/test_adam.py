@@ -131,7 +131,7 @@ def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
             optimizer.state[parameter]["step"].fill_(100)
         moment = correction.second_moment(parameter, group, slice(0, 8))
         assert moment.corrections[1] == 1.0 - group["betas"][1] ** expected
-        correction.give_back()
+        correction.restore()
         assert optimizer.state[parameter]["step"].item() == expected
 
 
@@ -148,5 +148,5 @@ def test_amsgrad_is_that_of_the_param_group(has_stepped: bool) -> None:
     for parameter, group in zip(parameters, optimizer.param_groups, strict=True):
         moment = correction.second_moment(parameter, group, slice(0, 4))
         assert (moment.largest is not None) == group["amsgrad"]
-        correction.keep_second_moment(parameter, slice(0, 4), moment)
+        correction.write_second_moment(parameter, slice(0, 4), moment)
         assert ("max_exp_avg_sq" in optimizer.state[parameter]) == group["amsgrad"]
