@@ -361,8 +361,8 @@ def make_peers(
             f"topology={topology!r} together with a process group other than the world: a topology is of all ranks of "
             "the world. Leave process_group out, or take topology='flat'."
         )
-    facts: dict[str, Any] = {"topology": topology, "algorithm": algorithm, "inter_dtype": inter_dtype}
-    agree("topology", {**facts, "timeout": timeout}, process_group)
+    given = {"topology": topology, "algorithm": algorithm, "inter_dtype": inter_dtype, "timeout": timeout}
+    agree("topology", given, process_group)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     resolved = resolve(topology, num_ranks) if is_world else None
     if resolved is None or resolved.num_nodes == num_ranks:

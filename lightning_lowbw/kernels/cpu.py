@@ -386,7 +386,7 @@ def unpack_kernel(words, fields, width, unary_bits, positions):
 
 
 @inner
-def add_below(end, mean, start, positions, values, following, last):
+def add_below(end, mean, start, positions, values, reached, last):
     """Add the elements of all participants that lie below `end`, to means whose first is at `start`; in their order.
 
     Positions ascend. Where a damaged message has others, they are taken for `start`, so that nothing is written beside
@@ -394,26 +394,26 @@ def add_below(end, mean, start, positions, values, following, last):
     """
     share = np.float32(1.0 / positions.shape[0])
     for participant in range(positions.shape[0]):
-        i = following[participant]
+        i = reached[participant]
         while i < last and positions[participant, i] < end:
             mean[max(positions[participant, i] - start, 0)] += values[participant, i] * share
             i += 1
-        following[participant] = i
+        reached[participant] = i
 
 
 @kernel
 def average_kernel(out, weight, rate, positions, values, first, count):
     """Write the mean; or, with a weight, step it where anything has been sent, and leave `out` alone."""
-    begun, following = np.full(positions.shape[0], first), np.full(positions.shape[0], first)
+    before, reached = np.full(positions.shape[0], first), np.full(positions.shape[0], first)
     room = np.zeros(AVERAGED, dtype=np.float32)
     for start in range(0, max(out.size, weight.size), AVERAGED):
-        begun[:] = following
+        before[:] = reached
         mean = room if weight.size else out[start : start + AVERAGED]
         if not weight.size:
             mean[:] = 0
-        add_below(start + mean.size, mean, start, positions, values, following, first + count)
+        add_below(start + mean.size, mean, start, positions, values, reached, first + count)
         for participant in range(positions.shape[0] if weight.size else 0):
-            for i in range(begun[participant], following[participant]):
+            for i in range(before[participant], reached[participant]):
                 place = max(positions[participant, i] - start, 0)
                 if mean[place] != 0:  # once for all that have sent it; a mean of zero changes nothing
                     weight[start + place] = multiply_add(rate, mean[place], weight[start + place])

@@ -202,7 +202,8 @@ def _try_numba(device: torch.device) -> None:
         v, numel = segment.residual, segment.residual.numel()
         found = module.accumulate_(segment, 1.0)
         searches = [module.reach(v, 1.0), module.largest(v, 3), module.largest(v, 3, numel // 3, 1)]
-        results.append([found, v.clone(), *searches, *_averaged(module, v, found, 2, (False, True))])
+        accumulated, taken = v.clone(), module.take_(v, segment.momentum_buffer, found, masking=True)
+        results.append([found, accumulated, *searches, taken, v, *_averaged(module, v, found, 2, (False, True))])
     _compare(*results)
     _try_positions(cpu, *results[0][:2])
 

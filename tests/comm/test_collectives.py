@@ -49,11 +49,11 @@ def test_sums_messages_and_bytes(members: list[int]) -> None:
     num_ranks = len(members)
     one, two = all_reduce_bytes(28, num_ranks), all_reduce_bytes(56, num_ranks)
     sums = [one, one + two, one + two + all_reduce_bytes(14, num_ranks)]
-    found = [facts for facts in run_ranks(exchange_once, 3, members) if facts is not None]
-    for rank, facts in enumerate(found):
-        assert facts["place"] == (rank, num_ranks)
-        assert facts["gathered"] == [[sender, 255 - sender, 0, 128, 7] for sender in range(num_ranks)]
-        assert facts["sent"] == [*sums, sums[-1] + all_gather_bytes(5, num_ranks)]
+    found = [result for result in run_ranks(exchange_once, 3, members) if result is not None]
+    for rank, result in enumerate(found):
+        assert result["place"] == (rank, num_ranks)
+        assert result["gathered"] == [[sender, 255 - sender, 0, 128, 7] for sender in range(num_ranks)]
+        assert result["sent"] == [*sums, sums[-1] + all_gather_bytes(5, num_ranks)]
 
 
 def wait_for_a_late_rank(collective: str) -> float:

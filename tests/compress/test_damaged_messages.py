@@ -152,26 +152,6 @@ def test_the_sums_of_owners_lie_in_their_tensors(damage: tuple[str, list[tuple[i
         assert (positions.diff() > 0).all()
 
 
-@pytest.mark.parametrize("count", [-1, SELECTED + 1])
-def test_a_number_of_elements_that_no_rank_selects_is_refused(count: int) -> None:
-    plan, selected = sum_plan()
-    received = torch.stack([plan.prepare(rank, each).message[0] for rank, each in enumerate(selected)])
-    received[2, :4] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(ValueError, match=rf"damaged message: .*, {count}\] elements; a rank has selected {SELECTED}"):
-        plan.combine(0, plan.prepare(0, selected[0]).own, received)
-
-
-@pytest.mark.parametrize("header", [(-1, -1), (5, 6), (NUM_RANKS * SELECTED + 1, 1), (5, -1)])
-def test_sums_of_which_there_cannot_be_so_many_are_refused(header: tuple[int, int]) -> None:
-    plan, selected = sum_plan()
-    outgoing = [plan.prepare(rank, each) for rank, each in enumerate(selected)]
-    owned = plan.combine(0, outgoing[0].own, torch.stack([each.message[0] for each in outgoing]))
-    gathered = owned.message.repeat(NUM_RANKS, 1)
-    gathered[1, :8] = torch.tensor(header, dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(ValueError, match="damaged message: elements selected and handed out of each part are"):
-        plan.finish(gathered)
-
-
 @pytest.mark.parametrize("position", [120, 179])
 def test_a_position_in_the_part_of_another_owner_is_refused(position: int) -> None:
     """There is one format for parts of all sizes, and the first is not the widest."""
