@@ -351,9 +351,8 @@ def fail_inside_a_step() -> None:
     def step() -> None:
         with worker.stepping():
             worker.exchange()
-            assert (
-                worker.optimizer.param_groups[0]["momentum"] == worker.optimizer.param_groups[0]["weight_decay"] == 0.0
-            )
+            (group,) = worker.optimizer.param_groups
+            assert group["momentum"] == group["weight_decay"] == 0.0
             raise KeyError("in the middle")
 
     assert message_of(step, KeyError) == "'in the middle'"
