@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import ConfigurationError, EveryK, EveryStep, Method, TopK, Whole
+from lightning_lowbw import EveryK, EveryStep, Method, TopK, Whole
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.sync.state import merge_states
@@ -199,15 +199,6 @@ def train_alone(name: str) -> list[str]:
 def test_one_rank_is_plain_training(name: str) -> None:
     assert run_ranks(train_alone, 1, name) == [plain(name)]
     assert train_alone(name) == plain(name)
-
-
-@EVERY_ROW
-def test_a_method_is_a_value(name: str) -> None:
-    method = ROWS[name].method
-    assert Method(**method.describe()) == method
-    assert all(isinstance(value, (bool, int, float, str, tuple, type(None))) for value in method.facts().values())
-    with pytest.raises(ConfigurationError, match="no such_knob"):
-        method.replace(such_knob=1)
 
 
 class Problem(torch.nn.Module):

@@ -133,16 +133,12 @@ LOCAL = LocalSGD(k_steps=2, compression=TopK(density=0.01, min_numel=1000))
 CASES: dict[str, tuple[str, list[torch.dtype], Any, Any]] = {
     "SGD": ("SGD", [FLOAT32], DGC(**STAIRS), "flat"),
     "decay of some in bfloat16": ("decay of some", [BFLOAT16], DGC(**STAIRS), "flat"),  # masks at some densities
-    "AdamW in float16": ("AdamW", [FLOAT16], DGC(**STAIRS), "flat"),
     "mixed dtypes": ("momentum", [FLOAT32, BFLOAT16, FLOAT16], DGC(**STAIRS), "flat"),
     "Adam on two levels": ("Adam", [FLOAT32], DGC(**STAIRS), NODES),
-    "AdamW in bfloat16 on two levels": ("AdamW", [BFLOAT16], DGC(**STAIRS, value_dtype="float16"), NODES),
     "momentum on two levels": ("decay of some", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), NODES),
     "int8": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), "flat"),
-    "float32": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="float32"), "flat"),
     "reduce-scatter": ("momentum", [FLOAT32], DGC(**STAIRS, exchange="reduce_scatter"), "flat"),
     "error feedback": ("RMSprop", [BFLOAT16], DGC(**STAIRS), "flat"),
-    "local SGD": ("AdamW", [BFLOAT16], LOCAL, "flat"),
     "local SGD on two levels": ("momentum", [FLOAT32], LOCAL, NODES),
 }
 

@@ -60,29 +60,6 @@ def test_ranks_of_another_group_are_not_asked() -> None:
     ] * 2
 
 
-def prepare_twice(missing: tuple[int, ...]) -> tuple[list[str], bool]:
-    """Return what is said where numba and Triton are not installed on some ranks, and whether plain torch is used."""
-    said, logger, find_spec = Said(), logging.getLogger(LOGGER), importlib.util.find_spec
-    logger.addHandler(said)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if dist.get_rank() in missing:
-            hidden = ("numba", "triton")
-            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
-        monkeypatch.setattr(dispatch, "_faults", {})
-        for _ in range(2):  # of two optimizers
-            prepare_kernels(CPU, Uses())
-        is_plain = dispatch.kernels_for(torch.zeros(8)) is reference
-    logger.removeHandler(said)
-    return said.messages, is_plain
-
-
-@pytest.mark.skipif(not dispatch.has_numba(), reason="needs numba")
-def test_what_is_not_installed_is_told_once() -> None:
-    sentence = "All ranks compress in plain torch, which is slower. rank {}: numba is not installed: pip install numba."
-    assert run_ranks(prepare_twice, 2, (0, 1)) == [([sentence.format(0)], True), ([], True)]
-    assert run_ranks(prepare_twice, 2, (1,)) == [([sentence.format(1)], True), ([], True)]
-
-
 def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reason = dispatch.prepare(torch.device("cuda", 77))

@@ -59,16 +59,6 @@ def test_requests_are_told_beside_the_largest_mark_at_no_cost() -> None:
         assert Status.read(rows[0] + rows[1], 2) == Status([2.0, 0.5], False, [largest] * 2, STOP | SAVE)
 
 
-@pytest.mark.parametrize("number", [0.5, math.nan, math.inf, 2.0**24, -1.0])
-def test_what_no_rank_can_have_written_is_damaged(number: float) -> None:
-    for place in range(6):
-        row = sum(messages([0.0] * 2, [7, 7]), torch.zeros(6))
-        row[place] = number
-        if (place >= 2 or math.isnan(number)) and not (number < 0 and place < 4):
-            with pytest.raises(ValueError, match="damaged status"):
-                Status.read(row, 2)
-
-
 @pytest.mark.parametrize("requests", [0, STOP, SAVE, STOP | SAVE])
 def test_requests_are_told_as_counts_and_as_flags(requests: int) -> None:
     assert requests_of(*(sum(each) for each in zip(counts_of(requests), counts_of(0), strict=True))) == requests
