@@ -165,9 +165,9 @@ class ByteLanguageModel(LightningModule):
         self.log("test_acc", self.test_acc)
 
     def _loss_and_prediction(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        text, following = batch
+        text, targets = batch
         logits = self(text)
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten()), logits.argmax(dim=-1)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         return configure_optimizer(self)

@@ -91,32 +91,25 @@ def test_an_ordinary_user_has_the_lab(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "number", "seccomp", "expected"),
+    ("setting", "number", "seccomp", "expected"),
     [
-        (
-            {"kernel/apparmor_restrict_unprivileged_userns": "1"},
-            errno.EPERM,
-            "0",
-            "apparmor_restrict_unprivileged_userns=0",
-        ),
-        ({"kernel/unprivileged_userns_clone": "0"}, errno.EPERM, "0", "kernel.unprivileged_userns_clone=1"),
-        ({"user/max_user_namespaces": "0"}, errno.ENOSPC, "0", "user.max_user_namespaces=15000"),
-        ({"user/max_user_namespaces": "50"}, errno.ENOSPC, "0", "user.max_user_namespaces=100"),
-        ({}, errno.EINVAL, "0", "CONFIG_USER_NS"),
-        ({"user/max_user_namespaces": "50"}, errno.EPERM, "2", "--security-opt seccomp=unconfined"),
-        ({"kernel/apparmor_restrict_unprivileged_userns": "0"}, errno.EPERM, "0", "SYS_ADMIN and NET_ADMIN"),
+        ("kernel/apparmor_restrict_unprivileged_userns=1", errno.EPERM, "0", "apparmor_restrict_unprivileged_userns=0"),
+        ("kernel/unprivileged_userns_clone=0", errno.EPERM, "0", "kernel.unprivileged_userns_clone=1"),
+        ("user/max_user_namespaces=0", errno.ENOSPC, "0", "user.max_user_namespaces=15000"),
+        ("user/max_user_namespaces=50", errno.ENOSPC, "0", "user.max_user_namespaces=100"),
+        ("user/max_user_namespaces=50", errno.EINVAL, "0", "CONFIG_USER_NS"),
+        ("user/max_user_namespaces=50", errno.EPERM, "2", "--security-opt seccomp=unconfined"),
+        ("kernel/apparmor_restrict_unprivileged_userns=0", errno.EPERM, "0", "SYS_ADMIN and NET_ADMIN"),
     ],
 )
 def test_what_forbids_it(
-    settings: dict[str, str], number: int, seccomp: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str, number: int, seccomp: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "status").write_text(f"Name:\tpython\nSeccomp:\t{seccomp}\nSeccomp_filters:\t{seccomp}\n")
-    for name, value in settings.items():
-        path = tmp_path / "sys" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(f"{value}\n")
+    name, _, value = setting.partition("=")
+    for path, text in (("self/status", f"Name:\tpython\nSeccomp:\t{seccomp}\n"), (f"sys/{name}", f"{value}\n")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
     message = explain_refusal(number, tmp_path)
     assert expected in message
     assert "an ordinary user (uid 1000)" in message

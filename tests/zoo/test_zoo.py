@@ -17,8 +17,8 @@ TINY_MODEL = {"d_model": 32, "num_layers": 1, "num_heads": 2}
 
 
 def fit(model: pl.LightningModule, data: pl.LightningDataModule, **options: Any) -> pl.Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **options)
+    options |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
     trainer.fit(model, datamodule=data)
     return trainer
 
@@ -96,9 +96,9 @@ def test_crops_are_fixed_and_shifted_by_one(sources: Path) -> None:
     assert {name: len(split) for name, split in first.splits.items()} == {"train": 50, "val": 5, "test": 5}
     assert torch.equal(first.splits["train"].offsets, second.splits["train"].offsets)
     assert not torch.equal(first.splits["train"].offsets, other.splits["train"].offsets)
-    for crop, following in (first.splits["train"][index] for index in range(50)):
-        assert crop.shape == following.shape == (16,)
-        assert torch.equal(crop[1:], following[:-1])
+    for crop, targets in (first.splits["train"][index] for index in range(50)):
+        assert crop.shape == targets.shape == (16,)
+        assert torch.equal(crop[1:], targets[:-1])
 
 
 def test_a_language_model_sees_earlier_bytes_in_their_order_and_no_later_one() -> None:
