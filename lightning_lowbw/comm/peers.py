@@ -404,14 +404,11 @@ class MeanWork:
     Args:
         tensors: any floating or complex dtypes and layouts; read, not written. Copied now.
         control: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
-        weight: of this rank; the weights of all ranks add up to 1 (or, see `wait`, to what the control message says).
         peers: the ranks, all of them or those of a node.
         exact: whether the peers' `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], control: Tensor, weight: float, peers: Ranks, *, exact: bool = True
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], control: Tensor, peers: Ranks, *, exact: bool = True) -> None:
         self._peers = peers
         self._shapes = [as_real(tensor).shape for tensor in tensors]
         self._num_extra = control.numel()
@@ -423,7 +420,7 @@ class MeanWork:
             extra = 0 if self._buckets else control.numel()
             message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=control.device)
             room, rest = message.split([message.numel() - extra, extra])
-            _fill(room, parts, weight)
+            _fill(room, parts, 1.0 / peers.num_ranks)
             if extra:
                 rest.copy_(control)
             work = peers.begin_all_reduce_(message, exact=exact or not members)
@@ -433,7 +430,7 @@ class MeanWork:
         """Wait for it (on CUDA the stream does).
 
         Returns:
-            The weighted sums, in the shapes of the tensors (of their real views), `wide_dtype`, new memory; and the
+            The means, in the shapes of the tensors (of their real views), `wide_dtype`, new memory; and the
             sum of the control messages, float32.
         """
         device = self._buckets[0].message.device
@@ -473,7 +470,7 @@ def mean_over(tensors: Sequence[Tensor], peers: Ranks, device: torch.device) -> 
         device: of the message.
     """
     nothing = torch.zeros(1, dtype=torch.float32, device=device)
-    return MeanWork(tensors, nothing, 1.0 / peers.num_ranks, peers).wait()[0]
+    return MeanWork(tensors, nothing, peers).wait()[0]
 
 
 def average_gradients_(
@@ -508,7 +505,7 @@ def average_gradients_(
         0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else -2.0 * peers.num_ranks for p in parameters
     ]
     control = upload([*flags, *used, 0.0], torch.float32, device)
-    means, control = MeanWork(gradients, control, 1.0 / peers.num_ranks, peers).wait()
+    means, control = MeanWork(gradients, control, peers).wait()
     sums: list[float] = control.tolist()
     sparse = [tuple(p.shape) for p, num_used in zip(parameters, sums[len(flags) : -1], strict=True) if num_used < 0]
     if dense_only and sparse:

@@ -149,7 +149,7 @@ class BaseStrategy(ParallelStrategy):
         for worker in self.workers:
             worker.method = method
 
-    def _agree_on_fit(self, others: Mapping[str, object], *, takes_uneven: bool = False) -> None:
+    def _agree_on_fit(self, others: Mapping[str, object]) -> None:
         """Check that all ranks begin the same fit: before callbacks are set up, which may communicate.
 
         Collective: all ranks.
@@ -161,7 +161,7 @@ class BaseStrategy(ParallelStrategy):
         self.method = self._given
         self.lost_peers.begin_fit(lambda: trainer.global_step)
         agree("strategy", {"class": name})  # others do other things from here on
-        settings = checks.settings_of(trainer, takes_uneven=takes_uneven)
+        settings = checks.settings_of(trainer)
         agree(f"configuration of {name}", {**self.method.facts(), **self._options, **others, **settings})
 
     def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
@@ -344,17 +344,12 @@ class BaseStrategy(ParallelStrategy):
     # While an exception ends the fit ----------------------------------------------------------------------------
 
     @property
-    def all_are_here(self) -> bool:
-        """Whether all ranks are at this batch; not if some have ended the epoch before it."""
-        return True
-
-    @property
     def is_interrupted(self) -> bool:
         """Whether an exception is ending the fit of this rank; not a SIGTERM, which ends all ranks after one step."""
         module = self.lightning_module
         if self._is_torn_down or module is None or module._trainer is None or not module._trainer.interrupted:
             return False
-        return not (self.signals.is_ending_all and self.all_are_here)
+        return not self.signals.is_ending_all
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

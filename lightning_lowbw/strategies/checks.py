@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
 )
@@ -44,14 +43,13 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
 MUCH = 0.5  # of the trained elements; below it a warning
-LENGTH = "limit_train_batches"
 # Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
 SETTINGS = (
     "max_epochs",
     "min_epochs",
     "max_steps",
     "min_steps",
-    LENGTH,
+    "limit_train_batches",
     "limit_val_batches",
     "overfit_batches",
     "val_check_interval",
@@ -100,20 +98,15 @@ def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> fl
     return num_steps - before / max(1, len(workers))
 
 
-def settings_of(trainer: pl.Trainer, *, takes_uneven: bool = False) -> dict[str, object]:
-    """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included.
-
-    Args:
-        trainer: of this rank.
-        takes_uneven: whether ranks may have different numbers of batches.
-    """
+def settings_of(trainer: pl.Trainer) -> dict[str, object]:
+    """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     shared = callbacks_of(trainer, *COLLECTIVE)
     shared += [each for each in callbacks if getattr(each, "sets_method", False)]  # of this package
     timers = [(each.time_remaining(), each.time_elapsed()) for each in callbacks_of(trainer, Timer)]
     return {
         # A `val_check_interval` may be a time.
-        **{f"Trainer({name})": getattr(trainer, name, None) for name in SETTINGS if not takes_uneven or name != LENGTH},
+        **{f"Trainer({name})": getattr(trainer, name, None) for name in SETTINGS},
         # None if it only measures; the elapsed time alone differs between ranks.
         "Trainer(max_time)": [None if left is None else round(left + elapsed) for left, elapsed in timers],
         "callbacks": [each.state_key for each in shared],
@@ -213,17 +206,6 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
                 "average weights take it where no step is synchronous (begin_step=0, k_steps > 1), between several "
                 "ranks on one level."
             )
-
-
-def refuse_timers(trainer: pl.Trainer) -> None:
-    """Raise ConfigurationError where callbacks broadcast the time after every batch: some ranks may have ended."""
-    savers = [each for each in callbacks_of(trainer, ModelCheckpoint) if each._train_time_interval is not None]
-    if savers or any(timer.time_remaining() is not None for timer in callbacks_of(trainer, Timer)):
-        raise ConfigurationError(
-            "Trainer(max_time=...) or ModelCheckpoint(train_time_interval=...) with different or unknown numbers of "
-            "batches: they broadcast the time of rank 0 after every batch, and some ranks have none. Give max_steps, "
-            "or every_n_train_steps."
-        )
 
 
 def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:

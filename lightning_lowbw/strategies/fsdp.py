@@ -344,7 +344,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.lost_peers.come_to_end(self.trainer.global_step, self._timeout)
         self._check_last_faults()
         if not self.replicas:
             checks.agree_on_hyperparameters(self.trainer)

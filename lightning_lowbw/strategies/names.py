@@ -32,7 +32,6 @@ from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.strategies.uneven import Policy
 
 
 class DGCStrategy(Strategy):
@@ -131,8 +130,6 @@ class LocalSGDStrategy(Strategy):
         compression: None; "bfloat16", "float16", "int8" or "int4": the change by local steps is sent in few bits; or a
             `Compression` (or a mapping of its arguments): only its largest elements are sent, in few bits (SparseLoCo).
             With error feedback.
-        uneven: for ranks with more batches than others in an epoch: "finish" them, or "stop" at the next
-            average. Replicas are weighted by samples once a rank has ended.
         topology: "flat", or two levels: "auto" (by the launcher and the host names), a number of ranks per node, the
             ranks of each node, or a `Topology`. The ranks of a node then step together, on the mean of their gradients,
             and nodes are averaged after every k-th step.
@@ -161,7 +158,6 @@ class LocalSGDStrategy(Strategy):
         delay_steps: int = 0,
         num_fragments: int | str = 1,
         compression: Mapping[str, Any] | TopK | str | None = None,
-        uneven: Policy = "finish",
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
@@ -174,7 +170,7 @@ class LocalSGDStrategy(Strategy):
             compression=compression,
             topology=topology,
         )
-        super().__init__(method, uneven=uneven, **kwargs)
+        super().__init__(method, **kwargs)
 
 
 class AdaptiveLocalSGDStrategy(Strategy):
@@ -188,7 +184,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
         begin_step: as in `LocalSGDStrategy`.
         rule: "fleet", "adacomm" or "qsr", as in `lightning_lowbw.schedules.every_k.EveryK`.
         qsr_alpha: for "qsr": k is the square of this over the learning rate.
-        outer, delay_steps, compression, uneven, topology, resume: as in `LocalSGDStrategy`.
+        outer, delay_steps, compression, topology, resume: as in `LocalSGDStrategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
 
     Raises:
@@ -211,7 +207,6 @@ class AdaptiveLocalSGDStrategy(Strategy):
         outer: OuterName = "none",
         delay_steps: int = 0,
         compression: Mapping[str, Any] | TopK | str | None = None,
-        uneven: Policy = "finish",
         topology: TopologyChoice = "flat",
         **kwargs: Any,
     ) -> None:
@@ -226,7 +221,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
             compression=compression,
             topology=topology,
         )
-        super().__init__(method, uneven=uneven, **kwargs)
+        super().__init__(method, **kwargs)
 
 
 class HierarchicalStrategy(Strategy):

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -65,6 +66,10 @@ class Signals:
         if hasattr(loop, "_broadcast_sigterm_tensor"):
             loop._broadcast_sigterm_tensor, self._loop = (lambda: None), loop  # type: ignore[method-assign]
         if threading.current_thread() is not threading.main_thread():
+            return
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            # A rank that ends without an error would let the process that has spawned it wait for its result for ever.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return
         connector = trainer._signal_connector
         deferred = {

@@ -43,11 +43,9 @@ from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, wei
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, shows
-from lightning_lowbw.strategies.launcher import Launcher
-from lightning_lowbw.strategies.progress import is_over
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
-from lightning_lowbw.strategies.uneven import Policy, Uneven
+from lightning_lowbw.strategies.uneven import Uneven
 from lightning_lowbw.sync.checks import plain_values
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -62,8 +60,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             `LocalSGD(...)` return, or a mapping, as `Method.describe` does.
         topology: instead of the method's own: "flat" or, for two levels, "auto" (by the launcher and the host names), a
             number of ranks per node, the ranks of each node, or a `Topology`.
-        uneven: for averages of weights, and ranks with more batches than others in an epoch: "finish" them, or
-            "stop" at the next average. They are weighted by samples once a rank has ended.
         resume: what ``fit(ckpt_path=...)`` loads: "exact" also the folder beside the ``.ckpt``, which has each rank's
             own state; "weights and optimizer" the ``.ckpt`` alone, as when the folder is lost, or residuals do not fit
             another method.
@@ -92,14 +88,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         method: Mapping[str, Any] | Method,
         *,
         topology: TopologyChoice | None = None,
-        uneven: Policy = "finish",
         resume: Needs = "exact",
         **kwargs: Any,
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))
         self.method = as_method(method, topology)
         self.ledger = TrafficLedger()
-        self._options = {"uneven": uneven, "resume": resume}
+        self._options = {"resume": resume}
         self._workers = {}
         self._reduced_by_ddp: frozenset[torch.nn.Parameter] = frozenset()
         self._make_parts()
@@ -110,7 +105,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         super()._make_parts()
         self.peers = self._worker_peers = Peers()
         self.buffers = SharedBuffers(asked_of_buffers(self._ddp_kwargs))
-        self.uneven = Uneven(self._options["uneven"], self.signals)
+        self.uneven = Uneven()
         self.auto = AutoChoice(self._candidates)
         self._hook = GradientHook()
         self._begin_state()
@@ -118,11 +113,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _check_method(self) -> None:
         """Raise ConfigurationError where the method does not go together with another argument."""
         if not self.method.averages_weights:
-            if self._options["uneven"] != "finish":
-                raise ConfigurationError(
-                    f"uneven={self._options['uneven']!r}: for methods that average weights after some steps; the "
-                    f"method given communicates in every step ({code_of(self.method)}). Leave it out."
-                )
             return
         if asked_of_buffers(self._ddp_kwargs):
             raise ConfigurationError(
@@ -144,16 +134,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     # Setting up -------------------------------------------------------------------------------------------------
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = Launcher(self, start_method=self._start_method)
-
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.trainer.state.fn == TrainerFn.FITTING:
-            self._agree_on_fit(plain_values(self._ddp_kwargs), takes_uneven=self.method.averages_weights)
+            self._agree_on_fit(plain_values(self._ddp_kwargs))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -202,7 +186,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         super()._begin_state()
         self._has_stepped = True  # since the last batch; what follows is not accumulated to it
         self._has_equal_epochs = False
-        self.uneven.begin_fit()
         self.auto.begin_fit()
 
     def _make_workers(self) -> None:
@@ -291,18 +274,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._has_equal_epochs = checks.agree_on_length(self.trainer)
             self.auto.begin_training(self.method, self.workers, self.trainer, is_search=self.is_search(self.trainer))
         elif self.world_size > 1:
-            self.uneven.begin_training(self.trainer, self.replicas, self.peers)
-            if self.uneven.meets:
-                checks.refuse_timers(self.trainer)
+            self.uneven.begin_training(self.trainer)
             for worker in self.replicas:
                 worker.begin_local()
             self._choose_backward_sync()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if isinstance(self._launcher, Launcher):
-            self._launcher.end_exception()
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -320,8 +295,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self.method.averages_weights:
             if self.world_size > 1:
-                self.uneven.count(batch)
-                self.uneven.begin_batch(self.trainer)
+                self.uneven.begin_batch(self.trainer, self.replicas)
                 self._choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
             return
         if self.buffers.is_check_due:
@@ -415,6 +389,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if isinstance(worker, LocalSync):
             if self.world_size > 1 and worker.has_met:
                 self.signals.read_requests(worker, self.trainer)
+                self.uneven.end_step(self.trainer, worker)
         else:
             self.signals.end_step(worker, self.trainer)
             method = self.auto.end_step(worker, self.workers, self.trainer)
@@ -431,17 +406,16 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def begin_epoch(self) -> None:
         """Begin an epoch, whose data may have changed."""
         if self.method.averages_weights:
-            self.uneven.begin_epoch(self.trainer)
+            self.uneven.begin_epoch(self.trainer, self.replicas)
         elif self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
             checks.agree_on_hyperparameters(self.trainer)
 
     @override
     def end_batch(self) -> None:
-        """Wait for ranks with more batches, and save if it was requested and all ranks are there."""
+        """Save if it was requested, and let a rank whose data have ended begin them anew."""
         if self.method.averages_weights:
             self.uneven.end_batch(self.trainer)
-        if self.all_are_here:
-            self.signals.save_if_due(self.trainer)
+        self.signals.save_if_due(self.trainer)
 
     @override
     def show_consensus(self) -> None:
@@ -457,7 +431,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             if not all(worker.parameters_agree for worker in self.replicas):
                 rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
             return
-        self.uneven.check_view(module.trainer)
         self._agree_on_averages()
         self._show_mean()
 
@@ -471,9 +444,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def end_epoch(self) -> None:
-        """Agree on monitored metrics; the epoch may have ended without a last batch."""
+        """Agree on monitored metrics."""
         if self.method.averages_weights:
-            self.uneven.finish_epoch(self.trainer, is_over(self.trainer))
+            self.uneven.end_epoch(self.trainer)
             self.agree_on_metrics()
         elif self._has_equal_epochs:  # else the others may be in a step
             self.agree_on_metrics()
@@ -482,15 +455,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def leave_consensus(self) -> None:
         if self.method.averages_weights:
-            self.uneven.finish_epoch(self.trainer, is_over=True)  # a callback may have stopped it in mid-epoch
             super().leave_consensus()
 
     # The end, validation and checkpoints ------------------------------------------------------------------------
-
-    @property
-    @override
-    def all_are_here(self) -> bool:
-        return self.uneven.all_are_here or self.uneven.has_ended
 
     @override
     def on_train_end(self) -> None:
@@ -499,7 +466,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             agree_on_weights_(weights_of(self.trainer.lightning_module), everyone, self.root_device)
         else:
             self.signals.settle()
-            self.lost_peers.come_to_end(self.trainer.global_step, self._timeout)
             self._check_late_faults()
             checks.agree_on_hyperparameters(self.trainer)
             for worker in self.workers:

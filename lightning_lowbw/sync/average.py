@@ -15,7 +15,7 @@ from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, RELATIVE_CHANGE, E
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Pending
 
 # The sums in the status of an average.
-WEIGHT, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
+NUM_ENDED, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE = range(6)
 LOSS_DECAY = 0.9  # of the weight of a step, with each step after it
 
 
@@ -152,9 +152,8 @@ def note_steps(
     fragments: Sequence[Fragment],
     parameters: Sequence[Parameter],
     sent_bytes: Callable[[Sequence[Parameter]], list[int]],
-    num_steps: int = 1,
 ) -> None:
-    """Note that local steps have trained parameters; new ones join the fragment that sends the fewest bytes.
+    """Note that a local step has trained parameters; new ones join the fragment that sends the fewest bytes.
 
     In place:
         The fragments.
@@ -162,11 +161,10 @@ def note_steps(
     Args:
         parameters: of the optimizer, also frozen ones.
         sent_bytes: of parameters.
-        num_steps: local steps.
     """
     for fragment in fragments:
         assert fragment.steps is not None
-        fragment.steps += num_steps
+        fragment.steps += 1
     owner = {p: fragment for fragment in fragments for p in fragment.parameters}
     new = [p for p in parameters if p not in owner]
     loads = [sum(sent_bytes(fragment.parameters)) for fragment in fragments] if new else []

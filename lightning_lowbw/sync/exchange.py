@@ -179,15 +179,13 @@ class WholeExchange:
     peers: Peers
     exact: bool = True
 
-    def begin(self, signal: Signal, status: Tensor, weight: float | None = None) -> PendingWhole:
+    def begin(self, signal: Signal, status: Tensor) -> PendingWhole:
         """Begin to average tensors of any floating dtype and layout, read now; see `MeanWork`.
 
         Args:
             status: float32, 1-d.
-            weight: of this rank; None: 1 / ranks.
         """
-        weight = 1.0 / self.peers.num_ranks if weight is None else weight
-        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, weight, self.peers, exact=self.exact))
+        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self.peers, exact=self.exact))
 
 
 # The k largest --------------------------------------------------------------------------------------------------------

@@ -46,10 +46,10 @@ from lightning_lowbw.schedules.every_k import EveryK, steps_before
 from lightning_lowbw.sync.average import (
     LOSS,
     LR,
+    NUM_ENDED,
     NUM_LOSSES,
     NUM_SAVE,
     NUM_STOP,
-    WEIGHT,
     Average,
     Fragment,
     Phase,
@@ -78,7 +78,7 @@ from lightning_lowbw.sync.status import (
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 _logger = logging.getLogger(LOGGER)
-COUNTERS = ("steps_since_average", "num_averages", "num_samples")
+COUNTERS = ("steps_since_average", "num_averages")
 
 
 class LocalSync(Synchronizer):
@@ -96,12 +96,11 @@ class LocalSync(Synchronizer):
             tensor, None before it.
         steps_since_average: local steps since the last average was begun, of any fragment.
         num_averages: averages done, each of a fragment.
-        num_samples: seen since the last average; the weight of this rank where `weighs_samples`.
-        weighs_samples: whether replicas are weighted by their samples; equal on all ranks.
         has_met: whether all ranks have communicated in the last step: it was synchronous, or an average was begun or
             applied.
-        meet: called before ranks average, or apply a delayed average, if they must first agree on who does so; a rank
-            that is out of data takes part by `idle` and `average_due`. None if all ranks always take part.
+        meet: called before ranks average or apply a delayed average, where others than the peers must agree on it.
+        has_ended: whether the data of this rank have ended, in this epoch.
+        all_have_ended: whether those of all ranks have, by the last exchange with all ranks.
     """
 
     clips_before_exchange = False
@@ -117,9 +116,8 @@ class LocalSync(Synchronizer):
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
         self.steps_since_average = self.num_averages = 0
-        self.num_samples = 0.0
-        self.weighs_samples = False
         self.has_met = False
+        self.begin_epoch()
         self.meet: Callable[[LocalSync], None] | None = None
         self._reduced: frozenset[Parameter] = frozenset()
         self.phase, self.loss = Phase(), RunningLoss()
@@ -161,11 +159,6 @@ class LocalSync(Synchronizer):
         return self.is_local and self.peers.is_two_level
 
     @property
-    def common_batch(self) -> int:
-        """The number of the batch, which ranks have in common unless their data are uneven; then 0."""
-        return self.batch if self.meet is None else 0
-
-    @property
     def k_steps(self) -> int:
         """The period in use; 1 while synchronous."""
         return self.phase.k_steps(self.when) if self.is_local else 1
@@ -203,6 +196,11 @@ class LocalSync(Synchronizer):
         """Add to the loss of the coming step, for the adaptive rules; a scalar, any device. Does not wait."""
         if self.when.rule in ("fleet", "adacomm"):
             self.loss.observe(loss)
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch, for which no rank's data have ended."""
+        self.has_ended = self.all_have_ended = False
+        self._epoch_start = self.step
 
     # One step -------------------------------------------------------------------------------------------------------
 
@@ -248,15 +246,17 @@ class LocalSync(Synchronizer):
                 average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
             return
         own_batch = [0.0] * self.peers.num_ranks
-        own_batch[self.peers.rank] = float(self.common_batch % EXACT)
+        # Negative if this rank's data have ended.
+        own_batch[self.peers.rank] = float(self.batch % EXACT) * (-1.0 if self.has_ended else 1.0)
         flags = [*counts_of(self.requests), float(self.phase.has_decayed(self._lr)), *own_batch]
         num_stop, num_save, num_decayed, *batches = average_gradients_(
             mine, flags, self.peers, self.device, dense_only=True
         )
-        if len(set(batches)) > 1:
+        if len(set(map(abs, batches))) > 1:
             raise_at_other_batches(self.batch, self.step, self.peers.group)
         self.peers.count_dense(sum(p.nbytes for p in mine))
         self.agree_on(requests_of(num_stop, num_save))
+        self.all_have_ended = max(batches) < 0
         if num_decayed and self.phase.begin_after_decay(self.when, self.step) and self.peers.rank == 0:
             _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", self.step + 1)
 
@@ -285,7 +285,6 @@ class LocalSync(Synchronizer):
             return
         self.loss.end_step()
         if not was_local:
-            self.num_samples = 0.0
             if self.is_local:
                 self.loss.clear()
             self.begin_local()
@@ -325,20 +324,11 @@ class LocalSync(Synchronizer):
 
     # When averages are due ------------------------------------------------------------------------------------------
 
-    def idle(self, num_steps: int) -> None:
-        """Count local steps that others have taken while this rank is out of data."""
-        self.step += num_steps
-        self.steps_since_average += num_steps
-        note_steps(self.fragments, self.parameters(), self.sent_bytes, num_steps)
-
     @torch.no_grad()
-    def average_due(self, *, finished: bool = False) -> bool:
+    def average_due(self) -> bool:
         """Apply and begin the averages that are due after a local step; return whether one was begun.
 
         Collective: all ranks, where there are any.
-
-        Args:
-            finished: this rank is out of data, and takes part in the averages of the others, whom it has met.
 
         Raises:
             NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
@@ -346,7 +336,7 @@ class LocalSync(Synchronizer):
         # More than the delay after a resume with a shorter one.
         delay = self.when.delay_steps
         hidden = [each for each in self.fragments if each.work is not None and (each.steps or 0) >= delay]
-        if self.meet is not None and not finished and (hidden or due(self.fragments, self.k_steps, delay)):
+        if self.meet is not None and (hidden or due(self.fragments, self.k_steps, delay)):
             self.meet(self)
         for fragment in hidden:
             self._apply(fragment)
@@ -380,7 +370,6 @@ class LocalSync(Synchronizer):
             self._apply(fragment)  # an average that has not arrived has changed nothing
         fragment.steps = self.steps_since_average = 0
         fragment.moved.clear()
-        self.num_samples = 0.0
         self.loss.clear()
 
     # One average: begin ---------------------------------------------------------------------------------------------
@@ -396,13 +385,9 @@ class LocalSync(Synchronizer):
             contain the status if nothing else is sent.
         """
         is_hidden = self.when.delay_steps > 0
-        # A rank that is out of data has changed nothing since the last average, but takes part, too.
-        moved = [p for p in fragment.parameters if p in fragment.moved or (self.weighs_samples and p.requires_grad)]
-        parameters = [p for p in moved if p.numel()]
-        self._note_start(parameters)  # of those that the others have begun to train, where this rank is out of data
+        parameters = [p for p in fragment.parameters if p in fragment.moved and p.numel()]
         nonfinite = self.nonfinite_weights(parameters)
-        weight = self.num_samples if self.weighs_samples else 1.0 / self.peers.num_ranks
-        status = self._status(parameters, weight, nonfinite)
+        status = self._status(parameters, nonfinite)
         # D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
         changes = self._changes([p for p in parameters if self.takes(p)])
         whole: dict[str, Tensor] = {self.name_of(p): p for p in parameters if not self.takes(p)}
@@ -410,7 +395,7 @@ class LocalSync(Synchronizer):
         # The status is part of the message of the changes if no fragment sends anything else: ranks at different
         # steps must issue the same collectives, so that the difference is detected.
         is_alone = not whole and bool(changes) and self._sends_changes_only()
-        pending = None if is_alone else WholeExchange(self.peers).begin(whole, status, weight)
+        pending = None if is_alone else WholeExchange(self.peers).begin(whole, status)
         return Average(
             self.step,
             parameters,
@@ -462,11 +447,10 @@ class LocalSync(Synchronizer):
                 changes[p] = change_of(each, self.start[p], each.dtype)
         return {self.name_of(p): changes[p] for p in parameters}
 
-    def _status(self, parameters: Sequence[Parameter], weight: float, nonfinite: Mapping[str, Tensor]) -> Tensor:
+    def _status(self, parameters: Sequence[Parameter], nonfinite: Mapping[str, Tensor]) -> Tensor:
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
-        count = 0 if self.weighs_samples else self.step + self.common_batch
-        mark = make_mark(count, (self.start[p] for p in parameters) if self.needs_start else None)
-        sums = [weight, 0.0, 0.0, self._lr, *counts_of(self.requests)]
+        mark = make_mark(self.step + self.batch, (self.start[p] for p in parameters) if self.needs_start else None)
+        sums = [float(self.has_ended), 0.0, 0.0, self._lr, *counts_of(self.requests)]
         fault = any_of([*self.late_flags(), *nonfinite.values()], self.device)
         message = status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
         loss = self.loss.mean()
@@ -488,24 +472,24 @@ class LocalSync(Synchronizer):
     # One average: wait and apply ------------------------------------------------------------------------------------
 
     def _apply(self, fragment: Fragment) -> None:
-        assert fragment.work is not None
+        work = fragment.work
+        assert work is not None
         try:
-            status = self._wait_and_apply_(fragment, fragment.work)
+            status = self._wait_and_apply_(fragment, work)
         except BaseException:
             self.recall()
             raise
         fragment.work = None
         sums, num_ranks = status.sums, self.peers.num_ranks
         self.agree_on(requests_of(sums[NUM_STOP], sums[NUM_SAVE]))
-        if not sums[WEIGHT]:  # no rank has trained since the last average
-            return
+        # Fragments of the last epoch may arrive in this one.
+        self.all_have_ended = sums[NUM_ENDED] >= num_ranks and work.step > self._epoch_start
         self.num_averages += 1
-        has_losses = self.weighs_samples or sums[NUM_LOSSES] >= num_ranks
         loss = sums[LOSS] / max(sums[NUM_LOSSES], 1.0)
-        self.phase.adapt(self.when, sums[LR] / num_ranks, loss, has_losses=has_losses)
+        self.phase.adapt(self.when, sums[LR] / num_ranks, loss, has_losses=sums[NUM_LOSSES] >= num_ranks)
 
     def _wait_and_apply_(self, fragment: Fragment, average: Average) -> Status:
-        """Wait for an average, and apply it, unless no rank has trained. Return the status.
+        """Wait for an average, and apply it. Return the status.
 
         Collective: all ranks, where there are integer buffers.
 
@@ -518,11 +502,6 @@ class LocalSync(Synchronizer):
         means, numbers = average.wait_for_whole()
         status = Status.read(numbers, self.peers.num_ranks)
         self._check(status, average)
-        if self.weighs_samples:
-            if not status.sums[WEIGHT]:
-                return status
-            if means:
-                torch._foreach_div_(list(means.values()), status.sums[WEIGHT])
         changes = average.changes.wait()[0].dense()
         if fragment.takes_buffers:
             self.buffers.agree_counts(self.peers)
@@ -756,8 +735,7 @@ class LocalSync(Synchronizer):
             DisagreementError: on all ranks; a rank has taken another number of steps, or nothing has been averaged and
                 it has other weights.
         """
-        if self.meet is None:  # else ranks may have different numbers of batches
-            agree("end of the training", {"worker.step": self.step}, self.peers.group)
+        agree("end of the training", {"worker.step": self.step}, self.peers.group)
         was_consensus = self.is_consensus
         self.show_consensus()
         self.own, self._shown = None, {}

@@ -278,7 +278,7 @@ class Synchronizer:
             return
         fault = any_of(self.late_flags(), self.device)
         message = status_message((), fault, 0, peers.rank, peers.num_ranks, self.device)
-        status = Status.read(WholeExchange(peers).begin({}, message, 1.0).wait()[1], peers.num_ranks)
+        status = Status.read(WholeExchange(peers).begin({}, message).wait()[1], peers.num_ranks)
         if status.is_faulty:
             raise_fault(first_fault(self.describe_late_fault(), self.fault_group))
         self.forget_late_faults()

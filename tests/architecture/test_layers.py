@@ -232,7 +232,7 @@ def test_the_constructors_have_the_defaults_of_the_method() -> None:
     assert knobs_of(DGCStrategy)["sparsity"] is None  # which depends on the others; here it is "auto"
     assert {**knobs_of(DGCStrategy), "sparsity": "auto"}.items() <= of_dgc.items()
     assert DGCStrategy().method == Strategy(auto).method == preset("dgc")
-    outside = {"compression", "topology", "uneven"}  # not of the schedule
+    outside = {"compression", "topology"}  # not of the schedule
     for strategy, method in ((LocalSGDStrategy, LocalSGD()), (AdaptiveLocalSGDStrategy, AdaptiveLocalSGD())):
         knobs = {{"init_k_steps": "k_steps"}.get(name, name): value for name, value in knobs_of(strategy).items()}
         of_schedule = {name: value for name, value in knobs.items() if name not in outside}

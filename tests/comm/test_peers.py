@@ -152,7 +152,7 @@ def fuses_means(peers: Peers, nodes: Any) -> None:
     own = next(node for node in nodes if peers.rank in node)
     for ranks, who in ((range(peers.num_ranks), peers), (own, peers.node)):
         tensors = [vector_of(peers.rank, numel) for numel in (5, 0, 12)]
-        means, tail = MeanWork(tensors, torch.ones(2), 1.0 / len(ranks), who).wait()
+        means, tail = MeanWork(tensors, torch.ones(2), who).wait()
         assert tail.tolist() == [len(ranks)] * 2
         for mean, numel in zip(means, (5, 0, 12), strict=True):
             torch.testing.assert_close(mean, torch.stack([vector_of(rank, numel) for rank in ranks]).mean(0))

@@ -235,7 +235,7 @@ for _name, _method, _fields in (
 
 def local(name: str, options: Mapping[str, Any] = {}, group: str = "local_sgd", **fields: Any) -> None:
     knobs = {"k_steps": 2, **options}
-    of_strategy = {knob: knobs.pop(knob) for knob in (*OF_DDP, "uneven") if knob in knobs}
+    of_strategy = {knob: knobs.pop(knob) for knob in OF_DDP if knob in knobs}
     add(f"{group}/{name}", lowbw.Strategy, {"method": lowbw.LocalSGD(**knobs), **of_strategy}, **fields)
 
 
@@ -266,7 +266,6 @@ local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
 local("scaler-adamw", {"begin_step": 2}, precision="scaler", optimizer="adamw", trainer=CLIP_NORM)
 local("validate", {"k_steps": 2}, model=Conv, trainer=VALIDATE)
 local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
-local("uneven-stop", {"uneven": "stop"}, batches=(5, 3), trainer={"max_epochs": 2}, optimizer="adamw")
 local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=Dropout, optimizer="nesterov")
 local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
 local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)

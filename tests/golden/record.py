@@ -164,11 +164,8 @@ def merge(of_ranks: Sequence[Any]) -> Any:
 
 
 def merge_ranks(of_ranks: Sequence[list[list[Any]] | str]) -> list[list[Any]] | str:
-    """Return one row per step with the values of all ranks; on uneven data a rank has None where it has no step."""
+    """Return one row per step with the values of all ranks."""
     failures = [f"Rank {rank}:\n{rows}" for rank, rows in enumerate(of_ranks) if isinstance(rows, str)]
     if failures:
         return "\n".join(failures)
-    absent = [None] * len(FIELDS)
-    length = max(len(rows) for rows in of_ranks)
-    padded = [[*rows[:-1], *[absent] * (length - len(rows)), rows[-1]] for rows in of_ranks]
-    return [[merge(values) for values in zip(*rows, strict=True)] for rows in zip(*padded, strict=True)]
+    return [[merge(values) for values in zip(*rows, strict=True)] for rows in zip(*of_ranks, strict=True)]

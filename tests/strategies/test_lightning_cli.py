@@ -37,7 +37,7 @@ CLASSES: dict[str, tuple[dict[str, Any], str]] = {
         {"k_steps": 4, "begin_step": 0.5, "compression": {"decay": 0.5}},
         "EveryK(k_steps=4, begin_step=0.5), what=TopK(density=0.015625, chunk=4096",
     ),
-    "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "uneven": "stop"}, "rule='adacomm'"),
+    "AdaptiveLocalSGDStrategy": ({"rule": "adacomm", "max_k_steps": 9}, "rule='adacomm'"),
     "HierarchicalStrategy": ({"algorithm": "leader"}, "algorithm='leader'"),
     "AutoStrategy": ({"budget": 0.1}, "budget=0.1"),
     "Strategy": (

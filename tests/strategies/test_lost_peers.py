@@ -7,18 +7,16 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lowbw import DGCStrategy, DisagreementError, HierarchicalStrategy, LocalSGDStrategy
-from lightning_lowbw.comm.heartbeat import Answers
-from lightning_lowbw.strategies.lost_peers import LostPeers, _is_of_lost_peer
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy
+from lightning_lowbw.strategies import lost_peers
+from lightning_lowbw.strategies.lost_peers import BEAT_S, Answers, LostPeers, _is_of_lost_peer
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
@@ -29,7 +27,6 @@ STRATEGIES: dict[str, Any] = {
     "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2, timeout=1),
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=2),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=2, timeout=2),
-    "dense": lambda: DGCStrategy(sparsity=[0.9], rampup_begin_step=100, timeout=20),
     "ddp": lambda: DDPStrategy(timeout=timedelta(seconds=2)),
 }
 
@@ -108,47 +105,6 @@ def test_a_rank_that_fails_is_named_with_its_reason(name: str, record_property: 
     record_property("seconds", seconds)
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Batches whose number is not known."""
-
-    def __init__(self, batches: DataLoader[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-def end_before_others(port: int, lengths: list[int]) -> str:
-    num_ranks, own = dist.get_world_size(), dist.get_rank()
-    data = DataLoader(Stream(make_data(num_ranks, lengths[own])), batch_size=None)
-    dist.barrier()
-    dist.destroy_process_group()
-    os.environ.update(MASTER_PORT=str(port), GROUP_RANK="0")
-    strategy = DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=6)  # the process does not end
-    trainer = make_trainer(strategy, num_ranks, max_epochs=1)
-    try:
-        trainer.fit(Tiny(), data)
-    except (RuntimeError, DisagreementError) as error:
-        return str(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return ""
-
-
-@pytest.mark.parametrize("short", [0, 1])
-def test_a_rank_that_ends_before_others_says_so(short: int) -> None:
-    """Their numbers of batches are not known. What a rank communicates at its end meets an exchange of the others."""
-    lengths = [7, 10] if short == 0 else [10, 7]
-    messages = run_ranks(end_before_others, 2, free_port(), lengths, timeout_s=60.0)
-    assert messages[short].startswith(
-        f"Rank {short} has ended its training after step 7, and rank {1 - short} is in the exchange of gradients after "
-        "step 7. All ranks must have the same number of batches"
-    )
-    assert f"rank {short} (node 0, host " in messages[1 - short]
-    assert "has failed: DisagreementError in the end of the fit after step 7: Rank" in messages[1 - short]
-
-
 @pytest.mark.fault(
     "a rank that is later than the timeout",
     "the error on the others gives its position and says that it answers; they end",
@@ -172,43 +128,87 @@ def test_ranks_that_wait_for_each_other_are_told_where() -> None:
         assert "is gone" not in message
 
 
-def test_ranks_that_have_all_lost_a_peer_are_told_of_their_batches() -> None:
+def test_the_words_for_ranks_that_have_all_lost_a_peer() -> None:
     """Which of them calls first is chance in the test above."""
     failed = {1: "a peer was lost in the training after step 38"}
-    told = LostPeers()._told(Answers({}, failed, [], {0: "host a, pid 1", 1: "host a, pid 2"}))
+    told = Answers({}, failed, [], {0: "host a, pid 1", 1: "host a, pid 2"}).in_words()
     assert "rank 1: a peer was lost in the training after step 38" in told
     assert "limit_train_batches" in told
-    told = LostPeers()._told(Answers({}, {1: "ValueError in the training: a sentence."}, [], {1: "host a"}))
+    told = Answers({}, {1: "ValueError in the training: a sentence."}, [], {1: "host a"}).in_words()
     assert "a sentence. Look at the output there" in told
 
 
-def test_a_rank_that_has_said_why_it_fails_is_named_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    peers = LostPeers()
-    told = []
-    for failed in ({0: "ValueError in the training: no such file"}, {0: "a peer was lost in the training"}):
-        heard = Answers({}, failed, [], {0: "host a, pid 1"})
-        gone = SimpleNamespace(has_begun=True, note=lambda *_, **__: None, ask=lambda: None, heard=heard)
-        monkeypatch.setattr(peers, "_heartbeat", gone)
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LostPeers]]:
+    """Three ranks in one process."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(lost_peers, "_server", lambda: store)
+    ranks = []
+    for rank in range(3):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        ranks.append(LostPeers())
+        ranks[-1].begin_fit(lambda: 7)
+    yield ranks
+    for each in ranks:
+        each.close()
+
+
+def test_all_hear_of_a_rank_that_fails_also_without_the_store(
+    ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks[0].explain_(ValueError("no such file"))
+    words = "has failed: ValueError in the training after step 7: no such file"
+    assert words in ranks[1].heard.in_words()
+    assert ranks[0].heard.failed == {}
+    answers = ranks[1]._ask()
+    assert answers is not None
+    assert answers.present == {2: "the training after step 7"}
+    monkeypatch.setattr(LostPeers, "_connect", time_out)
+    for rank, told in ((1, words), (2, "the lost rank is not known")):
+        if rank == 2:
+            ranks[2].heard = Answers({}, {0: "a peer was lost in the training"}, [], {})
         error = raised(RuntimeError("gloo: Connection closed by peer"))
-        peers.explain_(error)
-        told.append(str(error))
-    assert "rank 0 (host a, pid 1) has failed: ValueError in the training: no such file" in told[0]
-    assert "the lost rank is not known" in told[1]
+        ranks[rank].explain_(error)
+        assert told in str(error)
 
 
-def test_the_end_is_not_waited_for_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody trains on, and one never comes: the collective that follows reports it."""
-    peers, calls = LostPeers(), list[int]()
+def time_out(_: LostPeers) -> None:
+    raise dist.DistNetworkError("timed out")
 
-    def in_validation() -> Answers:
-        calls.append(1)
-        time.sleep(0.05)
-        return Answers({1: "validation after step 7"}, {}, [], {1: "host a"})
 
-    monkeypatch.setattr(peers, "_heartbeat", SimpleNamespace(come_to_end=in_validation))
-    peers.come_to_end(7, timedelta(seconds=0.2))
-    assert 2 <= len(calls) <= 6
+def test_a_rank_whose_heart_does_not_beat_is_named(ranks: list[LostPeers]) -> None:
+    ranks[2].close()
+    ranks[0]._note("a peer was lost", tells=False)
+    answers = ranks[1]._ask()
+    assert answers is not None
+    assert (answers.present, answers.failed, answers.silent) == ({}, {0: "a peer was lost"}, [2])
+    time.sleep(2 * BEAT_S)
+    assert ranks[1].heard.failed == {}, "a rank that has lost a peer leaves a note only"
+
+
+def test_a_store_that_does_not_answer_in_time_does_not_end_the_fit(
+    ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LostPeers, "_connect", time_out)
+    peers = LostPeers()
+    peers.begin_fit(lambda: 0)
+    error = raised(RuntimeError("gloo: Connection closed by peer"))
+    peers.explain_(error)
+    assert str(error) == "gloo: Connection closed by peer"
+
+
+def test_the_store_that_the_ranks_have_met_at_is_found() -> None:
+    """By torch's own attributes."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        server = lost_peers._server()
+        assert server is not None
+        assert (server.host, server.port) == (store.host, store.port)
+    finally:
+        dist.destroy_process_group()
 
 
 def raised(error: Exception) -> Exception:

@@ -155,7 +155,6 @@ def test_numbers_stay_what_they_are() -> None:
     [
         {"broadcast_buffers": True},
         {"static_graph": True},
-        {"uneven": "wait"},
         {"k_step": 4},
         {"compression": {"top_k": 64}},
     ],

@@ -28,7 +28,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def make_strategies() -> list[Any]:
     return [
         lowbw.DGCStrategy(rampup_begin_step=1, sparsity=[0.5, 0.9], rampup_step=2, min_numel=100),
-        lowbw.LocalSGDStrategy(k_steps=2, topology=2, uneven="stop"),
+        lowbw.LocalSGDStrategy(k_steps=2, topology=2),
         lowbw.AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm"),
         lowbw.HierarchicalStrategy(),
         lowbw.AutoStrategy(budget=0.1),

@@ -15,7 +15,6 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -110,14 +109,6 @@ def test_the_path_of_a_resume_is_known_before_it_is_loaded() -> None:
     source = inspect.getsource(_CheckpointConnector.resume_start)
     assert source.index("self._ckpt_path = checkpoint_path") < source.index("strategy.load_checkpoint(")
     assert "self._checkpoint_connector._ckpt_path" in inspect.getsource(Trainer.ckpt_path.fget)  # type: ignore[attr-defined]
-
-
-def test_a_launcher_has_its_processes_before_it_waits_and_they_run_one_method() -> None:
-    launch = inspect.getsource(_MultiProcessingLauncher.launch)
-    assert launch.index("self._wrapping_function") < launch.index("self.procs = ") < launch.index(".join()")
-    assert '"procs"' in inspect.getsource(_MultiProcessingLauncher.__getstate__)
-    names = list(inspect.signature(_MultiProcessingLauncher._wrapping_function).parameters)
-    assert names[:6] == ["self", "process_idx", "trainer", "function", "args", "kwargs"]
 
 
 def test_a_trainer_is_interrupted_before_callbacks_hear_of_the_exception_and_then_the_strategy() -> None:

@@ -208,25 +208,6 @@ def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_rank
     assert first == second == [False] * 5 + [True] * 3
 
 
-# Samples and requests ----------------------------------------------------------------------------------------------
-
-
-def weigh_samples() -> float:
-    weight = Parameter(torch.zeros(()))
-    worker: Any = LocalSGD(k_steps=2, begin_step=3).attach(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
-    worker.weighs_samples = True
-    for step in range(5):
-        worker.num_samples += 100.0 * (1 + dist.get_rank()) if step < 3 else 4.0 - dist.get_rank()
-        weight.grad = torch.tensor(-1.0 - dist.get_rank())
-        worker.optimizer.step()
-    return float(weight)
-
-
-def test_samples_of_synchronous_steps_do_not_weigh() -> None:
-    # three steps of 1.5, then two of 1 (8 samples) or of 2 (6 samples)
-    assert run_ranks(weigh_samples, 2) == [pytest.approx(4.5 + (8 * 2 + 6 * 4) / 14)] * 2
-
-
 # What fragments are for -----------------------------------------------------------------------------------------------
 
 CONTROL = all_reduce_bytes(4 * (6 + 2 * 2), 2)  # the control message of each average, on two ranks
