@@ -63,7 +63,7 @@ bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (ne
 # With the torch that is there: a plain install would bring another one. A test that fails does not cost the benchmark.
 gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
 	$(PYTHON) -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu \
-	  tests/gpu tests/compress tests/kernels/test_lists.py tests/kernels/test_reference.py tests/comm/test_collectives.py; status=$$?; \
+	  tests/gpu tests/compress tests/kernels tests/comm; status=$$?; \
 	$(PYTHON) benchmarks/ops_gpu.py && exit $$status
 
 lint: $(STAMP)  ## check style, format and types

@@ -26,13 +26,12 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from lightning_lowbw.comm.agreement import checksum
 from lightning_lowbw.compress.codec import make_value_format, pack, unpack
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import Segment
-from lightning_lowbw.kernels.tensors import NUM_SAMPLED
+from lightning_lowbw.kernels.tensors import NUM_SAMPLED, checksum
 
 WORKLOAD = WORKLOADS["transformer-10M"]
 BATCHES = (4, 16)  # sequences of 64 bytes per local step; the first is the lab's

@@ -235,7 +235,7 @@ class Method:
         where = {**asdict(self.where), "topology": getattr(topology, "nodes", topology)}
         return {"when": when, "what": what, "where": where}
 
-    def facts(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Return `describe` with one level of names, to be compared between ranks."""
         return {f"{axis}.{name}": value for axis, values in self.describe().items() for name, value in values.items()}
 
@@ -342,7 +342,7 @@ class Method:
                 "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
             )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        agree("method", method.facts(), process_group)  # messages of two methods would be of different sizes
+        agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
         peers = method.make_peers(process_group)
         with failing_together(process_group):
             names = names_of(named_parameters)

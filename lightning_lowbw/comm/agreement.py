@@ -12,23 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
-from lightning_lowbw.kernels.reference import as_real
-from lightning_lowbw.kernels.tensors import flat_in_order
+from lightning_lowbw.kernels.tensors import checksum
 
 MAX_DIFFERENCES = 8  # lines of an error message
-CHUNK, CHUNK_OF_CPU = 1 << 22, 1 << 16  # elements that a checksum takes at a time: few launches, or within the cache
 
 T = TypeVar("T")
 
 
-def agree(topic: str, facts: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks state the same facts.
+def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Check that all ranks state the same settings.
 
-    Collective: all ranks, blocking; sends a digest, and the facts themselves only where the digests differ.
+    Collective: all ranks, blocking; sends a digest, and the settings themselves only where the digests differ.
 
     Args:
-        topic: what the facts are about, for the message.
-        facts: plain values; compared by `repr`.
+        topic: what the settings are about, for the message.
+        settings: plain values; compared by `repr`.
         group: the process group; None is the world.
 
     Raises:
@@ -36,15 +34,15 @@ def agree(topic: str, facts: Mapping[str, object], group: dist.ProcessGroup | No
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    stated = {name: repr(value) for name, value in facts.items()}
+    stated = {name: repr(value) for name, value in settings.items()}
     digest = hashlib.sha256(repr(sorted(stated.items())).encode()).hexdigest()
     digests = gather(digest, "settings", group)
     if len(set(digests)) == 1:
         return
     by_rank = gather(stated, "settings that differ", group)
     differences = []
-    for name in dict.fromkeys(name for facts_of_rank in by_rank for name in facts_of_rank):
-        values = [facts_of_rank.get(name, "nothing") for facts_of_rank in by_rank]
+    for name in dict.fromkeys(name for settings_of_rank in by_rank for name in settings_of_rank):
+        values = [settings_of_rank.get(name, "nothing") for settings_of_rank in by_rank]
         if len(set(values)) > 1:
             differences.append(f"  {name}: " + ", ".join(f"rank {rank} has {v}" for rank, v in enumerate(values)))
     shown = differences[:MAX_DIFFERENCES]
@@ -75,62 +73,6 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
             raise ConfigurationError("Other ranks cannot go on:\n" + "\n".join(failed))
     if error is not None:
         raise error
-
-
-def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
-    """Return a hash of the bits of some tensors in their order in memory, on their device. Cheaper than `digest`.
-
-    An element in another place, a matrix with the other sign, or roundings that add up to nothing change it, which the
-    sum of the bits would not show.
-
-    Returns:
-        int64, a scalar; 0 where there are no elements.
-    """
-    alike: dict[tuple[torch.device, int], list[Tensor]] = {}
-    for tensor in tensors:
-        real = as_real(tensor.detach())
-        size = min(real.itemsize, 4)
-        bits = flat_in_order(real, real).view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
-        alike.setdefault((real.device, size), []).append(bits)
-    hashes: dict[torch.device, list[Tensor]] = {}
-    for (device, _), flats in alike.items():
-        length = min(CHUNK_OF_CPU if device.type == "cpu" else CHUNK, sum(flat.numel() for flat in flats))
-        weights = _weights(length, torch.int32, device)
-        together, mixed = torch.empty_like(weights), torch.empty_like(weights)  # once: small blocks would fragment
-        for parts in _chunks(flats, length):
-            num = sum(part.numel() for part in parts)
-            is_one = len(parts) == 1 and parts[0].dtype == torch.int32
-            chunk = parts[0] if is_one else torch.cat(parts, out=together[:num])
-            # Else two signs that have changed would cancel.
-            torch.bitwise_right_shift(chunk, 15, out=mixed[:num]).bitwise_xor_(chunk).mul_(weights[:num])
-            hashes.setdefault(device, []).append(mixed[:num].sum(dtype=torch.int32))
-    total: Tensor | int = 0
-    for device, each in hashes.items():
-        total = total + (torch.stack(each).long() * _weights(len(each), torch.int64, device)).sum()
-    return total ^ (total >> 32)
-
-
-def _chunks(flats: Iterable[Tensor], length: int) -> Iterator[list[Tensor]]:
-    """Yield all elements in lists of at most so many; small tensors together, for fewer launches."""
-    waiting: list[Tensor] = []
-    num_waiting = 0
-    for part in (part for flat in flats for part in flat.split(max(1, length)) if part.numel()):
-        if num_waiting + part.numel() > length:
-            yield waiting
-            waiting, num_waiting = [], 0
-        waiting.append(part)
-        num_waiting += part.numel()
-    if waiting:
-        yield waiting
-
-
-def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern, one for each place: the same on all ranks."""
-    numbers = torch.arange(1, num + 1, dtype=dtype, device=device)
-    for factor in (0x2C1B3C6D, 0x297A2D39):  # of a well-known hash of integers
-        numbers = numbers.mul_(factor)
-        numbers = numbers ^ (numbers >> 15)
-    return numbers | 1
 
 
 def differ(lists: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:

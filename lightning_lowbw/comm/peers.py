@@ -33,8 +33,7 @@ from lightning_lowbw.comm.collectives import (
 from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.reference import as_real
-from lightning_lowbw.kernels.tensors import allocate, copy_all_, upload
+from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, upload
 
 Algorithm = Literal["sharded", "leader"]
 BUCKET_BYTES = 25 * 2**20  # as DDP's

@@ -23,7 +23,7 @@ from lightning_lowbw.compress.codec import FloatFormat
 from lightning_lowbw.kernels.dispatch import compiled_for
 
 QuantizedName = Literal["bfloat16", "float16", "int8", "int4"]
-NARROW_NAMES: tuple[str, ...] = get_args(QuantizedName)
+QUANTIZED_NAMES: tuple[str, ...] = get_args(QuantizedName)
 
 BLOCK = 128  # values; the scale of a block is 16 bits, an eighth of a bit per value
 SCALE_BYTES = 2  # a bfloat16
@@ -136,7 +136,7 @@ def _check_size(messages: Tensor, nbytes: int) -> None:
 
 @cache
 def make_format(name: str) -> QuantizedFormat:
-    """Return a format by its public name, one of `NARROW_NAMES`."""
+    """Return a format by its public name, one of `QUANTIZED_NAMES`."""
     formats: dict[str, QuantizedFormat] = {f"int{bits}": LinearFormat(bits) for bits in (8, 4)}
     for dtype in (torch.bfloat16, torch.float16):
         formats[str(dtype).removeprefix("torch.")] = HalfFormat(dtype)

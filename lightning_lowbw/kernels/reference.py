@@ -16,6 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_lowbw.kernels.tensors import as_real
+
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
 AT_ONCE = 1 << 24  # elsewhere: few launches, and the keys take 128 MiB
 
@@ -183,11 +185,6 @@ class Segment(Constants):
             weight=None if weight is None else function(weight),
             second_moment=None if second_moment is None else second_moment.map(function),
         )
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as real, with a last dimension of 2; any other as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def flat(tensor: Tensor) -> Tensor:

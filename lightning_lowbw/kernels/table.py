@@ -124,7 +124,7 @@ class Workspace:
         everything: list[Segment | OtherPart] = [*segments, *others]
         rows = _rows(everything, kinds)
         self.num_tensors = len(segments)
-        if [_place(row) for row in rows] != [_place(row) for row in self.rows] or kinds != self.kinds:
+        if [_key_of(row) for row in rows] != [_key_of(row) for row in self.rows] or kinds != self.kinds:
             self._allocate(rows, kinds, device)
         if rows != self.rows:
             self.table = upload(rows, torch.int64, device)
@@ -134,8 +134,8 @@ class Workspace:
         self.rows, self.kinds, self._written = rows, kinds, factors
 
     def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
-        numbers = {_place(row): number for number, row in enumerate(self.rows)}
-        kept = {new: numbers[_place(row)] for new, row in enumerate(rows) if _place(row) in numbers}
+        numbers = {_key_of(row): number for number, row in enumerate(self.rows)}
+        kept = {new: numbers[_key_of(row)] for new, row in enumerate(rows) if _key_of(row) in numbers}
         thresholds = torch.zeros(len(rows), dtype=torch.float32, device=device)
         if kept:
             olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
@@ -163,7 +163,7 @@ class Workspace:
         self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
 
 
-def _place(row: Row) -> tuple[int, int, int]:
+def _key_of(row: Row) -> tuple[int, int, int]:
     """Return what a threshold belongs to."""
     return row.residual or row.square, row.numel, row.k
 

@@ -144,7 +144,7 @@ class BaseStrategy(ParallelStrategy):
         """
         if self.workers and method.exchanges_gradients and self.lightning_module is not None:
             checks.refuse_sparse_gradients(self.lightning_module)
-        agree(f"configuration of {type(self).__name__}", method.facts())
+        agree(f"configuration of {type(self).__name__}", method.settings())
         self.method = self._given = method
         for worker in self.workers:
             worker.method = method
@@ -162,7 +162,7 @@ class BaseStrategy(ParallelStrategy):
         self.lost_peers.begin_fit(lambda: trainer.global_step)
         agree("strategy", {"class": name})  # others do other things from here on
         settings = checks.settings_of(trainer)
-        agree(f"configuration of {name}", {**self.method.facts(), **self._options, **others, **settings})
+        agree(f"configuration of {name}", {**self.method.settings(), **self._options, **others, **settings})
 
     def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
         """Start the workers: the state of a resume has been loaded, and callbacks have set schedules.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbw.comm.agreement import differ
 from lightning_lowbw.comm.peers import Peers, mean_over
-from lightning_lowbw.kernels.reference import as_real
+from lightning_lowbw.kernels.tensors import as_real
 
 
 def weights_of(module: torch.nn.Module) -> list[Tensor]:

@@ -32,7 +32,7 @@ from lightning_lowbw.comm.agreement import agree, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.keywords import Needs
-from lightning_lowbw.sync.buffers import copies
+from lightning_lowbw.sync.average import copies
 from lightning_lowbw.sync.state import merge_states
 
 METADATA_KEY = "lightning_lowbw"
@@ -134,7 +134,7 @@ class CheckpointedStrategy(BaseStrategy):
         if self.is_interrupted:
             together = contextlib.nullcontext  # type: ignore[assignment]
             for worker in self.workers:
-                worker.recall()
+                worker.abandon()
         filepath = self._path_of_rank_zero(filepath)
         self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
         folder = folder_of(filepath)

@@ -16,10 +16,11 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.agreement import agree, checksum, digest, failing_together
+from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep
 
@@ -170,14 +171,14 @@ def agree_on_model(
     """
     parameters = list(named_parameters)
     with failing_together(group):  # a lazy layer has no shape yet
-        facts: dict[str, object] = {
+        settings: dict[str, object] = {
             f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
             for name, p in parameters
         }
-        facts |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
+        settings |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
         if compares_weights:
-            facts |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in parameters}
-    agree("model", facts, group)
+            settings |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in parameters}
+    agree("model", settings, group)
 
 
 def agree_on_optimizers(
@@ -201,13 +202,13 @@ def agree_on_optimizers(
         DisagreementError: on all ranks.
     """
     names = {id(parameter): name for name, parameter in named_parameters}
-    facts: dict[str, object] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
+    settings: dict[str, object] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
     for number, optimizer in enumerate(optimizers):
         for index, of_group in enumerate(optimizer.param_groups):
             prefix = f"optimizer {number}, param group {index}"
-            facts[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in of_group["params"]]
-            facts |= {f"{prefix}, {key}": value for key, value in plain_values(of_group).items()}
-    agree(topic, facts, group)
+            settings[f"{prefix}, parameters"] = [names.get(id(p), tuple(p.shape)) for p in of_group["params"]]
+            settings |= {f"{prefix}, {key}": value for key, value in plain_values(of_group).items()}
+    agree(topic, settings, group)
 
 
 def agree_on_beginning(
@@ -237,18 +238,18 @@ def agree_on_beginning(
         DisagreementError: on all ranks.
     """
     with failing_together(group):
-        facts: dict[str, object] = {"worker.step": step}
+        settings: dict[str, object] = {"worker.step": step}
         if compares_weights:
-            facts |= _checksums("checksum of {}", parameters)
+            settings |= _checksums("checksum of {}", parameters)
         if compares_state:
             entries = {name: optimizer.state.get(p) for name, p in parameters.items()}
             for moment in MOMENTS:
                 of_moment = {name: e[moment] for name, e in entries.items() if isinstance(e, Mapping) and moment in e}
-                facts |= _checksums(f"checksum of the optimizer's {moment} of {{}}", of_moment)
+                settings |= _checksums(f"checksum of the optimizer's {moment} of {{}}", of_moment)
     agree(
         "first step (all begin with the same weights; to resume, each rank loads its own worker.state_dict(), after "
         "the model and the optimizer)",
-        facts,
+        settings,
         group,
     )
 
@@ -264,7 +265,7 @@ def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
 
 
 def raise_at_other_batches(
-    batch: int, step: int, group: dist.ProcessGroup | None, facts: Mapping[str, object] = MappingProxyType({})
+    batch: int, step: int, group: dist.ProcessGroup | None, settings: Mapping[str, object] = MappingProxyType({})
 ) -> NoReturn:
     """Say which rank is where: some have left out a step, or taken one more, and would mix batches or hang.
 
@@ -274,7 +275,7 @@ def raise_at_other_batches(
         batch: of the run.
         step: optimizer steps completed.
         group: None is the world.
-        facts: more about this rank's place.
+        settings: more about this rank's place.
 
     Raises:
         DisagreementError: on all ranks.
@@ -283,7 +284,7 @@ def raise_at_other_batches(
         "batch (of the run) of an optimizer step. A rank in a later one has left out optimizer.step(), and all must "
         "take the same steps. Before the exchange .grad is a rank's own: never branch on it, to skip a step or to clip"
     )
-    agree(topic, {"batch": batch, "optimizer steps": step, **facts}, group)
+    agree(topic, {"batch": batch, "optimizer steps": step, **settings}, group)
     raise DisagreementError(f"Step {step}: the ranks were at different batches, and are not any more.")
 
 

@@ -425,8 +425,8 @@ class ReduceScatterExchange(TopKExchange):
             residual.index_add_(0, positions, values.to(residual.dtype))
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*averaged.means, strict=True))
         counts = [each.numel() for each, _ in averaged.means]
-        places = _place(dict.fromkeys(selected, slice(None)), counts, 0)
-        mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, places)])
+        spans = _spans(dict.fromkeys(selected, slice(None)), counts, 0)
+        mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, spans)])
         return Deferred(lambda: mean)
 
     def state_dict(self) -> dict[str, Any]:
@@ -474,8 +474,8 @@ class Layout:
                 messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
                 positions, values = self.payload.decode(messages, numels, self.density, damaged)
                 counts = [self.payload.num_sent(numel, self.density) for numel in numels]
-                places = [place for row, each in enumerate(mine) for place in _place(self.parts[each], counts, row)]
-                yield Decoded(positions, values, places)
+                spans = [span for row, each in enumerate(mine) for span in _spans(self.parts[each], counts, row)]
+                yield Decoded(positions, values, spans)
 
 
 class PendingTopK:
@@ -506,7 +506,7 @@ class PendingTopK:
         return mean, sum(others, first)  # in one order: the same bits everywhere
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """The position of the elements of a tensor, or a part of one, among those received."""
 
     name: str
@@ -523,17 +523,17 @@ class Decoded:
     Attributes:
         positions: in the part: int64, shape (local ranks, participants, elements).
         values: float32, of the same shape.
-        places: of the tensors.
+        spans: of the tensors.
     """
 
     positions: Tensor
     values: Tensor
-    places: list[Place]
+    spans: list[Span]
 
     def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
         """Return what a kernel takes."""
         arrivals = []
-        for name, part, row, first, count in self.places:
+        for name, part, row, first, count in self.spans:
             if name in steps:
                 out, weight, rate = steps[name]
                 own = None if weight is None else weight[part]
@@ -543,7 +543,7 @@ class Decoded:
     def of(self, name: str) -> list[list[Sparse]]:
         """Return the sparse vectors of a tensor, one per participant, for each part of it that is here."""
         found = []
-        for other, part, row, first, count in self.places:
+        for other, part, row, first, count in self.spans:
             if other == name:
                 mine = slice(first, first + count)
                 positions, values = self.positions[row, :, mine], self.values[row, :, mine]
@@ -598,10 +598,10 @@ class SparseMean:
                 weight[touched] = weight[touched].add_(out[touched], alpha=-rate)
 
 
-def _place(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[Place]:
+def _spans(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[Span]:
     ends = accumulate(counts)
     return [
-        Place(name, part, row, end - count, count)
+        Span(name, part, row, end - count, count)
         for (name, part), end, count in zip(parts.items(), ends, counts, strict=True)
     ]
 

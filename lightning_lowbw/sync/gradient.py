@@ -35,8 +35,8 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.corrections import correction_for
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
-from lightning_lowbw.kernels.reference import are_not_finite, as_real
-from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, flat_in_order, order_of
+from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, flat_in_order, order_of
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at_other_batches
 from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
@@ -240,7 +240,7 @@ class GradientSync(Synchronizer):
         try:
             self.is_taken = self._exchange(skip_nonfinite, applies)
         except BaseException:
-            self.give_back()  # also outside of `stepping`
+            self.restore_optimizer()  # also outside of `stepping`
             raise
         self.is_exchanged = True
         return self.is_taken
@@ -529,12 +529,12 @@ class GradientSync(Synchronizer):
         agree_on_end(self.step, self.by_name(), self.peers.group)
 
     def after_step(self) -> None:
-        self.give_back()
+        self.restore_optimizer()
         self.torn, self.last_density = "", self.density
         self.step += 1
         self.peers.ledger.steps += 1
 
-    def give_back(self) -> None:
+    def restore_optimizer(self) -> None:
         self.correction.restore()
         self._end_step()
 

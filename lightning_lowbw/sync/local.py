@@ -39,8 +39,8 @@ from lightning_lowbw.errors import (
     DisagreementError,
     NonFiniteGradientError,
 )
-from lightning_lowbw.kernels.reference import are_not_finite, as_real
-from lightning_lowbw.kernels.tensors import copy_all_, relative_distance
+from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.kernels.tensors import as_real, copy_all_, relative_distance
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_k import EveryK, steps_before
 from lightning_lowbw.sync.average import (
@@ -53,13 +53,16 @@ from lightning_lowbw.sync.average import (
     Average,
     Fragment,
     Phase,
+    ReplicaBuffers,
     RunningLoss,
     change_of,
+    copies,
     due,
     make_fragments,
     note_steps,
+    unchanged,
+    wide_copies,
 )
-from lightning_lowbw.sync.buffers import ReplicaBuffers, copies, unchanged, wide_copies
 from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import check_shapes
@@ -477,7 +480,7 @@ class LocalSync(Synchronizer):
         try:
             status = self._wait_and_apply_(fragment, work)
         except BaseException:
-            self.recall()
+            self.abandon()
             raise
         fragment.work = None
         sums, num_ranks = status.sums, self.peers.num_ranks
@@ -519,8 +522,8 @@ class LocalSync(Synchronizer):
     def _check(self, status: Status, average: Average) -> None:
         counts, checksums = status.differences()
         if counts:
-            facts = {"average begun after steps": average.step}
-            raise_at_other_batches(self.batch, self.step, self.peers.group, facts)
+            settings = {"average begun after steps": average.step}
+            raise_at_other_batches(self.batch, self.step, self.peers.group, settings)
         if checksums:
             raise DisagreementError(
                 f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "
@@ -558,7 +561,7 @@ class LocalSync(Synchronizer):
             copy_all_(now, means)
 
     @torch.no_grad()
-    def recall(self) -> None:
+    def abandon(self) -> None:
         for fragment in self.fragments:
             if fragment.work is not None:
                 self.torn = self.torn or f"the average that was begun after step {fragment.work.step}"
@@ -575,7 +578,7 @@ class LocalSync(Synchronizer):
         for parameter in fragment.parameters if fragment.work is None else fragment.work.parameters:
             if self.name_of(parameter) in residuals:
                 residuals[self.name_of(parameter)].zero_()
-        fragment.drop()
+        fragment.abandon()
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
@@ -763,7 +766,7 @@ class LocalSync(Synchronizer):
                 change = change_of(snapshot, self.start[parameter], as_real(parameter).dtype)
                 unsent, residual = changes[name] - change.reshape(-1), self.compressed.residuals[name]
                 residual.add_(unsent[self.peers.part(unsent.numel())] if self.compressed.keeps_parts else unsent)
-        fragment.drop()
+        fragment.abandon()
 
     # State ----------------------------------------------------------------------------------------------------------
 

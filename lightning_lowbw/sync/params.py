@@ -18,8 +18,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.reference import as_real
-from lightning_lowbw.kernels.tensors import Order, copy_in_order_, flat_in_order, in_order, order_of
+from lightning_lowbw.kernels.tensors import Order, as_real, copy_in_order_, flat_in_order, in_order, order_of
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.quantization import NARROW_NAMES, QuantizedFormat, make_format, quantized_mean_bytes
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, QuantizedFormat, make_format, quantized_mean_bytes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 
@@ -48,7 +48,7 @@ class Quantized:
     value_dtype: str = "int8"
 
     def __post_init__(self) -> None:
-        check_one_of("value_dtype", self.value_dtype, NARROW_NAMES)
+        check_one_of("value_dtype", self.value_dtype, QUANTIZED_NAMES)
 
 
 @exchanges("quantized", Quantized)

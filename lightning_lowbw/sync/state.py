@@ -17,8 +17,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.reference import as_real
-from lightning_lowbw.kernels.tensors import Order, order_of
+from lightning_lowbw.kernels.tensors import Order, as_real, order_of
 from lightning_lowbw.sync.average import change_of
 
 Named = dict[str, Tensor]

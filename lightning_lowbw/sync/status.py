@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.comm.agreement import checksum, gather
-from lightning_lowbw.kernels.tensors import constant, upload
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.kernels.tensors import checksum, constant, upload
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
 STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly

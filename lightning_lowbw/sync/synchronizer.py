@@ -179,16 +179,16 @@ class Synchronizer:
         self.after_step()
         self.ending.step = None if self.parameters_agree else self.step
 
-    def give_back(self) -> None:
+    def restore_optimizer(self) -> None:
         """Restore the user's settings of the optimizer, after a step or an exception."""
 
     def _tear(self) -> None:
         """End a step that an exception has interrupted; some weights may have been stepped already."""
         if self.is_exchanged and self.is_taken:
             self.torn = f"the optimizer's step after step {self.step}"
-        self.give_back()
+        self.restore_optimizer()
 
-    def recall(self) -> None:
+    def abandon(self) -> None:
         """Give up exchanges in progress, before a state is saved during the handling of an exception.
 
         Communicates nothing, and does not wait.

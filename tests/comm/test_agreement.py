@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.comm import agreement
-from lightning_lowbw.comm.agreement import MAX_DIFFERENCES, agree, checksum, digest, failing_together, gather
+from lightning_lowbw.comm.agreement import MAX_DIFFERENCES, agree, digest, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.kernels import tensors
+from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.sync.status import MODULUS
 from tests.ranks import run_ranks
 
@@ -26,19 +27,19 @@ def try_to_agree(facts_by_rank: list[dict[str, object]]) -> str | None:
 
 
 def test_equal_facts_pass() -> None:
-    facts: dict[str, object] = {"sparsity": (0.9, 0.999), "name": "dgc", "nothing": None}
-    reordered = dict(reversed(facts.items()))
-    assert run_ranks(try_to_agree, 3, [facts, dict(facts), reordered]) == [None, None, None]
-    agree("recipe", facts)  # one process, with itself
+    settings: dict[str, object] = {"sparsity": (0.9, 0.999), "name": "dgc", "nothing": None}
+    reordered = dict(reversed(settings.items()))
+    assert run_ranks(try_to_agree, 3, [settings, dict(settings), reordered]) == [None, None, None]
+    agree("recipe", settings)  # one process, with itself
 
 
 def test_what_differs_is_named_on_all_ranks() -> None:
-    facts: list[dict[str, object]] = [
+    settings: list[dict[str, object]] = [
         {"same": 1, "momentum": 0.9, "type": 1},
         {"same": 1, "momentum": 0.95, "type": 1.0},
         {"same": 1, "momentum": 0.9, "type": 1, "extra": "only here"},
     ]
-    (message,) = set(run_ranks(try_to_agree, 3, facts))
+    (message,) = set(run_ranks(try_to_agree, 3, settings))
     assert message == (
         "The ranks disagree about the recipe; make it the same everywhere:\n"
         "  momentum: rank 0 has 0.9, rank 1 has 0.95, rank 2 has 0.9\n"
@@ -138,8 +139,8 @@ def test_a_checksum_is_of_all_tensors_in_their_order(monkeypatch: pytest.MonkeyP
     generator = torch.Generator().manual_seed(2)
     some = [torch.randn(numel, generator=generator) for numel in (5, 0, 300, 300, 1)]
     some += [torch.arange(9), torch.ones(3, dtype=torch.bool), torch.randn(2, 3, dtype=torch.complex64)]
-    for length in (agreement.CHUNK_OF_CPU, 64):
-        monkeypatch.setattr(agreement, "CHUNK_OF_CPU", length)
+    for length in (tensors.CHUNK_OF_CPU, 64):
+        monkeypatch.setattr(tensors, "CHUNK_OF_CPU", length)
         sums = {int(checksum(some)), int(checksum(some[::-1])), int(checksum([*some[:2], some[3], some[2], *some[4:]]))}
         for number, tensor in enumerate(some):
             other = ~tensor if tensor.dtype == torch.bool else tensor + 1

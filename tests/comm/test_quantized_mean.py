@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import make_peers
-from lightning_lowbw.compress.quantization import NARROW_NAMES, make_format, quantized_mean_bytes
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, make_format, quantized_mean_bytes
 from lightning_lowbw.sync import quantized
 from lightning_lowbw.sync.quantized import Joined, quantized_mean_
 from tests.quantized import decode, encode
@@ -45,7 +45,7 @@ def average() -> Results:
     for topology, nodes in TOPOLOGIES.items():
         peers = make_peers(nodes if len(nodes) < 4 else "flat")
         participant = next(index for index, node in enumerate(nodes) if peers.rank in node)
-        for name in NARROW_NAMES:
+        for name in QUANTIZED_NAMES:
             for numel in NUMELS:
                 for dtype in DTYPES:
                     means, before = [], peers.ledger.sent_bytes
@@ -67,7 +67,7 @@ def results() -> list[Results]:
     return run_ranks(average, 4)
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_sent_and_unsent_are_what_was_given(topology: str, name: str) -> None:
     num_participants = len(TOPOLOGIES[topology])
@@ -86,7 +86,7 @@ def test_sent_and_unsent_are_what_was_given(topology: str, name: str) -> None:
         assert numel < 7 or bool(unsent.any()) == (num_participants > 1)
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 def test_one_mean_bit_for_bit(name: str) -> None:
     """The first of the flat means, from all vectors on one machine: the definition."""
     value_format, num_ranks = make_format(name), 4
@@ -101,7 +101,7 @@ def test_one_mean_bit_for_bit(name: str) -> None:
             assert each["flat", name, numel, dtype]["means"][0].equal(expected)
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_measured_bytes_are_those_of_the_formula(topology: str, name: str) -> None:
     nodes = TOPOLOGIES[topology]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
-from lightning_lowbw.compress.quantization import NARROW_NAMES, make_format
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, make_format
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum
 from lightning_lowbw.kernels import dispatch
 
@@ -167,7 +167,7 @@ def test_a_position_in_the_part_of_another_owner_is_refused(position: int) -> No
 
 
 @fuzz
-@given(damage=damages(), name=st.sampled_from(NARROW_NAMES), numel=st.sampled_from([1, 127, 128, 300]))
+@given(damage=damages(), name=st.sampled_from(QUANTIZED_NAMES), numel=st.sampled_from([1, 127, 128, 300]))
 def test_values_in_few_bits_have_their_shape(damage: tuple[str, list[tuple[int, int]]], name: str, numel: int) -> None:
     narrow = make_format(name)
     message = torch.empty((1, narrow.nbytes(numel)), dtype=torch.uint8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.quantization import BLOCK, NARROW_NAMES, LinearFormat, largest_integer, make_format
+from lightning_lowbw.compress.quantization import BLOCK, QUANTIZED_NAMES, LinearFormat, largest_integer, make_format
 from tests.quantized import decode, encode
 
 NUMELS = (0, 1, 2, 127, 128, 129, 1001)
@@ -17,7 +17,7 @@ def round_trip(name: str, vectors: Tensor) -> Tensor:
     return decode(value_format, encode(value_format, vectors), vectors.shape[1])
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_size_shape_and_error(name: str, numel: int, dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ def test_size_shape_and_error(name: str, numel: int, dtype: torch.dtype) -> None
                 torch.testing.assert_close(block, exact, rtol=2.0**-8, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: torch.dtype) -> None:
     """And a message is the same in whichever ranges it is written and read."""
@@ -64,7 +64,7 @@ def test_an_odd_number_of_half_bytes() -> None:
     assert round_trip("int8", torch.arange(-127.0, 128.0).unsqueeze(0)[:, :128])[0, 0] == -127
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 def test_zero_stays_zero_and_signs_stay(name: str) -> None:
     vectors = torch.randn(2, 1000)
     vectors[:, ::3] = 0
@@ -76,7 +76,7 @@ def test_zero_stays_zero_and_signs_stay(name: str) -> None:
     torch.testing.assert_close(again, decoded, rtol=2.0**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NARROW_NAMES)
+@pytest.mark.parametrize("name", QUANTIZED_NAMES)
 def test_the_ends_of_float32(name: str) -> None:
     large, tiny = torch.full((1, 5), torch.finfo(torch.float32).max), torch.full((1, 5), 1e-45)
     assert round_trip(name, large).isfinite().all()

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import LocalSGDStrategy
-from tests.strategies.watching import SPARSE, weights
+from tests.strategies.fits import SPARSE, weights
 from tests.tiny import Tiny, make_data, make_trainer
 
 STEPS, KILLED_AFTER = 12, 8

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_lowbw import AdaptiveLocalSGDStrategy, DGCStrategy, LocalSGDStrategy
 from tests.ranks import run_ranks
-from tests.strategies.watching import Trace, adamw, gathered, weights
+from tests.strategies.fits import Trace, adamw, gathered, weights
 from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_trainer
 
 STEPS = 10

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_lowbw import ConfigurationError, QuantizedGradients, Strategy
 from tests.ranks import run_ranks
-from tests.strategies.watching import STEPS, fit
+from tests.strategies.fits import STEPS, fit
 from tests.tiny import Tiny, weights_of
 
 

@@ -17,7 +17,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE, Trace, adamw, gathered, weights
+from tests.strategies.fits import SPARSE, Trace, adamw, gathered, weights
 from tests.tiny import Tiny, make_data, make_trainer, sgd
 
 STEPS = 10

@@ -33,7 +33,7 @@ from lightning_lowbw import (
 from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from tests.ranks import run_ranks
-from tests.strategies.watching import meet_an_error
+from tests.strategies.fits import meet_an_error
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
 
 

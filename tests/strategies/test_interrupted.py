@@ -25,7 +25,7 @@ from lightning_lowbw import ConfigurationError, LocalSGDStrategy, Strategy
 from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.strategies import checkpoint as files
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE
+from tests.strategies.fits import SPARSE
 from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, since_lightning_2_5, weights_of
 
 STEPS = 10

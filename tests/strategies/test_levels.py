@@ -31,7 +31,7 @@ from lightning_lowbw import (
 from lightning_lowbw.comm.agreement import digest
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
-from tests.strategies.watching import Silence
+from tests.strategies.fits import Silence
 from tests.tiny import BATCH, MIN_NUMEL, Tiny, Watcher, make_data, make_trainer
 
 STEPS = 8

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
 from lightning_lowbw.sync.synchronizer import Synchronizer
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE
+from tests.strategies.fits import SPARSE
 from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 STEPS = 8

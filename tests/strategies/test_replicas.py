@@ -26,7 +26,7 @@ from lightning_lowbw import (
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import run_ranks
-from tests.strategies.watching import Trace, gathered, weights
+from tests.strategies.fits import Trace, gathered, weights
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_trainer
 
 STEPS = 10

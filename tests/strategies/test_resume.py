@@ -21,7 +21,7 @@ from lightning_lowbw import (
     Strategy,
 )
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE
+from tests.strategies.fits import SPARSE
 from tests.tiny import MIN_NUMEL, Tiny, Watcher, make_data, make_trainer, since_lightning_2_5, weights_of
 
 EPOCH = 5  # steps

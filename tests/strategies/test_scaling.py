@@ -16,7 +16,7 @@ from lightning_lowbw import NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from tests.ranks import run_ranks
-from tests.strategies.watching import STEPS, fit
+from tests.strategies.fits import STEPS, fit
 from tests.tiny import Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
 
 

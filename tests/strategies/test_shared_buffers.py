@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbw import QuantizedGradients, ShardedStrategy, Strategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
-from tests.strategies.watching import STEPS, fit
+from tests.strategies.fits import STEPS, fit
 from tests.tiny import Tiny, make_data, make_strategy, make_trainer
 
 

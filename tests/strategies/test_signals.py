@@ -32,7 +32,7 @@ from lightning_lowbw import (
 from lightning_lowbw.strategies.checkpoint import METADATA_KEY
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
-from tests.strategies.watching import weights
+from tests.strategies.fits import weights
 from tests.tiny import MIN_NUMEL, Tiny, TwoOptimizers, make_data, make_trainer
 
 STEPS = 12

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_lowbw import DGCStrategy, LocalSGDStrategy
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE, weights
+from tests.strategies.fits import SPARSE, weights
 from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 pytestmark = pytest.mark.slow

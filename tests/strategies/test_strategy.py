@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_lowbw import DGC, DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
-from tests.strategies.watching import STEPS, fit
+from tests.strategies.fits import STEPS, fit
 from tests.tiny import BATCH, MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
 
 

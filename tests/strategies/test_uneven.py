@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_lowbw import AveragingSchedule, ConfigurationError, LocalSGDStrategy
 from tests.programs import free_port
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE, Trace, uneven_loader, weights
+from tests.strategies.fits import SPARSE, Trace, uneven_loader, weights
 from tests.tiny import BATCH, Tiny, TwoOptimizers, make_trainer
 
 

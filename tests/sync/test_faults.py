@@ -33,7 +33,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Collectives, TensorWork
 from lightning_lowbw.compress import codec
 from lightning_lowbw.compress.codec import VALUE_NAMES
-from lightning_lowbw.compress.quantization import NARROW_NAMES
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
 from tests.local_oracle import mean_of
@@ -218,7 +218,7 @@ def overflow_changes(value_dtype: str, ends: str, nodes: Nodes) -> list[str]:
 )
 def test_what_is_kept_of_changes_too_large_is_told() -> None:
     """The weights agree then, and may be finite: of 3e38 float16 sends 65504, and the rest adds up to an infinity."""
-    cases = [(name, "next", ()) for name in NARROW_NAMES] + [("float16", "finish", ()), ("int4", "consensus", ())]
+    cases = [(name, "next", ()) for name in QUANTIZED_NAMES] + [("float16", "finish", ()), ("int4", "consensus", ())]
     for (name, ends, _), first, second in zip(cases, *run_ranks(each, 2, overflow_changes, cases), strict=True):
         assert first == second
         *before, said = first
@@ -233,7 +233,7 @@ def test_what_is_kept_of_changes_too_large_is_told() -> None:
 
 def test_what_is_kept_of_gradients_too_large_is_told() -> None:
     """The sum of two is not finite, or what is kept of them grows until it is not: never silently."""
-    cases = [(dtype, value) for dtype in NARROW_NAMES for value in (3e38, 1e30)]
+    cases = [(dtype, value) for dtype in QUANTIZED_NAMES for value in (3e38, 1e30)]
     for results in run_ranks(each, 2, overflow_gradients, cases):
         for (_, value), said in zip(cases, results, strict=True):
             told = "what was kept of earlier gradients on rank 0 has become too large for float32. " in said[-1]

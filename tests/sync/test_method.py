@@ -62,7 +62,7 @@ def test_a_method_is_a_value(name: str) -> None:
     description = method.describe()
     assert Method(**description) == method
     assert Method(**json.loads(json.dumps(description))) == method  # as YAML has it: lists, no tuples
-    assert {key.split(".")[0] for key in method.facts()} == {"when", "what", "where"}
+    assert {key.split(".")[0] for key in method.settings()} == {"when", "what", "where"}
 
 
 def test_a_topology_is_one_value_however_it_is_written() -> None:

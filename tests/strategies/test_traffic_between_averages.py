@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_lowbw import LocalSGDStrategy, TrafficMonitor
 from tests.ranks import run_ranks
-from tests.strategies.watching import SPARSE, Kill, Silence, Trace, gathered, weights
+from tests.strategies.fits import SPARSE, Kill, Silence, Trace, gathered, weights
 from tests.tiny import Tiny, make_data, make_trainer
 
 STEPS = 10

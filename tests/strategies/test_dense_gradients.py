@@ -143,7 +143,7 @@ def fits() -> list[dict[str, Fit]]:
     return run_ranks(fit_all, 2)
 
 
-def test_onlookers_get_dense_gradients_and_change_nothing(fits: list[dict[str, Fit]]) -> None:
+def test_dense_gradients_get_dense_gradients_and_change_nothing(fits: list[dict[str, Fit]]) -> None:
     for runs in fits:
         expected = runs["callback"].seen
         assert len(expected) == STEPS
