@@ -84,8 +84,8 @@ def measure(codec: SparseCodec) -> list[dict[str, Any]]:
             elif name == "all_gather":
                 exchange.all_gather(codec.encode(parts, NUMELS))
             else:
-                averaged = reducer.average(parts, NUMELS, COUNTS)
-                unsent = magnitude(averaged.unsent) / magnitude(parts)
+                _, left = reducer.average(parts, NUMELS, COUNTS)
+                unsent = magnitude(left) / magnitude(parts)
             received = exchange.ledger.received_bytes - before
             rows.append({"exchange": name, "received": received, "formula": formula[name], "unsent": unsent})
     return rows

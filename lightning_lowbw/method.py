@@ -82,11 +82,6 @@ class Where:
                 choices = ", ".join(str(each) for each in allowed if each is not None)
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")
 
-    @property
-    def dtype_between_nodes(self) -> torch.dtype | None:
-        """What dense all-reduces send between nodes; None for the gradients' own."""
-        return None if self.inter_dtype == "float32" else getattr(torch, self.inter_dtype)
-
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +133,7 @@ class Method:
             )
 
     def _check_every_k(self, when: EveryK) -> None:
-        if self.sends_changes and when.is_always_synchronous:
+        if not isinstance(self.what, Whole) and when.is_always_synchronous:
             raise ConfigurationError(
                 f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
                 "would be compressed. Give k_steps > 1, or use when=EveryStep()."
@@ -199,7 +194,7 @@ class Method:
         """Whether gradients, or means of them, are ever exchanged: in synchronous steps, or in nodes."""
         if not isinstance(self.when, EveryK) or self.where.topology != "flat":
             return True
-        return not self.when.is_always_local
+        return self.when.begin_step != 0 or self.when.is_always_synchronous
 
     @property
     def compresses_gradients(self) -> bool:
@@ -217,11 +212,6 @@ class Method:
         if isinstance(self.when, EveryK):
             return "replicas"
         return "whole" if isinstance(self.what, Whole) else "gradients"
-
-    @property
-    def sends_changes(self) -> bool:
-        """Whether an average sends the change of the weights since the last one, instead of the weights."""
-        return isinstance(self.when, EveryK) and not isinstance(self.what, Whole)
 
     def uses_kernels(self, device: torch.device) -> bool:
         """Whether the method uses compiled kernels."""
@@ -266,9 +256,8 @@ class Method:
             **kwargs: of `comm.peers.make_peers`.
         """
         where = self.where
-        peers = make_peers(
-            where.topology, process_group, algorithm=where.algorithm, inter_dtype=where.dtype_between_nodes, **kwargs
-        )
+        inter_dtype = None if where.inter_dtype == "float32" else getattr(torch, where.inter_dtype)
+        peers = make_peers(where.topology, process_group, algorithm=where.algorithm, inter_dtype=inter_dtype, **kwargs)
         if where.inter_dtype != "float32" and peers.topology is None and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"inter_dtype={where.inter_dtype!r} has no effect: each node has one rank, so that this trains as DDP. "
@@ -325,11 +314,6 @@ class Method:
             DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
                 differ. Weights that differ, or the states of the optimizers, are reported at the first step.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(
-                "attach(optimizer, model.named_parameters()) takes a torch optimizer first, and got a "
-                f"{type(optimizer).__name__}."
-            )
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigurationError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no process group: each rank would train alone. "

@@ -101,8 +101,6 @@ def AdaptiveLocalSGD(
     Raises:
         ConfigurationError: as `LocalSGD`.
     """
-    if rule == "fixed":
-        raise ConfigurationError("rule='fixed': use LocalSGD(k_steps=...).")
     if "k_steps" in knobs:
         raise ConfigurationError(f"k_steps={knobs['k_steps']!r}: the first k is init_k_steps here.")
     return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)

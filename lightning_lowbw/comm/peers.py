@@ -254,18 +254,8 @@ class Peers:
             return between.begin_all_gather(message, out)
         return TensorWork(out, self._begin(lambda: self._gather_into(out, message), out, message))
 
-    def reduce_scatter_in_node(self, vector: Tensor) -> Tensor:
-        """Return this rank's part of the sum over the node, filled with zeros to the size of the first part.
-
-        When flat it is the vector itself, no copy.
-        """
-        if self.num_local_ranks == 1:
-            return vector
-        with self.ledger.waiting(vector.device):
-            return self.node.reduce_scatter(vector)
-
     def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
-        """Return the whole of which each rank of the node has a part (see `reduce_scatter_in_node`): shape (numel,).
+        """Return the whole of which each rank of the node has a part (see `part`): shape (numel,).
 
         When flat it is the part itself, no copy.
         """

@@ -205,19 +205,6 @@ def _try_numba(device: torch.device) -> None:
         accumulated, taken = v.clone(), module.take_(v, segment.momentum_buffer, found, masking=True)
         results.append([found, accumulated, *searches, taken, v, *_averaged(module, v, found, 2, (False, True))])
     _compare(*results)
-    _try_positions(cpu, *results[0][:2])
-
-
-def _try_positions(cpu: ModuleType, positions: Tensor, values: Tensor) -> None:
-    """Raise if positions do not come out of a message."""
-    width, numel = 2, values.numel()
-    unary = positions.numel() + (numel >> width)
-    fields = upload([Field(positions.numel(), 0, 0, numel)], torch.int64, positions.device)
-    words = torch.zeros((unary + width * positions.numel()) // 32 + 2, dtype=torch.int32)
-    cpu.pack_(positions, fields, width, unary, words)
-    found = torch.empty(positions.numel() + cpu.BYTE, dtype=torch.int64)
-    cpu.unpack(words, fields, width, unary, found)
-    _compare([found[: positions.numel()]], [positions])
 
 
 def _averaged(

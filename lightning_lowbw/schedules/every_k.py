@@ -118,11 +118,6 @@ class EveryK:
         """Whether this is DDP: an average after every step is one of gradients, for any optimizer and clipping."""
         return self.rule == "fixed" and self.k_steps == 1
 
-    @property
-    def is_always_local(self) -> bool:
-        """Whether no step is synchronous."""
-        return self.begin_step == 0 and not self.is_always_synchronous
-
     def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
 

@@ -134,11 +134,6 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
                 "It is the fraction kept back: 0.999 sends 0.1 %."
             )
     for before, after in pairwise(stairs):
-        if 1.0 - before < 1.0 and 1.0 - after == 1.0:  # in the precision of `density`
-            raise ConfigurationError(
-                f"sparsity={list(stairs)}: a dense stair (0) may only come before the sparse ones, "
-                "because the dense phase keeps no residual. Use a small value such as 0.5, or end the list earlier."
-            )
         if after < before:
             raise ConfigurationError(
                 f"sparsity={list(stairs)}: {after} follows {before}, so more would be sent after the warm-up than in "

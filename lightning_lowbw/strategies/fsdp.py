@@ -317,7 +317,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         for worker in self.replicas:
             if not worker.is_consensus:
                 agree_in_world(worker)
-            elif worker.peers.num_ranks > 1 and worker.method.sends_changes:
+            elif worker.peers.num_ranks > 1 and worker.compressed is not None:
                 check_last_faults(worker)  # also ranks whose shards are empty, and which have no flag
         self._show_mean()
         for worker in self.replicas:

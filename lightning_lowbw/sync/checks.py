@@ -138,15 +138,7 @@ def plain_values(values: Mapping[str, object]) -> dict[str, object]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) and not (isinstance(value, str) and _is_device(value))
-
-
-def _is_device(text: str) -> bool:
-    """Whether a text is a device with its number, of which each rank has its own."""
-    try:
-        return torch.device(text).index is not None
-    except RuntimeError:
-        return False
+    return isinstance(value, PLAIN)
 
 
 def agree_on_model(

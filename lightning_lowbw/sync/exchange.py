@@ -334,20 +334,6 @@ class TopKExchange:
         self._selection.thresholds = state.get("thresholds", {})  # none of another payload
 
 
-@dataclass(frozen=True)
-class Averaged:
-    """The result of a step's exchange on a rank, tensor by tensor.
-
-    Attributes:
-        means: 1/N of the sums that were sent to all: the gradients; float32, the same bits on all ranks.
-        unsent: what is to be added to this rank's residual, undivided: its own elements that did not fit, and, of the
-            part that it owns, sums that were not handed out; float32, positions distinct.
-    """
-
-    means: list[Sparse]
-    unsent: list[Sparse]
-
-
 @dataclass
 class SparseReduceScatter:
     """Averages sparse vectors over the ranks of a group, step after step.
@@ -367,7 +353,9 @@ class SparseReduceScatter:
     numels: tuple[int, ...] = field(default=(), init=False)
     boundaries: tuple[int, ...] = field(default=(), init=False)
 
-    def average(self, parts: Sequence[Sparse], numels: Sequence[int], counts: Sequence[int]) -> Averaged:
+    def average(
+        self, parts: Sequence[Sparse], numels: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[Sparse], list[Sparse]]:
         """Average what all ranks have selected.
 
         Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
@@ -379,6 +367,11 @@ class SparseReduceScatter:
                 dtype.
             numels: elements of each tensor.
             counts: k of each tensor; the same on all ranks, each has selected this many at most.
+
+        Returns:
+            1/N of the sums that were sent to all: float32, the same bits on all ranks. And what is to be added to this
+            rank's residual, undivided: its own elements that did not fit, and, of the part that it owns, sums that were
+            not handed out; float32, positions distinct.
 
         Raises:
             ConfigurationError: on all ranks; there are more elements than positions.
@@ -393,7 +386,7 @@ class SparseReduceScatter:
         reduced = plan.finish(self.collectives.all_gather(owned.message))
         self.boundaries = reduced.boundaries
         unsent = sum_in_order([outgoing.unsent, owned.unsent])
-        return Averaged(plan.split(reduced.mean), plan.split(unsent))
+        return plan.split(reduced.mean), plan.split(unsent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, the same on all ranks."""
@@ -419,12 +412,12 @@ class ReduceScatterExchange(TopKExchange):
         assert status is None
         self._reducer.codec = self.payload.codec
         counts = [self.payload.num_sent(numels[name], self.density) for name in selected]
-        averaged = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
-        for name, (positions, values) in zip(selected, averaged.unsent, strict=True):
+        means, unsent = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
+        for name, (positions, values) in zip(selected, unsent, strict=True):
             residual = self.residuals[name]
             residual.index_add_(0, positions, values.to(residual.dtype))
-        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*averaged.means, strict=True))
-        counts = [each.numel() for each, _ in averaged.means]
+        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
+        counts = [each.numel() for each, _ in means]
         spans = _spans(dict.fromkeys(selected, slice(None)), counts, 0)
         mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, spans)])
         return Deferred(lambda: mean)

@@ -349,20 +349,6 @@ class LocalSync(Synchronizer):
         self.has_met = bool(hidden or begun)
         return bool(begun)
 
-    @torch.no_grad()
-    def average(self) -> None:
-        """Average the replicas now: begin it, and without `delay_steps` wait for it.
-
-        Collective: all ranks.
-
-        Raises:
-            NonFiniteGradientError, DisagreementError, ConfigurationError: as `after_step`.
-        """
-        for fragment in self.fragments:
-            if fragment.work is not None:
-                self._apply(fragment)
-            self._average(fragment)
-
     def _average(self, fragment: Fragment) -> None:
         try:
             fragment.work = self._begin(fragment)

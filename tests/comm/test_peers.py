@@ -141,7 +141,7 @@ def divides_into_parts(peers: Peers, nodes: Any) -> None:
         assert sizes[0] == -(-numel // len(own))
         assert sizes == sorted(sizes, reverse=True)
         total = torch.stack([vector_of(rank, numel) for rank in own]).sum(0)
-        part = peers.reduce_scatter_in_node(vector_of(peers.rank, numel))
+        part = peers.node.reduce_scatter(vector_of(peers.rank, numel))
         assert part.numel() == sizes[0]
         torch.testing.assert_close(part[: sizes[peers.local_rank]], total[peers.part(numel)])
         assert not part[sizes[peers.local_rank] :].any()
@@ -185,7 +185,7 @@ def counts_bytes_by_the_formulas(peers: Peers, nodes: Any) -> None:
     expect(all_reduce_bytes(4004, local), 0, lambda: peers.begin_all_reduce_in_node_(tensor).wait())
     between = all_gather_bytes(77, senders)
     expect(all_gather_bytes(senders * 77, local), between, lambda: gather(peers, message))
-    expect(reduce_scatter_bytes(part * local, local), 0, lambda: peers.reduce_scatter_in_node(tensor))
+    expect(reduce_scatter_bytes(part * local, local), 0, lambda: peers.node.reduce_scatter(tensor))
     expect(all_gather_bytes(part, local), 0, lambda: peers.gather_parts_in_node(tensor[: part // 4], 1001))
 
 
@@ -264,7 +264,6 @@ def test_one_rank_alone() -> None:
         peers.broadcast_(vector)
         assert vector.equal(torch.arange(5.0))
         assert gather(peers, message).tolist() == [[[0, 1, 2, 3, 4]]]
-        assert peers.reduce_scatter_in_node(vector).equal(vector)
         assert peers.gather_parts_in_node(vector, 5).equal(vector)
         assert peers.part(5) == slice(0, 5)
         assert peers.between.all_to_all(message).equal(message)
@@ -345,7 +344,7 @@ def on_one_node() -> None:
         tensor = vector_of(peers.rank, numel)
         expected = torch.stack([vector_of(rank, numel) for rank in range(WORLD)]).sum(0)
         whole = tensor.clone()
-        assert peers.gather_parts_in_node(peers.reduce_scatter_in_node(whole), numel).equal(whole)
+        assert peers.gather_parts_in_node(whole, numel).equal(whole)
         peers.all_reduce_(tensor)
         torch.testing.assert_close(tensor, expected)
     assert ledger.inter_bytes == 0

@@ -38,8 +38,8 @@ def train(value_dtype: str, is_skewed: bool) -> dict[str, Any]:
             positions = largest(residual, k)
             parts.append((positions, residual[positions]))
             residual[positions] = 0
-        averaged = reducer.average(parts, NUMELS, COUNTS)
-        for total, residual, mean, unsent in zip(applied, residuals, averaged.means, averaged.unsent, strict=True):
+        means, left = reducer.average(parts, NUMELS, COUNTS)
+        for total, residual, mean, unsent in zip(applied, residuals, means, left, strict=True):
             total[mean[0]] += mean[1].double() * exchange.num_ranks
             residual[unsent[0]] += unsent[1]
     return {

@@ -162,7 +162,6 @@ def test_an_unknown_axis_raises() -> None:
         (LocalSGD, {"sparsity": [0.9]}, r"LocalSGD has no sparsity"),
         (LocalSGD, {"compression": "int2"}, r"value_dtype='int2': choose one of .*int4"),
         (LocalSGD, {"compression": {"bits": 2}}, r"compression has no bits: choose among density"),
-        (AdaptiveLocalSGD, {"rule": "fixed"}, r"rule='fixed': use LocalSGD\(k_steps=...\)"),
         (AdaptiveLocalSGD, {"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here"),
         (preset, {"name": "dcg"}, r"method 'dcg': choose one of dgc, float16, int8, int4, "),
     ],
