@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -138,7 +139,8 @@ def plain_values(values: Mapping[str, object]) -> dict[str, object]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, PLAIN)
+    # A device with its number, such as "cuda:1", is another one on each rank.
+    return isinstance(value, PLAIN) and not re.fullmatch(r"(cuda|xpu|hpu|mps|npu):\d+", str(value))
 
 
 def agree_on_model(
