@@ -1,4 +1,4 @@
-"""Sharded parameters for the engine: flat peers that hold equal parts, each part a plain tensor.
+"""Sharded parameters for a `Synchronizer`: flat peers that hold equal parts, each part a plain tensor.
 
 A parameter that `fully_shard` or tensor parallelism has made a `DTensor` has one shard on this rank. A `LocalView`
 presents an optimizer of such parameters as an optimizer of these shards: same class, same options, same state, plain

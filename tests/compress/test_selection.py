@@ -146,7 +146,7 @@ def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor],
 
 @pytest.mark.parametrize("numel", [1000, NUMEL])
 def test_what_is_not_a_number_does_not_vanish(numel: int) -> None:
-    """Nor does it keep others from being sent. The engine looks for faults before: this is what happens without."""
+    """Nor does it keep others from being sent. The drivers look for faults before: this is what happens without."""
     chosen, v = Selection(), torch.zeros(numel)
     for step in range(3):
         gradient = torch.randn(numel)
