@@ -94,6 +94,8 @@ def collect(bits, first, least, most, positions, count, flags):
         for i in range(CHUNK):
             flags[i] = np.uint32(np.int32(chunk[i] & MAGNITUDE) - least) <= span
         for i in range(CHUNK // BYTE):
+            if bytes_of_flags[i] == 0:  # most are, also in a chunk that has one
+                continue
             byte = np.int64((bytes_of_flags[i] * GATHER) >> np.uint64(56))
             for place in range(BYTE):
                 positions[count + place] = first + start + BYTE * i + PLACES[byte, place]
@@ -370,15 +372,19 @@ def unpack_kernel(words, fields, width, unary_bits, positions):
     if count != most:
         return count, outside
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    place, num_held, held = unary_bits >> 5, 0, np.uint64(0)
+    if width and unary_bits & 31:
+        held, num_held, place = np.uint64(words[place]) >> np.uint64(unary_bits & 31), 32 - (unary_bits & 31), place + 1
     for tensor in range(fields.shape[0]):
         first, start, numel = fields[tensor, 1], fields[tensor, 2], fields[tensor, 3]
         for i in range(first, first + fields[tensor, 0]):
-            low = unary_bits + i * width
-            place = low >> 5
-            both = np.uint64(words[place]) | (np.uint64(words[min(place + 1, words.size - 1)]) << np.uint64(32))
-            low_bits = np.int64((both >> np.uint64(low & 31)) & mask) if width else 0
-            positions[i] = (((positions[i] - i) << width) | low_bits) - start
-            outside += (positions[i] < 0) | (positions[i] >= numel)
+            if num_held < width:  # no word is read twice
+                held |= np.uint64(words[place]) << np.uint64(num_held)
+                place, num_held = place + 1, num_held + 32
+            position = (((positions[i] - i) << width) | np.int64(held & mask)) - start
+            held, num_held = held >> np.uint64(width), num_held - width
+            positions[i] = position
+            outside += np.uint64(position) >= np.uint64(numel)  # a negative one is a very large one
     return count, outside
 
 

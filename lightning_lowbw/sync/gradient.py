@@ -276,18 +276,18 @@ class GradientSync(Synchronizer):
         Collective: all ranks, blocking; one all-reduce.
         """
         assert self.fault is not None
-        peers, is_dense = self.peers, self.reduces_in_backward
+        peers, is_dense, is_sparse = self.peers, self.reduces_in_backward, self.is_sparse
         whole = {
             row.name: row.in_order(torch.zeros_like(row.parameter) if row.is_missing else row.gradient)
             for row in self._rows
-            if is_dense or (self.is_sparse and not row.is_compressed)
+            if is_dense or (is_sparse and not row.is_compressed)
         }
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
         weights = None if self.step % CHECK_EVERY_STEPS else (row.parameter for row in self._rows)
         mark = make_mark(self.batch, weights)
         message = status_message(used, self.fault, mark, peers.rank, peers.num_ranks, self.fault.device, self.requests)
-        exact = self.is_sparse or self.method.where.inter_dtype == "float32"
+        exact = is_sparse or self.method.where.inter_dtype == "float32"
         mean, numbers = WholeExchange(peers, exact=exact).begin(whole, message).wait()
         status = Status.read(numbers, peers.num_ranks)
         self.agree_on(status.requests)
