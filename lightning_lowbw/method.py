@@ -144,10 +144,7 @@ class Method:
                 "be hidden. Leave out delay_steps, or send TopK or Whole."
             )
         if isinstance(self.what, TopK):
-            for name, allowed in (
-                ("exchange", ("auto", "all_gather")),
-                ("momentum_masking", (None,)),
-            ):
+            for name, allowed in (("exchange", ("auto", "all_gather")), ("momentum_masking", (None,))):
                 value = getattr(self.what, name)
                 if value not in allowed:
                     raise ConfigurationError(

@@ -109,14 +109,17 @@ def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[l
     step_s, (small_s, sent_s) = nominal["step_s"][task], nominal["exchange_s"][task]
     numels = [each.numel() for each in TASKS[task].make_model().parameters() if each.requires_grad]
 
+    def time_s(rounds: int, nbytes: float) -> float:
+        return rounds * link.latency_s + nbytes / link.bandwidth_bytes_per_s
+
     def dense_s(numel: int) -> float:
-        return link.time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(4 * numel, NUM_RANKS))
+        return time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(4 * numel, NUM_RANKS))
 
     def measure(what: TopK, _: Any, numels: tuple[list[int], list[int]], *__: Any) -> Measured:
         sparse, others = numels
         fixed_s = small_s + dense_s(sum(others))
         work_s = {density: fixed_s + sent_s * density * sum(sparse) for density in DENSITIES}
-        sending_s = {density: link.time_s(1, what.nbytes(sparse, density)) for density in DENSITIES}
+        sending_s = {density: time_s(1, what.nbytes(sparse, density)) for density in DENSITIES}
         exchange_s: dict[float | str, float] = {density: work_s[density] + sending_s[density] for density in DENSITIES}
         return Measured(step_s, step_s + dense_s(sum(sparse) + sum(others)), exchange_s, link)
 

@@ -30,6 +30,9 @@ from lightning_lowbw.comm.side_queue import new_future
 
 Level = Literal["intra", "inter"]
 
+# The names up to torch 2.12 warn from 2.13 on.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Pairs of CUDA events that have not been read yet; older ones are dropped rather than waited for.
 MAX_PENDING = 256
 
@@ -362,7 +365,7 @@ class Collectives:
         sent = self._staged(message)
         received = None if sent.device == out.device else sent.new_empty(out.numel())
         target = out.view(-1) if received is None else received
-        work = _all_gather()(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
+        work = ALL_GATHER(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
         return TensorWork(out, work, received)
 
     def all_to_all(self, message: Tensor) -> Tensor:
@@ -401,7 +404,7 @@ class Collectives:
         if is_gloo(self.group, vector.device):  # whose reduce-scatter is an all-reduce, or missing
             return self._exchange_parts(padded).view(num_ranks, -1).sum(0)
         part = padded.new_empty(padded.numel() // num_ranks)
-        _reduce_scatter()(part, padded, group=self.group)
+        REDUCE_SCATTER(part, padded, group=self.group)
         return part
 
     def gather_parts(self, part: Tensor, numel: int) -> Tensor:
@@ -475,15 +478,6 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
         broadcast_(flat)
         for tensor, received in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(received.view(tensor.shape))
-
-
-# The names up to torch 2.12 warn from 2.13 on.
-def _all_gather() -> Callable[..., Any]:
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _reduce_scatter() -> Callable[..., Any]:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _hand_over(reduced: Future[list[Tensor]], tensor: Tensor, future: Future[Tensor]) -> None:

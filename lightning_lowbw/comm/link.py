@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_lowbw.comm.collectives import (
     Collectives,
@@ -32,18 +31,10 @@ class Link:
     Args:
         latency_s: seconds of the smallest message, one way.
         bandwidth_bytes_per_s: in each direction.
-
-    Example:
-        >>> Link(latency_s=0.025, bandwidth_bytes_per_s=12.5e6).time_s(rounds=2, nbytes=125_000)
-        0.060000000000000005
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
-
-    def time_s(self, rounds: int, nbytes: float) -> float:
-        """Return the seconds of messages: rounds * latency + bytes / bandwidth."""
-        return rounds * self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
 def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Link:
@@ -73,8 +64,10 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
         message = torch.zeros(2 * num_ranks, dtype=torch.float64, device=device)
         if collectives.rank == 0:
             message[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        took = _timed_all_reduce_(collectives, message)
-        return message[: len(values)].tolist(), took
+        started = time.perf_counter()
+        collectives.all_reduce_(message)
+        received = message[: len(values)].tolist()  # on CUDA, waits for it
+        return received, time.perf_counter() - started
 
     tell(0.0)  # makes the connections
     latency_s = min(tell(0.0)[1] for _ in range(NUM_LATENCIES)) / all_reduce_rounds(num_ranks)
@@ -94,13 +87,6 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
         nbytes = int(tell(following)[0][0])
     fastest = max(bandwidths[len(bandwidths) // 2 :], default=0.0)
     return Link(*tell(latency_s, fastest)[0])  # rank 0's, which has measured at least one
-
-
-def _timed_all_reduce_(collectives: Collectives, message: Tensor) -> float:
-    started = time.perf_counter()
-    collectives.all_reduce_(message)
-    float(message[0])  # on CUDA, waits for it
-    return time.perf_counter() - started
 
 
 def _timed_all_gather(collectives: Collectives, nbytes: int, device: torch.device | str) -> float:

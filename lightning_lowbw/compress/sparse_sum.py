@@ -46,15 +46,6 @@ def gather_capacity(num_selected: int, num_ranks: int) -> int:
     return -(-GATHERED * num_selected // num_ranks)
 
 
-def reduce_scatter_elements(num_selected: int, num_ranks: int) -> int:
-    """Return how many (position, value) pairs a rank receives in both phases: below 6 k for k >= 16 W.
-
-    Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", arXiv 2201.07598, whose
-    bound counts positions and values apart.
-    """
-    return (num_ranks - 1) * (scatter_capacity(num_selected, num_ranks) + gather_capacity(num_selected, num_ranks))
-
-
 @dataclass(frozen=True)
 class Outgoing:
     """A rank's selection, sorted by owner.

@@ -244,7 +244,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         for view in self._views.values():
             view.release()
         if self.lightning_module is not None:
-            remove_default(self.lightning_module)
+            vars(self.lightning_module).pop("configure_model", None)  # of `install_default`
             reshard_(self.lightning_module)  # whoever looks at the weights finds all of them sharded
         super().teardown()
 
@@ -568,7 +568,7 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
 
 
 def install_default(module: Any, device: torch.device) -> None:
-    """Give a module that has none a `configure_model` that shards it, until `remove_default`.
+    """Give a module that has none a `configure_model` that shards it, until `teardown`.
 
     The whole model is on each rank until then. A model that does not fit needs one of its own, under
     ``with torch.device("meta")``.
@@ -583,11 +583,6 @@ def install_default(module: Any, device: torch.device) -> None:
         )
     if not is_overridden("configure_model", module):
         module.configure_model = lambda: _shard(module, device)
-
-
-def remove_default(module: nn.Module) -> None:
-    """Take it away again."""
-    vars(module).pop("configure_model", None)
 
 
 def _shard(module: Any, device: torch.device) -> None:

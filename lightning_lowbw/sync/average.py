@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -420,12 +421,8 @@ def unchanged(
         own: what they had.
         shown: copies of what was put into them; of those that the user's code may change.
     """
-    return {name: each for name, each in own.items() if name not in shown or _is_same(tensors[name], shown[name])}
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same values; NaN is the same as NaN."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    is_same = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=True)
+    return {name: each for name, each in own.items() if name not in shown or is_same(tensors[name], shown[name])}
 
 
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:

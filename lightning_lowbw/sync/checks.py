@@ -85,7 +85,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> set[int]:
 
 
 def warn_if_alone(peers: Peers) -> None:
-    """Warn if there is only one rank, in a plain loop; of a strategy `strategies.advice` says it."""
+    """Warn if there is only one rank, in a plain loop; a strategy says it itself."""
     if peers.num_ranks > 1:
         return
     found = [f"{name} is {number}" for name in LAUNCHED if (number := os.environ.get(name, "1")) not in ("", "1")]

@@ -360,7 +360,7 @@ class SparseReduceScatter:
 
         Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
 
-        Wire: see `SparseSum`; `compress.sparse_sum.reduce_scatter_elements` elements.
+        Wire: see `SparseSum`.
 
         Args:
             parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating

@@ -317,13 +317,10 @@ class LocalSync(Synchronizer):
         for number, fragment in enumerate(self.fragments):
             if fragment.steps is None:
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
-        self._note_start(self.parameters())
+        if self.needs_start:  # of frozen parameters not before they train
+            new = [p for p in self.params if p.requires_grad and p not in self.start]
+            self.start.update(zip(new, wide_copies(new), strict=True))
         self.buffers.begin(self.peers)
-
-    def _note_start(self, parameters: Sequence[Parameter]) -> None:
-        """Note the last consensus of parameters that have not moved since; frozen ones need none before they train."""
-        new = [p for p in parameters if p.requires_grad and p not in self.start] if self.needs_start else []
-        self.start.update(zip(new, wide_copies(new), strict=True))
 
     # When averages are due ------------------------------------------------------------------------------------------
 

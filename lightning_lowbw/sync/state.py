@@ -23,7 +23,6 @@ from lightning_lowbw.sync.average import change_of
 Named = dict[str, Tensor]
 
 OF_GRADIENTS = ("step", "small_numel", "correction", "payload", "shapes", "orders", "num_participants")
-NO_DELAY: dict[str, Any] = {"chosen": None, "average_s": {}}  # a world of another size measures again
 
 
 def saved(tensors: Mapping[str, Tensor]) -> Named:
@@ -177,7 +176,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0, "delay": NO_DELAY}
+        merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0}
         for name, kept in state["residuals"].items():
             residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])
         for work in [fragment["work"] for fragment in state["fragments"] if fragment["work"]]:

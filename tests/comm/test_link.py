@@ -40,14 +40,8 @@ os._exit(0)
 """
 
 
-def test_time_is_rounds_times_latency_plus_bytes_over_bandwidth() -> None:
-    assert Link(0.025, 1e6).time_s(rounds=4, nbytes=500_000) == pytest.approx(0.1 + 0.5)
-    assert Link(0.0, float("inf")).time_s(rounds=10, nbytes=1e12) == 0.0
-
-
 def test_one_rank_has_no_link() -> None:
     assert measure_link() == Link(0.0, float("inf"))
-    assert measure_link().time_s(rounds=0, nbytes=0) == 0.0
 
 
 def measure() -> tuple[Link, Link | None]:
