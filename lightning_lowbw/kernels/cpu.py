@@ -506,8 +506,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     square, largest = (None, None) if moment is None else (moment.square, moment.largest)
     adam = (0.0,) * 4 if moment is None else (moment.beta2, (1.0 - moment.beta2) * moment.share, *moment.line)
     tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, square, largest)
-    numbers = np.array([segment.momentum, 1.0 - segment.dampening, segment.weight_decay, -segment.ahead, segment.sign])
-    momentum, gain, decay, less, sign = numbers.astype(np.float32)
+    numbers = segment.momentum, 1.0 - segment.dampening, segment.weight_decay, -segment.ahead, segment.sign
+    momentum, gain, decay, less, sign = map(np.float32, numbers)
     fault = np.empty(0, dtype=np.bool_) if segment.fault is None else segment.fault.view(1).numpy()
     least, most = _bits(threshold), min(most, residual.numel())
 
