@@ -30,9 +30,6 @@ from lightning_lowbw.comm.side_queue import new_future
 
 Level = Literal["intra", "inter"]
 
-# The names up to torch 2.12 warn from 2.13 on.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Pairs of CUDA events that have not been read yet; older ones are dropped rather than waited for.
 MAX_PENDING = 256
 
@@ -365,7 +362,9 @@ class Collectives:
         sent = self._staged(message)
         received = None if sent.device == out.device else sent.new_empty(out.numel())
         target = out.view(-1) if received is None else received
-        work = ALL_GATHER(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
+        # The second name is that up to torch 2.12, and warns from 2.13 on.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
         return TensorWork(out, work, received)
 
     def all_to_all(self, message: Tensor) -> Tensor:
@@ -404,7 +403,8 @@ class Collectives:
         if is_gloo(self.group, vector.device):  # whose reduce-scatter is an all-reduce, or missing
             return self._exchange_parts(padded).view(num_ranks, -1).sum(0)
         part = padded.new_empty(padded.numel() // num_ranks)
-        REDUCE_SCATTER(part, padded, group=self.group)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(part, padded, group=self.group)
         return part
 
     def gather_parts(self, part: Tensor, numel: int) -> Tensor:
