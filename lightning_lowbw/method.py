@@ -33,7 +33,7 @@ from lightning_lowbw.sync.checks import (
     warn_if_incomplete,
     warn_if_mostly_sent,
 )
-from lightning_lowbw.sync.exchange import PAYLOADS, Whole
+from lightning_lowbw.sync.exchange import EXCHANGES, PAYLOADS, Whole
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
@@ -138,10 +138,10 @@ class Method:
                 f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
                 "would be compressed. Give k_steps > 1, or use when=EveryStep()."
             )
-        if not isinstance(self.what, (Whole, TopK)) and when.delay_steps:
+        if when.delay_steps and not (isinstance(self.what, Whole) or EXCHANGES[type(self.what)].can_be_hidden):
             raise ConfigurationError(
-                f"delay_steps={when.delay_steps!r} with {self.what}: its two exchanges follow one another and cannot "
-                "be hidden. Leave out delay_steps, or send TopK or Whole."
+                f"delay_steps={when.delay_steps!r} with {self.what}: its messages depend on one another and cannot be "
+                "hidden. Leave out delay_steps, or send TopK or Whole."
             )
         if isinstance(self.what, TopK):
             for name, allowed in (("exchange", ("auto", "all_gather")), ("momentum_masking", (None,))):

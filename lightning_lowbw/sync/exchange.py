@@ -7,8 +7,7 @@ A signal is the gradients of a step, or the changes of the weights since the las
 ranks. A status (`sync.status`) rides on the exchange where it is given; the sum over all ranks comes back. What is
 not sent, and rounding errors, stay in the residuals e.
 
-`Whole` sends every element (`WholeExchange`), `Quantized` few bits of each (`QuantizedExchange`), `TopK` the k largest
-(`TopKExchange`). Another payload registers itself with `exchanges`.
+`Whole` sends every element (`WholeExchange`), `TopK` the k largest (`TopKExchange`); others are a file each.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Mean(Protocol):
     """The mean of a signal over the participants."""
 
     def dense(self) -> dict[str, Tensor]:
-        """Return it by name; new memory, or that of the signal."""
+        """Return it by name, flat (that of `WholeExchange` in its shapes); new memory, or that of the signal."""
         ...
 
 
@@ -64,17 +63,23 @@ class Exchange(Protocol):
             the device; None if not, or before the first. A later status reports it: that of this exchange has gone.
         payload: what is sent; may be replaced between steps, on all ranks.
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
+        can_be_hidden: whether `begin` sends everything, so that local steps can be taken before `wait`.
     """
 
     residuals: Residuals
     fault: Tensor | None
     payload: Any
     keeps_parts: bool
+    can_be_hidden: bool
 
     def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
         """Begin to average a signal.
 
-        Collective: all ranks, with the same names.
+        Collective: all ranks, with the same names; on two levels the ranks of a node have equal signals.
+
+        Args:
+            signal: at least one tensor, each with elements: real, of any floating dtype and shape, read in C order.
+            status: None, except where the payload is `TopK`.
         """
         ...
 
@@ -91,7 +96,7 @@ class Exchange(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of the same ranks."""
+        """Load a `state_dict` of the same ranks; or one of another payload, of which nothing is taken."""
         ...
 
 
@@ -101,8 +106,8 @@ class Whole:
     """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
 
 
-PAYLOADS: dict[str, type] = {"whole": Whole, "top_k": TopK}  # by their names in a file
-_MAKERS: dict[type, Callable[..., Any]] = {}
+PAYLOADS: dict[str, type] = {"whole": Whole}  # by their names in a file
+EXCHANGES: dict[type, type[Any]] = {}
 
 
 def exchanges(name: str, payload: type) -> Callable[[type[Made]], type[Made]]:
@@ -115,7 +120,7 @@ def exchanges(name: str, payload: type) -> Callable[[type[Made]], type[Made]]:
 
     def register(maker: type[Made]) -> type[Made]:
         PAYLOADS[name] = payload
-        _MAKERS[payload] = maker
+        EXCHANGES[payload] = maker
         return maker
 
     return register
@@ -127,7 +132,7 @@ def exchange_for(what: Any, peers: Peers, *, of_gradients: bool) -> Exchange | N
         collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
         is_gathered = not of_gradients or collective == "all_gather"
         return TopKExchange(what, peers) if is_gathered else ReduceScatterExchange(what, peers)
-    made: Exchange | None = None if isinstance(what, Whole) else _MAKERS[type(what)](what, peers)
+    made: Exchange | None = None if isinstance(what, Whole) else EXCHANGES[type(what)](what, peers)
     return made
 
 
@@ -191,6 +196,7 @@ class WholeExchange:
 # The k largest --------------------------------------------------------------------------------------------------------
 
 
+@exchanges("top_k", TopK)
 class TopKExchange:
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
@@ -211,7 +217,7 @@ class TopKExchange:
         accumulated: the names of what has been accumulated, and not sent yet.
     """
 
-    keeps_parts = True
+    keeps_parts = can_be_hidden = True
 
     def __init__(self, payload: TopK, peers: Peers) -> None:
         self.payload, self._peers = payload, peers

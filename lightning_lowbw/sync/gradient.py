@@ -313,6 +313,8 @@ class GradientSync(Synchronizer):
         """
         assert self.compressed is not None
         gradients = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
+        if not gradients:
+            return
         self._is_torn = True
         means = self.compressed.begin(gradients).wait()[0].dense()
         self._is_torn = False

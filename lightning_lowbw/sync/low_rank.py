@@ -59,7 +59,7 @@ class LowRank:
 
     def factors(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int, int] | None:
         """Return n, m and r of a tensor's factors, r at most n and m; None if it is sent whole."""
-        if len(shape) < 2 or 0 in shape:
+        if len(shape) < 2:
             return None
         n, m = shape[0], math.prod(shape[1:])
         rank = min(self.rank, n, m)
@@ -85,7 +85,7 @@ class LowRankExchange:
     residuals: Residuals = field(default_factory=Residuals)
     fault: Tensor | None = None
     _starts: dict[str, Tensor] = field(default_factory=dict)  # Q by name: float32, shape (m, r)
-    keeps_parts = False
+    keeps_parts = can_be_hidden = False
 
     def begin(self, signal: Signal, status: Tensor | None = None) -> Deferred:
         """Average tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
@@ -94,7 +94,7 @@ class LowRankExchange:
 
     @torch.no_grad()
     def average(self, signal: Signal) -> DenseMean:
-        """Return the means: float32, in the shapes of the signal.
+        """Return the means: float32.
 
         In place:
             The residuals, and the warm starts; and the signal, where it is float32 and contiguous, becomes the mean.
@@ -104,8 +104,6 @@ class LowRankExchange:
         Wire:
             4 bytes for the (n + m) r numbers of each matrix, and for each element of what is sent whole.
         """
-        if not signal:
-            return DenseMean({})
         device = next(iter(signal.values())).device
         shapes = {name: shape for name, each in signal.items() if (shape := self.payload.factors(each.shape))}
         # What a matrix has kept that does not pay any more, with another rank, is sent whole, too.
@@ -133,9 +131,9 @@ class LowRankExchange:
         for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
             is_room = signal[name].dtype == torch.float32 and signal[name].is_contiguous()
             mean = signal[name].view(matrix.shape) if is_room else torch.empty_like(matrix)
-            matrix.sub_(torch.mm(left, right.mT, out=mean))
-            by_name[name] = mean.view(signal[name].shape)
-        return DenseMean({name: by_name[name] for name in signal})
+            by_name[name] = torch.mm(left, right.mT, out=mean)
+            matrix.sub_(mean)
+        return DenseMean({name: by_name[name].view(-1) for name in signal})
 
     def _start(self, name: str, numel: int, rank: int, device: torch.device) -> Tensor:
         """Return Q of the last exchange with orthogonal columns; the first time random ones."""

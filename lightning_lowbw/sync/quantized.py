@@ -60,7 +60,7 @@ class QuantizedExchange:
         peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
     """
 
-    keeps_parts = True
+    keeps_parts, can_be_hidden = True, False
 
     def __init__(self, payload: Quantized, peers: Peers) -> None:
         self.payload, self._peers = payload, peers
@@ -85,16 +85,14 @@ class QuantizedExchange:
         return quantized_mean_bytes(shape.numel(), self._peers.num_participants, make_format(self.payload.value_dtype))
 
     def _average_(self, signal: dict[str, Tensor]) -> DenseMean:
-        signal = {name: each for name, each in signal.items() if each.numel()}
-        if signal:
-            tensors = list(signal.values())
-            numels = {name: each[self._peers.part(each.numel())].numel() for name, each in signal.items()}
-            wide = [name for name, each in signal.items() if each.dtype == torch.float64]
-            self.residuals.ensure(numels, tensors[0].device, wide)
-            value_format = make_format(self.payload.value_dtype)
-            residuals = [self.residuals[name] for name in signal]
-            left = quantized_mean_(tensors, residuals, tensors, value_format, self._peers)
-            self.fault = left * 0 != 0  # NaN of a NaN, and of an infinity
+        tensors = list(signal.values())
+        numels = {name: each[self._peers.part(each.numel())].numel() for name, each in signal.items()}
+        wide = [name for name, each in signal.items() if each.dtype == torch.float64]
+        self.residuals.ensure(numels, tensors[0].device, wide)
+        value_format = make_format(self.payload.value_dtype)
+        residuals = [self.residuals[name] for name in signal]
+        left = quantized_mean_(tensors, residuals, tensors, value_format, self._peers)
+        self.fault = left * 0 != 0  # NaN of a NaN, and of an infinity
         return DenseMean(signal)
 
     def to(self, device: torch.device) -> None:

@@ -60,16 +60,22 @@ class Volumes:
             lefts, rights = lefts + (n * rank if pays else n * m), rights + (m * rank if pays else 0)
         return self.whole(lefts) + self.whole(rights)
 
+    def compressed(self, names: Iterable[str]) -> int:
+        """Return the bytes of tensors that a payload sends in one way always: a new one has its line here."""
+        what = self.what
+        if isinstance(what, Quantized):
+            return self.quantized(what.value_dtype, [NUMELS[name] for name in names])
+        assert isinstance(what, LowRank)
+        return self.low_rank(what, names)
+
     def of_gradients(self, when: EveryStep, step: int) -> int:
         """Return the bytes of the step with this number, from 0."""
         control, what = len(NUMELS) + 2 * self.row.num_ranks, self.what
-        density = when.density(step, what.density) if isinstance(what, TopK) else 1.0
         if isinstance(what, Whole) or step < when.rampup_begin_step:
             return self.whole(NUMEL + control)
-        if isinstance(what, Quantized):
-            return self.whole(control) + self.quantized(what.value_dtype, list(NUMELS.values()))
-        if isinstance(what, LowRank):
-            return self.whole(control) + self.low_rank(what, NUMELS)
+        if not isinstance(what, TopK):
+            return self.whole(control) + self.compressed(NUMELS)
+        density = when.density(step, what.density)
         assert density < 1.0
         sparse = [numel for name, numel in NUMELS.items() if what.takes(name, numel, 1)]
         others = [numel for name, numel in NUMELS.items() if not what.takes(name, numel, 1)]
@@ -84,9 +90,7 @@ class Volumes:
         words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 6 + 2 * self.row.num_ranks
         if isinstance(self.what, TopK):
             return self.whole(words) + self.sparse(self.what, taken, None)
-        if isinstance(self.what, Quantized):
-            return self.whole(words) + self.quantized(self.what.value_dtype, taken)
-        return self.whole(words) + (self.low_rank(self.what, numels) if isinstance(self.what, LowRank) else 0)
+        return self.whole(words) + (self.compressed(numels) if taken else 0)
 
     def of_replicas(
         self, when: EveryK, num_steps: int, turns: Sequence[tuple[int, int, int]], fragments: Sequence[Sequence[str]]

@@ -99,15 +99,13 @@ def check(results: list[tuple[list[tuple[bool, int]], str]], dense: int) -> None
         assert all((num > 0) == is_dense for is_dense, num in by_batch)
 
 
-DENSE_STEPS = {"float16": 0, "int8": 0, "int4": 0, "powersgd": 0, "hierarchical": STEPS}
-
-
 @pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
 def test_only_dense_steps_search(make_model: Callable[..., Tiny]) -> None:
     names = list(PRESETS) if make_model is Tiny else ["dgc", "int8", "local_sgd"]
     results = run_ranks(fit_by_names, 2, names, make_model)
     for name in names:
-        check([result[name] for result in results], DENSE_STEPS.get(name, 3))
+        dense = STEPS if name == "hierarchical" else 3 if callback_of(name) else 0
+        check([result[name] for result in results], dense)
 
 
 def fit_sparse_from_the_start(make_model: Callable[..., Tiny]) -> list[Any]:

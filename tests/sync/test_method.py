@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lightning_lowbw
 from lightning_lowbw import (
     DGC,
     AdaptiveLocalSGD,
@@ -23,13 +24,11 @@ from lightning_lowbw import (
     EveryStep,
     Hierarchical,
     LocalSGD,
-    LowRank,
     Method,
     Quantized,
     TopK,
     Topology,
     Where,
-    Whole,
 )
 from lightning_lowbw.method import as_method
 from lightning_lowbw.presets import PRESETS, preset
@@ -38,7 +37,6 @@ from tests.sync.problem import message_of
 
 NODES = ((0, 1), (2, 3))
 BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
-VALUES = {kind.__name__: kind for kind in (Method, EveryK, EveryStep, LowRank, Quantized, TopK, Topology, Where, Whole)}
 METHODS = {
     "ddp": Method(),
     "bfloat16 gradients": Method(what=Quantized(value_dtype="bfloat16")),
@@ -57,7 +55,7 @@ def test_a_method_is_a_value(name: str) -> None:
     assert method == replace(method)
     assert hash(method) == hash(replace(method))
     assert pickle.loads(pickle.dumps(method)) == method
-    assert eval(repr(method), VALUES) == method
+    assert eval(repr(method), dict(vars(lightning_lowbw))) == method
     assert [other for other in METHODS.values() if other == method] == [method]
     description = method.describe()
     assert Method(**description) == method
