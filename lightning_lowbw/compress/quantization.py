@@ -1,6 +1,4 @@
-"""The payloads `Whole` and `Quantized`: vectors as they are, or in few bits per value, for a mean with error feedback.
-
-The few bits are those of half types, or of integers with a scale per block.
+"""Vectors in few bits per value, for a mean with error feedback: half types, or integers with a scale per block.
 
 A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale and of each
 value the nearest integer in units of it. For dense values, mostly near zero, that is closer than the logarithmic levels

@@ -4,7 +4,7 @@ Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887 (the k largest
 Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, algorithm 1
 (the k largest of each chunk of what the local steps have done). With e the residual of a participant, D its signal:
 
-    accumulate   e = beta e + D        (or a correction of D; `compress.corrections`, `compress.corrections`)
+    accumulate   e = beta e + D        (or a correction of D; `compress.corrections`)
     send         Q(the k largest of e, per tensor or chunk)
     keep         e = e - what was sent
     average      the sum of what all N sent, each element divided by N, or by the number that sent it

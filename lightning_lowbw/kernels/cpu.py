@@ -609,7 +609,7 @@ def _bits(threshold: float) -> Any:
 
 
 def _room(count: int) -> Tensor:
-    """Return room for so many positions, and what `numba_collect` writes behind them."""
+    """Return room for so many positions, and what `collect` writes behind them."""
     return allocate(count + CHUNK, torch.int64)
 
 

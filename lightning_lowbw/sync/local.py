@@ -1,7 +1,7 @@
 """Every k steps: each rank steps on its own gradient, and the weights are averaged after k of them.
 
 Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
-mini-batches, use local SGD", arXiv 1808.07217 (post-local); adaptive periods and outer optimizers as in `when`.
+mini-batches, use local SGD", arXiv 1808.07217 (post-local); adaptive periods, outer optimizers: `schedules.every_k`.
 
 Steps 1 to `begin_step` are synchronous: gradients are all-reduced. After it each rank i steps alone, and after every k
 steps, counted from there,
