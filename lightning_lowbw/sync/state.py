@@ -171,8 +171,8 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     begun and not applied is dropped; elements that it has taken from the residuals are put back.
     """
     merged: dict[str, Any] = {}
-    residuals = _Mean()
-    totals: dict[tuple[Any, str], Tensor] = {}
+    residuals, optimizer_state = _Mean(), dict[Any, dict[str, Any]]()
+    totals: dict[tuple[Any, str], tuple[Tensor, int]] = {}
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
@@ -187,21 +187,22 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 change = change_of(snapshots[name], state["start"][name], as_real(state["own"][name]).dtype)
                 residuals.add(name, (mean - change.reshape(-1)) / num_parts, mean.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
+            optimizer_state[index] = {**entry, **optimizer_state.get(index, {})}  # not all ranks need have used it
             for name, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
+                    total, number = totals.get((index, name), (torch.zeros(()), 0))
                     wide = value.to(torch.promote_types(value.dtype, torch.float32))
-                    totals[index, name] = totals[index, name] + wide if (index, name) in totals else wide
+                    totals[index, name] = total + wide, number + 1
     merged |= {
         "local_rank": None,
         "nodes": None,
         "exchange": None,
+        "optimizer": {**merged["optimizer"], "state": optimizer_state},
         "residuals": residuals.divide(num_states / num_parts),
         "fragments": [{**fragment, "work": None, "moved": [], "steps": None} for fragment in merged["fragments"]],
     }
-    optimizer_state = merged["optimizer"]["state"]
-    for (index, name), total in totals.items():
-        if name in optimizer_state.get(index, {}):
-            optimizer_state[index][name] = (total / num_states).to(optimizer_state[index][name].dtype)
+    for (index, name), (total, number) in totals.items():
+        optimizer_state[index][name] = (total / number).to(optimizer_state[index][name].dtype)
     return merged
 
 

@@ -256,6 +256,12 @@ def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
         assert merged[kind]["w"].tolist() == values
     merged["residuals"]["w"].zero_()
     assert states[0]["residuals"]["w"].tolist() == [1.0, 0.0]
+    first, second = {0: {"m": torch.tensor([1.0])}}, {0: {"m": torch.tensor([3.0])}, 1: {"m": torch.ones(1)}}
+    for state, entries in zip(states, (first, second), strict=True):  # one rank has used the second parameter
+        state |= {"num_averages": 1, "start": {}, "fragments": [], "residuals": {}, "optimizer": {"state": entries}}
+    for _ in range(2):  # the states stay as they are
+        means = merge_states(states)["optimizer"]["state"]
+        assert {index: float(entry["m"]) for index, entry in means.items()} == {0: 2.0, 1: 1.0}
     for given in ("state", merged):
         with pytest.raises(ConfigurationError, match=f"given a {type(given).__name__} that is no state"):
             merge_states([given])  # type: ignore[list-item]
