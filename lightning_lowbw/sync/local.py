@@ -242,6 +242,9 @@ class LocalSync(Synchronizer):
         return True
 
     def _average_gradients(self) -> None:
+        for parameter in self.params:
+            if not parameter.requires_grad:
+                parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
         mine = [p for p in self.params if p.requires_grad and p not in self._reduced]
         if self.is_local:
             self.begin_local()

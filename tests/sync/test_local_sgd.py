@@ -137,6 +137,21 @@ def test_frozen_parameters_do_not_move_and_those_that_did_are_averaged() -> None
         assert torch.allclose(first["never"], make_weight("never", (67,)), rtol=1e-6)
 
 
+def freeze_with_a_gradient() -> str:
+    parameters = make_parameters({"a": (5, 13), "frozen": (7,)})
+    worker = LocalSGD(k_steps=2, begin_step=0).attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
+    for step in range(4):
+        parameters["frozen"].requires_grad_(step < 2)
+        worker.optimizer.zero_grad(set_to_none=False)  # torch steps what has a gradient, by each rank's own momentum
+        backward(parameters, step)
+        worker.optimizer.step()
+    return digest(parameters.values())
+
+
+def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
+    assert len(set(run_ranks(freeze_with_a_gradient, 2))) == 1
+
+
 def half_precision() -> Tensor:
     rank = dist.get_rank()
     weight = Parameter(torch.ones(4, dtype=torch.bfloat16))
