@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -499,7 +500,8 @@ class LocalSync(Synchronizer):
         starts = {name: self.start[p] for p, name in names.items() if name in changes}
         moves = [changes[name].view(start.shape) for name, start in starts.items()]
         means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
-        self._apply_(average, [means[name] for name in names.values()], status.sums[LR] / self.peers.num_ranks)
+        of_parameters = [means[name] for name in names.values()]
+        self._apply_(average, of_parameters, status.sums[LR] / self.peers.num_ranks, fragment.moved)
         if fragment.takes_buffers:
             of_buffers = [means[f"buffer {name}"] for name in self.buffers.floating]
             self.buffers.apply(of_buffers, average.buffer_snapshots)
@@ -520,8 +522,8 @@ class LocalSync(Synchronizer):
             own = self.describe_late_fault() or self.describe_weights(nonfinite, average.step)
             raise_fault(first_fault(own, self.fault_group))
 
-    def _apply_(self, average: Average, means: list[Tensor], lr: float) -> None:
-        """Step from x0 to the mean, or as the outer optimizer says; with a delay, keep the steps taken meanwhile."""
+    def _apply_(self, average: Average, means: list[Tensor], lr: float, moved: Collection[Parameter]) -> None:
+        """Step from x0 to the mean, or as the outer optimizer says; of what has moved meanwhile keep these steps."""
         when = self.when
         if not average.parameters:
             self.consensus_distance = None
@@ -536,12 +538,14 @@ class LocalSync(Synchronizer):
                         self.velocity[p] = torch.zeros_like(start)
                 velocities = [self.velocity[p] for p in average.parameters]
             when.outer_step_(starts, means, velocities, lr)
-        if before is None:
-            copy_all_(now, means)
-        elif when.mixing is None:  # x = x + (mean - x at the begin)
+        is_still = [before is None or p not in moved for p in average.parameters]
+        copy_all_(list(compress(now, is_still)), list(compress(means, is_still)))
+        has_moved = [not each for each in is_still]
+        now, means, before = (list(compress(each, has_moved)) for each in (now, means, before or now))
+        if now and when.mixing is None:  # x = x + (mean - x at the begin)
             torch._foreach_sub_(means, before)
             torch._foreach_add_(now, means)
-        else:  # x = mixing x + (1 - mixing) mean; one by one: half types are copied for it
+        elif when.mixing is not None:  # x = mixing x + (1 - mixing) mean; one by one: half types are copied for it
             for mean, each in zip(means, now, strict=True):
                 mean.lerp_(each.to(mean.dtype), when.mixing)
             copy_all_(now, means)

@@ -21,7 +21,18 @@ from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks
-from tests.sync.problem import AWKWARD, NODES, Nodes, backward, each, make_parameters, make_weight, message_of, run_each
+from tests.sync.problem import (
+    AWKWARD,
+    NODES,
+    Nodes,
+    backward,
+    each,
+    make_parameters,
+    make_weight,
+    message_of,
+    run_each,
+    weights_of,
+)
 from tests.sync.replica_problem import CLOSE, OPTIMIZERS, by_oracle, train, train_on
 
 TWO, THREE = ((0,), (1,)), ((0,), (1,), (2,))
@@ -150,6 +161,27 @@ def freeze_with_a_gradient() -> str:
 
 def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
     assert len(set(run_ranks(freeze_with_a_gradient, 2))) == 1
+
+
+def freeze_while_an_average_is_in_progress(mixing: float | None) -> tuple[dict[str, Tensor], bool]:
+    parameters = make_parameters({"a": (5, 13), "frozen": (7,)})
+    method = LocalSGD(k_steps=3, begin_step=0, delay_steps=2, mixing=mixing)
+    worker = method.attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
+    for step in range(5):
+        parameters["frozen"].requires_grad_(step < 3)
+        worker.optimizer.zero_grad()
+        backward(parameters, step)
+        worker.optimizer.step()
+    return weights_of(parameters), worker.parameters_agree
+
+
+def test_what_is_frozen_while_an_average_is_in_progress_becomes_the_mean() -> None:
+    for (first, agree), (second, _) in zip(
+        *run_ranks(each, 2, freeze_while_an_average_is_in_progress, [(None,), (0.5,)]), strict=True
+    ):
+        assert not agree
+        assert torch.equal(first["frozen"], second["frozen"])
+        assert not torch.equal(first["a"], second["a"])
 
 
 def half_precision() -> Tensor:
