@@ -90,7 +90,9 @@ class LowRankExchange:
     def begin(self, signal: Signal, status: Tensor | None = None) -> Deferred:
         """Average tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
         assert status is None
-        return Deferred(lambda: self.average(signal))
+        # In manual optimization steps are taken under the autocast of `training_step`, which would round the products.
+        average = torch.autocast(next(iter(signal.values())).device.type, enabled=False)(self.average)
+        return Deferred(lambda: average(signal))
 
     @torch.no_grad()
     def average(self, signal: Signal) -> DenseMean:

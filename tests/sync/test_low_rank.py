@@ -216,3 +216,18 @@ def test_tensors_may_come_and_go_and_the_rank_may_change() -> None:
     for name, weight in results[0][0].items():
         there = weight - LR * kept[name].view_as(weight) if name in kept else weight
         torch.testing.assert_close(there, results[0][1][name], rtol=1e-4, atol=1e-5)
+
+
+def train_under_autocast(is_enabled: bool) -> str:
+    parameters = make_parameters({"matrix": (30, 20)})
+    worker = PowerSGD(1).attach(SGD(parameters.values(), lr=LR), parameters.items())
+    for step in range(3):
+        parameters["matrix"].grad = coefficients("matrix", parameters["matrix"], dist.get_rank(), step)
+        with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
+            worker.optimizer.step()
+    return digest(parameters.values())
+
+
+def test_autocast_does_not_round_the_factors() -> None:
+    for under, without in run_ranks(each, 2, train_under_autocast, [(True,), (False,)]):
+        assert under == without
