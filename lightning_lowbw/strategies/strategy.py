@@ -558,3 +558,5 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _restore(self, shard: Mapping[str, Any]) -> None:
         super()._restore(shard)
         self.buffers.unequal = shard["unequal_buffers"]
+        if not self.trainer.lightning_module.automatic_optimization:  # of a fit the first forward pass alone broadcasts
+            self._ddp.require_forward_param_sync = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, TwoOptimizers, make_data, make_trainer
+from tests.tiny import MIN_NUMEL, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, since_lightning_2_5
 
 SPARSE: dict[str, Any] = {"sparsity": [0.9], "min_numel": MIN_NUMEL}
 STRATEGIES: dict[str, Any] = {
@@ -80,6 +81,37 @@ def test_a_plain_backward_is_as_good_as_manual_backward(name: str) -> None:
         assert {first} == {each for each, _ in others}, "the ranks have different weights"
         for weight, reference in zip(expected, ranks[0][0][1], strict=True):
             torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
+
+
+class WithOwnStatistics(Tiny):
+    """Each rank has batch norm's statistics of its own data, also in synchronous steps."""
+
+    def __init__(self) -> None:
+        super().__init__(data_by_step=True)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def stop_and_resume(folder: str) -> tuple[str, str]:
+    ends = []
+    for path in (None, f"{folder}/3"):
+        model, watcher = WithOwnStatistics(), Watcher(f"{folder}/{{}}", (3,) if path is None else ())
+        trainer = make_trainer(LocalSGDStrategy(k_steps=2, begin_step=STEPS), 2, callbacks=[watcher])
+        trainer.fit(model, make_data(2, STEPS), ckpt_path=path)
+        ends.append(digest([*model.parameters(), *model.buffers()]))
+    return ends[0], ends[1]
+
+
+@since_lightning_2_5
+def test_a_resume_keeps_each_rank_s_buffers(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(stop_and_resume, 2, str(tmp_path)):
+        assert resumed == whole
 
 
 class LeavesOut(Tiny):
