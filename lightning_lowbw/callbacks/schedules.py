@@ -11,13 +11,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbw.arguments import is_number, names_arguments
-from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC_SPARSITY, LocalSGD
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import AUTO, EveryStep, as_stairs
-from lightning_lowbw.strategies import ShardedStrategy, Strategy, accumulates_by_schedule, steps_per_epoch_of
+from lightning_lowbw.strategies import ShardedStrategy, Strategy, steps_per_epoch_of
 
 OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
 
@@ -96,7 +95,7 @@ class SparsityWarmup(Callback):
             "SparsityWarmup sets the sparsity of methods that compress gradients, such as strategy='dgc'",
         )
         instead = "SparsityWarmup(begin_step=..., steps=...)"
-        schedule = self.schedule(1 if self._in_steps else _steps_per_epoch(trainer, pl_module, instead))
+        schedule = self.schedule(1 if self._in_steps else steps_per_epoch_of(trainer, instead))
         given, defaults = strategy.method.when, [EveryStep(sparsity=each) for each in (AUTO, DGC_SPARSITY)]
         if given not in (*defaults, schedule):
             rank_zero_warn(f"SparsityWarmup overrides the strategy's own {given} with {schedule}.")
@@ -166,7 +165,7 @@ class AveragingSchedule(Callback):
         )
         num_steps = 1
         if self._begin_epoch is not None:
-            num_steps = _steps_per_epoch(trainer, pl_module, "AveragingSchedule(begin_step=...)")
+            num_steps = steps_per_epoch_of(trainer, "AveragingSchedule(begin_step=...)")
         strategy.reconfigure(self.method(strategy.method, num_steps))
         when = strategy.method.when
         assert isinstance(when, EveryK)
@@ -185,29 +184,3 @@ def _strategy_of(trainer: pl.Trainer, takes: Callable[[Method], bool], needs: st
         return strategy
     shown = repr(strategy) if isinstance(strategy, OF_PACKAGE) else type(strategy).__name__
     raise ConfigurationError(f"{needs}; the strategy is {shown}. Use another strategy, or leave out the callback.")
-
-
-def _steps_per_epoch(trainer: pl.Trainer, pl_module: pl.LightningModule, alternative: str) -> int:
-    """Return the optimizer steps of an epoch; where ranks have different numbers, the largest.
-
-    Collective: all ranks, blocking.
-
-    Args:
-        trainer: in a fit.
-        pl_module: the one that is fitted.
-        alternative: how to give the same in steps, for the message.
-
-    Raises:
-        ConfigurationError: on all ranks; the number cannot be known.
-    """
-    unknown, number = "", steps_per_epoch_of(trainer)
-    if not pl_module.automatic_optimization:
-        unknown = "in manual optimization only the module knows them"
-    elif accumulates_by_schedule(trainer):
-        unknown = "GradientAccumulationScheduler changes them"
-    elif number is None:
-        unknown = "the training data has no length"
-    with failing_together():
-        if unknown or number is None:
-            raise ConfigurationError(f"The steps per epoch are not known: {unknown}. Give it in steps: {alternative}.")
-    return max(gather(number, "number of steps per epoch"))

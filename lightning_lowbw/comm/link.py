@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.collectives import (
-    Collectives,
-    all_gather_bytes,
-    all_gather_rounds,
-    all_reduce_rounds,
-)
+from lightning_lowbw.comm.collectives import Collectives, all_gather_bytes, all_gather_rounds, all_reduce_rounds
 
 NUM_LATENCIES, MAX_TRANSFERS = 5, 32
 BUDGET_S = 0.4  # after which no new transfer is begun

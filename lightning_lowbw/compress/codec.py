@@ -438,10 +438,7 @@ class SparseCodec:
         return sum(self._sections(counts, numels))
 
     def encode(
-        self,
-        parts: Sequence[tuple[Tensor, Tensor]],
-        numels: Sequence[int],
-        residuals: Sequence[Tensor] | None = None,
+        self, parts: Sequence[tuple[Tensor, Tensor]], numels: Sequence[int], residuals: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Pack (positions int64, ascending; values float32) of each tensor into one message: uint8, shape (nbytes,).
 

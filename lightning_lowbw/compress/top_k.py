@@ -113,11 +113,7 @@ class TopK:
         if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        for name, allowed in (
-            ("value_dtype", VALUE_NAMES),
-            ("mean_over", get_args(MeanOver)),
-            ("exchange", EXCHANGES),
-        ):
+        for name, allowed in (("value_dtype", VALUE_NAMES), ("mean_over", get_args(MeanOver)), ("exchange", EXCHANGES)):
             check_one_of(name, getattr(self, name), allowed)
         if not isinstance(self.momentum_masking, bool | None):
             raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True, False or None.")

@@ -1,6 +1,6 @@
 """Thin Lightning adapters: one `DDPStrategy` subclass, one concern per file, and the named constructors."""
 
-from lightning_lowbw.strategies.checks import accumulates_by_schedule, steps_per_epoch_of
+from lightning_lowbw.strategies.checks import steps_per_epoch_of
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.names import (
     AdaptiveLocalSGDStrategy,
@@ -20,7 +20,6 @@ __all__ = [
     "LocalSGDStrategy",
     "ShardedStrategy",
     "Strategy",
-    "accumulates_by_schedule",
     "register",
     "steps_per_epoch_of",
 ]

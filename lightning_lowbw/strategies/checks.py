@@ -75,12 +75,29 @@ def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
     return any(each.going_to_accumulate_grad_batches() for each in schedulers)
 
 
-def steps_per_epoch_of(trainer: pl.Trainer) -> int | None:
-    """Return the number of optimizer steps of an epoch; None where it is not known."""
-    if accumulates_by_schedule(trainer):
-        return None
-    num_batches = float(trainer.num_training_batches)
-    return math.ceil(num_batches / trainer.accumulate_grad_batches) if math.isfinite(num_batches) else None
+def steps_per_epoch_of(trainer: pl.Trainer, alternative: str) -> int:
+    """Return the optimizer steps of an epoch; where ranks have different numbers, the largest.
+
+    Collective: all ranks, blocking.
+
+    Args:
+        trainer: in a fit.
+        alternative: how to give the same in steps, for the message.
+
+    Raises:
+        ConfigurationError: on all ranks; the number cannot be known.
+    """
+    num_batches, unknown = float(trainer.num_training_batches), ""
+    if not trainer.lightning_module.automatic_optimization:
+        unknown = "in manual optimization only the module knows them"
+    elif accumulates_by_schedule(trainer):
+        unknown = "GradientAccumulationScheduler changes them"
+    elif num_batches == math.inf:
+        unknown = "the training data has no length"
+    with failing_together():
+        if unknown:
+            raise ConfigurationError(f"The steps per epoch are not known: {unknown}. Give it in steps: {alternative}.")
+    return max(gather(math.ceil(num_batches / trainer.accumulate_grad_batches), "number of steps per epoch"))
 
 
 def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> float:

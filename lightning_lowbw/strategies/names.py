@@ -18,15 +18,7 @@ from lightning_lowbw.comm.peers import Algorithm
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.plan import CANDIDATES
-from lightning_lowbw.presets import (
-    DGC,
-    DGC_SPARSITY,
-    PRESETS,
-    AdaptiveLocalSGD,
-    Hierarchical,
-    LocalSGD,
-    preset,
-)
+from lightning_lowbw.presets import DGC, DGC_SPARSITY, PRESETS, AdaptiveLocalSGD, Hierarchical, LocalSGD, preset
 from lightning_lowbw.schedules.every_k import OuterName, Rule
 from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.fsdp import ShardedStrategy

@@ -34,12 +34,7 @@ from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers, average_gradients_, wide_dtype
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.errors import (
-    WITHOUT_RESIDUALS,
-    ConfigurationError,
-    DisagreementError,
-    NonFiniteGradientError,
-)
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, relative_distance
 from lightning_lowbw.namespaces import LOGGER
