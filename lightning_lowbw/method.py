@@ -37,7 +37,6 @@ from lightning_lowbw.sync.exchange import EXCHANGES, PAYLOADS, Whole
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.synchronizer import Synchronizer, wrap_step
 
 _logger = logging.getLogger(LOGGER)
@@ -210,9 +209,10 @@ class Method:
             return "replicas"
         return "whole" if isinstance(self.what, Whole) else "gradients"
 
-    def uses_kernels(self, device: torch.device) -> bool:
+    @property
+    def uses_kernels(self) -> bool:
         """Whether the method uses compiled kernels."""
-        return isinstance(self.what, TopK) or (isinstance(self.what, Quantized) and device.type == "cpu")
+        return isinstance(self.what, TopK) or getattr(self.what, "value_dtype", "").startswith("int")
 
     def describe(self) -> dict[str, Any]:
         """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
@@ -346,7 +346,7 @@ class Method:
             )
         warn_if_alone(peers)
         warn_if_mostly_sent(method.what, method.when, peers)
-        if method.uses_kernels(worker.device):
+        if method.uses_kernels:
             prepare_kernels(worker.device, uses_of([worker]), process_group)
         if isinstance(worker, GradientSync) and peers.rank == 0 and peers.num_participants > 1:
             if isinstance(method.what, TopK) and not worker.correction.is_complete:

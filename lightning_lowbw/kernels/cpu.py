@@ -20,7 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.reference import Arrival, Segment, sample_accumulated
+from lightning_lowbw.kernels.reference import (
+    Arrival,
+    Segment,
+    largest_integer,
+    largest_scale_bits,
+    sample_accumulated,
+)
 from lightning_lowbw.kernels.tensors import allocate
 
 __all__ = ["accumulate_", "average_many_", "decode_blocks", "encode_blocks_", "largest", "pack_", "reach",
@@ -584,16 +590,16 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
         )  # fmt: skip
 
 
-def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, largest: int, limit: int, bits: int) -> None:
-    """Write vectors as integers with scales, and replace them by their rounding errors: `compress.quantization`."""
-    numbers = np.float32(largest), np.int32(limit), np.finfo(np.float32).tiny
+def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
+    """Write vectors as integers with scales; see `reference.encode_blocks_`."""
+    numbers = np.float32(largest_integer(bits)), np.int32(largest_scale_bits(bits)), np.finfo(np.float32).tiny
     encode_kernel(values.numpy(), scales.view(torch.int16).numpy(), packed.numpy(), *numbers, bits)
 
 
 def decode_blocks(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:
-    """Return what `encode_blocks_` has written: float32, shape (vectors, numel)."""
+    """Return what `encode_blocks_` has written; see `reference.decode_blocks`."""
     values = torch.empty((len(packed), numel), dtype=torch.float32)
-    decode_kernel(scales.view(torch.int16).numpy(), packed.numpy(), values.numpy(), bits)
+    decode_kernel(scales.view(torch.int16).numpy(), packed.contiguous().numpy(), values.numpy(), bits)
     return values
 
 

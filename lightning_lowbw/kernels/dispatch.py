@@ -10,6 +10,7 @@ variant (`triton_kernels.kernel`). `Uses` lists what these depend on in a traini
 | digits, choose | each of the three digits |
 | pack, unpack | the dtype of values on the wire, or that they are not floats |
 | apply | the next power of two of the number of messages; whether weights are stepped |
+| encode, decode | 8 bits or 4 |
 """
 
 from __future__ import annotations
@@ -92,6 +93,15 @@ def averages_for(device: torch.device) -> ModuleType:
     return (compiled_for() if device.type == "cpu" else None) or reference
 
 
+def blocks_for(*tensors: Tensor) -> ModuleType:
+    """Return the module to take `encode_blocks_` and `decode_blocks` from, for these tensors."""
+    if tensors[0].dtype == torch.float64:
+        return reference
+    if uses_triton(tensors[0].device):
+        return gpu
+    return compiled_for(*tensors) or reference
+
+
 # Before the training --------------------------------------------------------------------------------------------------
 
 
@@ -104,12 +114,14 @@ class Uses:
         value_dtypes: of the values in messages; None: they are coded and decoded by torch.
         num_messages: that kernels average.
         steps: whether weights are stepped by the means; otherwise the means are written.
+        scaled_bits: of integers with a scale per block.
     """
 
     kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
     value_dtypes: tuple[torch.dtype | None, ...] = (torch.bfloat16,)
     num_messages: tuple[int, ...] = (2,)
     steps: tuple[bool, ...] = (False, True)
+    scaled_bits: tuple[int, ...] = (8, 4)
 
 
 def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
@@ -234,6 +246,17 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
     like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
     for num_messages in uses.num_messages:
         _compare(*(_averaged(each, like, positions, num_messages, uses.steps) for each in (gpu, reference)))
+    for bits in uses.scaled_bits:
+        _compare(*(_scaled(each, device, bits) for each in (gpu, reference)))
+
+
+def _scaled(module: ModuleType, device: torch.device, bits: int) -> list[Tensor]:
+    """Return what a module makes of two vectors as integers with scales."""
+    values = torch.arange(2 * BLOCK + 2, device=device).sub_(BLOCK).to(torch.float32).div_(7).view(2, -1)
+    scales = torch.empty((2, -(-values.shape[1] // reference.SCALED)), dtype=torch.bfloat16, device=device)
+    packed = torch.empty((2, -(-values.shape[1] * bits // 8)), dtype=torch.uint8, device=device)
+    module.encode_blocks_(values, scales, packed, bits)
+    return [values, scales, packed, module.decode_blocks(scales, packed, values.shape[1], bits)]
 
 
 def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.reference import Arrival, Segment
+from lightning_lowbw.kernels.reference import SCALED, Arrival, Segment, largest_integer, largest_scale_bits
 from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, Arrived, Kind, Workspace
 from lightning_lowbw.kernels.tensors import constant, upload
 
@@ -28,6 +28,7 @@ PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
 APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
 SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
+SCALED_BLOCKS = 8  # that a program of the integers with scales processes
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -114,7 +115,8 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
             w.table, w.counts, w.thresholds, w.kth, w.left, w.bins, IS_FIRST=turn == 0, **digit
         )
     count_kernel[grid](*source, *w.found, num_tensors, **blocks)
-    ends = w.found.cumsum(1, dtype=torch.int32)
+    # One flat scan: only differences inside of a row are read. Along rows it would run on a block for each row.
+    ends = w.found.view(-1).cumsum(0, dtype=torch.int32).view_as(w.found)
     take_kernel[grid](
         *source, w.left, *w.found, *ends, positions, values, int(masking), num_tensors, **blocks, **OPTIONS,
     )  # fmt: skip
@@ -268,3 +270,33 @@ def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], 
 def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     numbers = _tiles(shapes)[1]
     return upload([owner for owner, number in enumerate(numbers) for _ in range(number)], torch.int32, device)
+
+
+def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
+    """Write vectors as integers with scales; see `reference.encode_blocks_`: one launch, the same bits.
+
+    Of `packed` only rows need be contiguous; all else is.
+    """
+    from lightning_lowbw.kernels.triton_kernels import encode_kernel
+
+    rows, numel = values.shape
+    limits = float(largest_integer(bits)), largest_scale_bits(bits), torch.finfo(torch.float32).tiny
+    with torch.cuda.device_of(values):
+        encode_kernel[(-(-numel // (SCALED * SCALED_BLOCKS)), rows)](
+            values, scales.view(torch.int16), packed, numel, scales.shape[1], packed.stride(0), *limits,
+            BITS=bits, BLOCKS=SCALED_BLOCKS, **OPTIONS,
+        )  # fmt: skip
+
+
+def decode_blocks(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:
+    """Return what `encode_blocks_` has written; see `reference.decode_blocks`: one launch."""
+    from lightning_lowbw.kernels.triton_kernels import decode_kernel
+
+    rows = len(packed)
+    values = torch.empty((rows, numel), dtype=torch.float32, device=packed.device)
+    with torch.cuda.device_of(packed):
+        decode_kernel[(-(-numel // (SCALED * SCALED_BLOCKS)), rows)](
+            scales.view(torch.int16), packed, values, numel, scales.shape[1], packed.stride(0),
+            BITS=bits, BLOCKS=SCALED_BLOCKS, **OPTIONS,
+        )  # fmt: skip
+    return values

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels.tensors import as_real
 
+SCALED, HALF = 128, 16  # values with one scale; bits between bfloat16 and float32
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
 AT_ONCE = 1 << 24  # elsewhere: few launches, and the keys take 128 MiB
 
@@ -514,3 +516,64 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
         arrival.out[touched] = 0.0
         add_mean_(arrival.out, parts)
         arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)
+
+
+# Integers with a scale per block, see `compress.quantization` ---------------------------------------------------------
+
+
+def largest_integer(bits: int) -> int:
+    """Return the largest integer of `bits` bits; the smallest is its negative."""
+    return (1 << (bits - 1)) - 1
+
+
+@cache
+def largest_scale_bits(bits: int) -> int:
+    """Return the bits of the largest scale, a bfloat16: the largest integer times it is finite in float32."""
+    limit = torch.finfo(torch.float32).max / largest_integer(bits)
+    return int(torch.tensor(limit, dtype=torch.float32, device="cpu").view(torch.int32)) >> HALF
+
+
+def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
+    """Write vectors as integers with scales.
+
+    The scale of a block is its largest magnitude in units of the largest integer, rounded upwards to bfloat16. A value
+    that is not finite in float32 makes its whole block not finite.
+
+    In place:
+        The values become their rounding errors: value minus integer times scale. And what is written.
+
+    Args:
+        values: float32 or wider, shape (vectors, numel).
+        scales: bfloat16, shape (vectors, blocks).
+        packed: the nearest integers in units of the scales: uint8, shape (vectors, bytes); of 4 bits two to a byte, the
+            first lower.
+        bits: 8 or 4.
+    """
+    blocks, largest = _blocks_of(values.to(torch.float32)), largest_integer(bits)
+    exact = blocks.abs().amax(2) / largest
+    rounded = ((exact.view(torch.int32) + 0xFFFF) >> HALF).clamp_(max=largest_scale_bits(bits)) << HALF
+    scale = torch.where(exact.isfinite(), rounded.view(torch.float32), exact)
+    units = scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+    integers = (blocks / units).round_().nan_to_num_(0.0).clamp_(-largest, largest)
+    numbers = integers.to(torch.int8).flatten(1)[:, : values.shape[1]].view(torch.uint8)
+    if bits == 4:
+        even = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
+        numbers = (even[:, ::2] & 0xF) | (even[:, 1::2] << 4)
+    packed.copy_(numbers)
+    scales.copy_(scale)
+    values.sub_(decode_blocks(scales, packed, values.shape[1], bits))
+
+
+def decode_blocks(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:
+    """Return what `encode_blocks_` has written, integers times scales: float32, shape (vectors, numel)."""
+    numbers = packed.contiguous().view(torch.int8)
+    if bits == 4:
+        low, high = (packed << 4).view(torch.int8) >> 4, numbers >> 4  # keeps the sign
+        numbers = torch.stack([low, high], 2).flatten(1)[:, :numel]
+    return (_blocks_of(numbers.to(torch.float32)) * scales.to(torch.float32).unsqueeze(2)).flatten(1)[:, :numel]
+
+
+def _blocks_of(vectors: Tensor) -> Tensor:
+    """Return the values of each block, the last filled with zeros: shape (vectors, blocks, SCALED)."""
+    num_vectors, numel = vectors.shape
+    return torch.nn.functional.pad(vectors, (0, -numel % SCALED)).view(num_vectors, -(-numel // SCALED), SCALED)

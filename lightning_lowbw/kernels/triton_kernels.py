@@ -13,6 +13,7 @@ import inspect
 import triton
 import triton.language as tl
 
+from lightning_lowbw.kernels import reference
 from lightning_lowbw.kernels.table import Arrived, Factors, Field, Row
 
 
@@ -555,3 +556,88 @@ def apply_kernel(
                 # A position that comes again finds a zero, and changes nothing.
                 tl.store(weight + position, tl.fma(mean, -rate, before), mask=inside)
                 tl.store(out + position, tl.zeros([BLOCK], tl.float32), mask=inside)
+
+
+# Integers with a scale per block, see `compress.quantization` ---------------------------------------------------------
+
+SCALED = tl.constexpr(reference.SCALED)  # values of a block
+INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; of NaN larger ones
+
+
+@triton.jit
+def pairs_of_blocks(num_blocks_of_program: tl.constexpr):
+    """Return the blocks of a program, and where the first of each two neighbours of theirs is in a vector."""
+    blocks = tl.program_id(0).to(tl.int64) * num_blocks_of_program + tl.arange(0, num_blocks_of_program)
+    return blocks, blocks[:, None] * SCALED + 2 * tl.arange(0, SCALED // 2)[None, :]
+
+
+@triton.jit
+def nearest(value, unit, is_finite, largest):
+    """Return the nearest integers in units of a scale, of halves the even one, as float32; 0 if it is not finite."""
+    shifter = 12582912.0  # 1.5 * 2^23: what is added to it loses its fraction, and is at most 127 here
+    quotient = tl.minimum(tl.maximum(tl.math.div_rn(value, unit), -largest - 1.0), largest + 1.0)
+    return tl.where(is_finite, tl.minimum(tl.maximum((quotient + shifter) - shifter, -largest), largest), 0.0)
+
+
+@kernel
+def encode_kernel(
+    values, scales, packed, numel: tl.int64, num_scales: tl.int64, row_bytes: tl.int64, largest, limit, tiny,
+    BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write vectors as integers with scales, and replace them by their rounding errors: `quantization.encode_`.
+
+    Grid: (groups of BLOCKS blocks, vectors). `scales`: shape (vectors, num_scales), the bits of bfloat16. The rows of
+    `packed` are `row_bytes` apart.
+    """
+    vector = tl.program_id(1).to(tl.int64)
+    blocks, even = pairs_of_blocks(BLOCKS)
+    values += vector * numel
+    x = tl.load(values + even, mask=even < numel, other=0.0)
+    y = tl.load(values + even + 1, mask=even + 1 < numel, other=0.0)
+    # As integers, the bits of magnitudes are in their order, infinity and NaN included.
+    highest = tl.max(tl.maximum(magnitude_bits(x), magnitude_bits(y)), 1)
+    scale = tl.math.div_rn(highest.to(tl.float32, bitcast=True), tl.zeros([BLOCKS], tl.float32) + largest)
+    bits = scale.to(tl.int32, bitcast=True)
+    is_finite = bits < INFINITE
+    narrow = tl.where(is_finite, tl.minimum((bits + 0xFFFF) >> 16, limit), bits >> 16)
+    tl.store(scales + vector * num_scales + blocks, narrow.to(tl.int16), mask=blocks < num_scales)
+    scale = tl.where(is_finite, (narrow << 16).to(tl.float32, bitcast=True), 1.0)[:, None]
+    unit, is_finite = tl.maximum(scale, tiny) + tl.zeros_like(x), is_finite[:, None]
+    first, second = nearest(x, unit, is_finite, largest), nearest(y, unit, is_finite, largest)
+    tl.store(values + even, tl.where(is_finite, x - first * scale, float("nan")), mask=even < numel)
+    tl.store(values + even + 1, tl.where(is_finite, y - second * scale, float("nan")), mask=even + 1 < numel)
+    packed += vector * row_bytes
+    first, second = first.to(tl.int32), second.to(tl.int32)
+    if BITS == 8:
+        tl.store(packed + even, (first & 0xFF).to(tl.uint8), mask=even < numel)
+        tl.store(packed + even + 1, (second & 0xFF).to(tl.uint8), mask=even + 1 < numel)
+    else:
+        tl.store(packed + even // 2, ((first & 0xF) | ((second & 0xF) << 4)).to(tl.uint8), mask=even < numel)
+
+
+@kernel
+def decode_kernel(
+    scales, packed, values, numel: tl.int64, num_scales: tl.int64, row_bytes: tl.int64,
+    BITS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Read what `encode_kernel` has written; grid and layout as there."""
+    vector = tl.program_id(1).to(tl.int64)
+    blocks, even = pairs_of_blocks(BLOCKS)
+    bits = tl.load(scales + vector * num_scales + blocks, mask=blocks < num_scales, other=0).to(tl.int32)
+    bits = (bits << 16)[:, None]
+    is_finite = (bits & 0x7FFFFFFF) < INFINITE
+    scale = tl.where(is_finite, bits.to(tl.float32, bitcast=True), 0.0)
+    packed += vector * row_bytes
+    if BITS == 8:
+        first = tl.load(packed + even, mask=even < numel, other=0).to(tl.int32)
+        second = tl.load(packed + even + 1, mask=even + 1 < numel, other=0).to(tl.int32)
+    else:
+        both = tl.load(packed + even // 2, mask=even < numel, other=0).to(tl.int32)
+        first, second = both & 0xF, both >> 4
+    half = 1 << (BITS - 1)  # keeps the sign
+    first, second = (first ^ half) - half, (second ^ half) - half
+    values += vector * numel
+    first = tl.where(is_finite, first.to(tl.float32) * scale, float("nan"))
+    second = tl.where(is_finite, second.to(tl.float32) * scale, float("nan"))
+    tl.store(values + even, first, mask=even < numel)
+    tl.store(values + even + 1, second, mask=even + 1 < numel)

@@ -179,7 +179,7 @@ class BaseStrategy(ParallelStrategy):
             warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
         if num_participants == 1:
             return
-        if self.method.uses_kernels(self.root_device):
+        if self.method.uses_kernels:
             prepare_kernels(self.root_device, uses_of(self.workers, measures=measures))
         if not self.is_search(self.trainer):
             checks.warn_of_schedule(self.method, self.trainer, self.workers)

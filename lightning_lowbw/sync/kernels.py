@@ -12,12 +12,14 @@ import torch.distributed as dist
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.compress.codec import FloatFormat, make_value_format
 from lightning_lowbw.compress.corrections import AdamCorrection
+from lightning_lowbw.compress.quantization import LinearFormat, make_format
 from lightning_lowbw.compress.top_k import LEAST_NUMEL, TopK
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.table import DTYPES, Kind
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 _logger = logging.getLogger(LOGGER)
@@ -60,7 +62,7 @@ def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup |
 
 
 def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
-    """Return what sparse steps, or averages, of some workers need of the Triton kernels, at any density.
+    """Return what compressed steps, or averages, of some workers need of the Triton kernels, at any density.
 
     What changes this later is compiled when it is used: parameters of another dtype that are added to an optimizer, a
     momentum that is 0 now in a model of narrow dtype.
@@ -74,8 +76,11 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     value_dtypes: dict[torch.dtype | None, None] = {}
     num_messages: dict[int, None] = {}
     steps: dict[bool, None] = {}
+    scaled_bits: dict[int, None] = {}
     for worker in workers:
         what, peers = worker.method.what, worker.peers
+        if isinstance(what, Quantized) and isinstance(linear := make_format(what.value_dtype), LinearFormat):
+            scaled_bits[linear.bits] = None
         if not isinstance(what, TopK) or peers.num_participants == 1:
             continue
         mine = dict.fromkeys(_kinds_of(worker, what))
@@ -91,7 +96,11 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
                 num_messages[1] = None  # the sums of a reduce-scatter
         steps |= {False: None, True: None} if not worker.method.averages_weights else {False: None}
     return Uses(
-        kinds=tuple(kinds), value_dtypes=tuple(value_dtypes), num_messages=tuple(num_messages), steps=tuple(steps)
+        kinds=tuple(kinds),
+        value_dtypes=tuple(value_dtypes),
+        num_messages=tuple(num_messages),
+        steps=tuple(steps),
+        scaled_bits=tuple(scaled_bits),
     )
 
 

@@ -4,8 +4,8 @@ Each rank writes the N parts of its vector in few bits and sends part j to rank 
 sends the mean, in few bits as well, to all. Rounding errors stay in the residual of the rank that has rounded: those of
 the vector on every rank, those of the mean, times N, on the owner of the part.
 
-All tensors of a call are one vector. On a CPU it is processed in ranges that fit into the cache: signal and residual
-are read once, residual and message are written once, and only messages of the vector's size are allocated.
+All tensors of a call are one vector, which is processed in ranges: on a CPU such that fit into the cache, where signal
+and residual are read once, residual and message written once. Only messages are allocated in the vector's size.
 
 Source: error feedback on both ways as in Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work is divided among the ranks.
@@ -26,11 +26,19 @@ from torch import Tensor
 from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, QuantizedFormat, make_format, quantized_mean_bytes
+from lightning_lowbw.compress.quantization import (
+    BLOCK,
+    QUANTIZED_NAMES,
+    QuantizedFormat,
+    make_format,
+    quantized_mean_bytes,
+)
 from lightning_lowbw.compress.selection import Residuals
+from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
+RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a model that takes more ranges than one
 
 
 @names_arguments
@@ -191,11 +199,8 @@ def _average_part_(
         left += values.sum()  # while it is in the cache
     received = between.all_to_all(message.view(-1)).view(num_ranks, nbytes)
     answer = torch.empty((1, nbytes), dtype=torch.uint8, device=device)
-    for _, start, stop in _ranges(1, size, device):
-        mean, *others = value_format.read(received, size, start, stop).to(dtype).split(1)
-        for other in others:
-            mean.add_(other)
-        mean.div_(num_ranks)
+    for _, start, stop in _ranges(1, size, device, num_read=num_ranks):
+        mean = value_format.read(received, size, start, stop).to(dtype).sum(0, keepdim=True).div_(num_ranks)
         value_format.write_(answer, size, start, mean)
         # N times, because a residual enters the mean divided by N.
         residuals.add_(between.rank * size + start, mean.view(-1).mul_(num_ranks))
@@ -206,14 +211,13 @@ def _average_part_(
     return left
 
 
-def _ranges(num_rows: int, size: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
-    """Cut contiguous rows of one size: yield the rows, and a range of their columns."""
-    if device.type != "cpu":  # what a GPU takes from its memory at once it need not take in pieces
-        yield slice(0, num_rows), 0, size
-        return
-    for row in range(num_rows):
-        for start in range(0, size, RANGE):
-            yield slice(row, row + 1), start, min(start + RANGE, size)
+def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:
+    """Cut contiguous rows of one size: yield the rows, and a range of their columns, of which `num_read` are read."""
+    step = RANGE if device.type == "cpu" else max(BLOCK, RANGE_OF_GPU // num_read // BLOCK * BLOCK)
+    together = max(1, step // size) if device.type != "cpu" else 1  # short rows in one launch
+    for row in range(0, num_rows, together):
+        for start in range(0, size, step):
+            yield slice(row, min(row + together, num_rows)), start, min(start + step, size)
 
 
 def _parts(tensors: Sequence[Tensor], peers: Peers, local_rank: int | None = None) -> list[Tensor]:
@@ -252,26 +256,25 @@ class Joined:
         if len(pieces) == 1 and pieces[0][0].numel() == numel and pieces[0][0].dtype == dtype:
             return pieces[0][0]
         out = torch.empty(numel, dtype=dtype, device=self.device)
-        for piece, where in pieces:
-            out[where].copy_(piece)
+        copy_all_([out[where] for _, where in pieces], [piece for piece, _ in pieces])
         out[max(0, self.numel - start) :].zero_()
         return out
 
     def add_to_(self, start: int, out: Tensor) -> None:
         """Add the values from `start` on to `out`, which is 1-d."""
-        for piece, where in self._pieces(start, out.numel()):
-            out[where].add_(piece)
+        if pieces := list(self._pieces(start, out.numel())):
+            torch._foreach_add_([out[where] for _, where in pieces], [piece for piece, _ in pieces])
 
     def write_(self, start: int, values: Tensor) -> None:
         """Replace the values from `start` on; `values` are 1-d."""
-        for piece, where in self._pieces(start, values.numel()):
-            if piece.data_ptr() != values[where].data_ptr():  # else it is the view that `read` has returned
-                piece.copy_(values[where])
+        pieces = list(self._pieces(start, values.numel()))
+        if not pieces or pieces[0][0].data_ptr() != values.data_ptr():  # else it is the view that `read` has returned
+            copy_all_([piece for piece, _ in pieces], [values[where] for _, where in pieces])
 
     def add_(self, start: int, values: Tensor) -> None:
         """Add to the values from `start` on; `values` are 1-d."""
-        for piece, where in self._pieces(start, values.numel()):
-            piece.add_(values[where])
+        if pieces := list(self._pieces(start, values.numel())):
+            torch._foreach_add_([piece for piece, _ in pieces], [values[where] for _, where in pieces])
 
     def _pieces(self, start: int, numel: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield, of each tensor that a range touches, the part inside of it, and where in the range that is."""

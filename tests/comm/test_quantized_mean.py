@@ -90,7 +90,7 @@ def test_sent_and_unsent_are_what_was_given(topology: str, name: str) -> None:
 def test_one_mean_bit_for_bit(name: str) -> None:
     """The first of the flat means, from all vectors on one machine: the definition."""
     value_format, num_ranks = make_format(name), 4
-    for numel, dtype in product(NUMELS, DTYPES):
+    for numel, dtype in product(filter(None, NUMELS), DTYPES):
         size, sent = -(-numel // num_ranks), []
         for rank in range(num_ranks):
             padded = torch.nn.functional.pad(vector_of(rank, 0, numel, dtype), (0, num_ranks * size - numel))

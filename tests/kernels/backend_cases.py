@@ -274,3 +274,26 @@ def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPat
     name = "Triton" if IS_TRITON else "numba"
     reason = f"The kernels of {name} do not work on {DEVICE}: OSError: libllvm: cannot open shared object file."
     assert dispatch.prepare(DEVICE) == reason
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("numel", [1, 2, 127, 129, 1001])
+def test_integers_with_a_scale_per_block(bits: int, numel: int) -> None:
+    """Ties, zeros, and what is not finite; in rows with gaps between them, which numba leaves to the reference."""
+    values = torch.randn(5, numel, device=DEVICE) * torch.tensor([1e-3, 1e3, 1e-38, 1e38, 0.0], device=DEVICE)[:, None]
+    values[0] = (torch.arange(numel, device=DEVICE) % 255 - 127) / 2  # halves go to the even one
+    values[1, numel // 2] = float("inf")
+    values[2, -1:] = float("nan")
+    found = []
+    for module in (dispatch.blocks_for(values), reference):
+        room = torch.full((5, numel * bits // 8 + 3), 7, dtype=torch.uint8, device=DEVICE)
+        packed = room[:, : -(-numel * bits // 8)]
+        packed = packed if module is not dispatch.compiled_for() else packed.contiguous()
+        scales = torch.empty((5, -(-numel // reference.SCALED)), dtype=torch.bfloat16, device=DEVICE)
+        unsent = values.clone()
+        module.encode_blocks_(unsent, scales, packed, bits)
+        found.append([unsent, scales, packed, module.decode_blocks(scales, packed, numel, bits)])
+        assert bool((room[:, packed.shape[1] :] == 7).all())
+    for one, other in zip(*found, strict=True):
+        assert one.isnan().equal(other.isnan())
+        assert equal_bits(one.masked_fill(one.isnan(), 0), other.masked_fill(other.isnan(), 0))

@@ -17,15 +17,19 @@ POINTERS = {
         "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
         "num_ties ends_greater ends_ties",
         "fp32": "factors thresholds values ordered_values sent_values",
+        "i16": "scales",
+        "u8": "packed",
     }.items()
     for name in names.split()
 }
 SCALARS = {
     **dict.fromkeys(["first", "masking", "num_tensors", "num_messages", "turns"], "i32"),
     **dict.fromkeys(["num_elements", "message_words", "first_value", "width", "unary_bits"], "i64"),
-    **dict.fromkeys(["limit", "scale"], "fp32"),
+    **dict.fromkeys(["limit", "scale", "largest", "tiny"], "fp32"),
+    **dict.fromkeys(["numel", "num_scales", "row_bytes"], "i64"),
 }
 IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection
+OF_SCALES = {"limit": "i32"}  # its bits
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:
@@ -37,6 +41,8 @@ def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options:
     types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
     if "counts" not in kernel.arg_names:  # of the selection
         types |= {**IN_MESSAGES, "sent_values": f"*{constants.get('V')}"}
+    if "scales" in kernel.arg_names:
+        types |= OF_SCALES
     assert all(param.is_constexpr or param.do_not_specialize for param in kernel.params)
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, {})
     compiled = triton.compile(source, GPUTarget("cuda", capability, WARP_SIZE), {**gpu.OPTIONS, **options})
@@ -72,6 +78,10 @@ def main() -> None:
             ("pack,", triton_kernels.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
             ("unpack,", triton_kernels.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
             ("apply,", triton_kernels.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
+            *(
+                (f"{name}, {bits} bits,", kernel, {"BITS": bits, "BLOCKS": gpu.SCALED_BLOCKS}, {}) for bits in (8, 4)
+                for name, kernel in (("encode", triton_kernels.encode_kernel), ("decode", triton_kernels.decode_kernel))
+            ),
         ):  # fmt: skip
             if capability == OLDEST and kernel not in (triton_kernels.correct_kernel, triton_kernels.take_kernel):
                 continue

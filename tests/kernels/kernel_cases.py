@@ -35,7 +35,21 @@ from tests.kernels.segments import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 KERNELS = tuple(
-    f"{n}_kernel" for n in ["correct", "order", "plan", "digits", "choose", "count", "take", "pack", "unpack", "apply"]
+    f"{n}_kernel"
+    for n in [
+        "correct",
+        "order",
+        "plan",
+        "digits",
+        "choose",
+        "count",
+        "take",
+        "pack",
+        "unpack",
+        "apply",
+        "encode",
+        "decode",
+    ]
 )
 
 

@@ -29,10 +29,11 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import DGC, LocalSGD
+from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -235,14 +236,14 @@ def fake_buffers(model: str) -> dict[str, Tensor]:
 def count_step(
     monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
 ) -> Counter[str]:
-    """Return what the second sparse step has launched and waited for, without the step of the user's optimizer."""
+    """Return what the second compressed step has launched and waited for, without that of the user's optimizer."""
     has_scaler = also == GRAD_SCALER
     count = stand_in(monkeypatch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count):
         parameters = fake_parameters(model)
         ours = optimizer(parameters)
         worker = GradientSync(
-            DGC(exchange="all_gather"),
+            QuantizedGradients(also) if also in QUANTIZED_NAMES else DGC(exchange="all_gather"),
             ours,
             [(str(i), each) for i, each in enumerate(parameters)],
             peers,
@@ -343,6 +344,8 @@ CELLS = [
     ("AdamW", "transformer", "8 ranks", GRAD_SCALER),
     ("AdamW(fused=True)", "ResNet-50", "8 ranks", GRAD_SCALER),
     ("AdamW(capturable=True)", "ResNet-50", "8 ranks", ""),
+    *(("SGD", "ResNet-50", "8 ranks", name) for name in ("int8", "int4", "bfloat16")),
+    ("SGD", "ResNet-50", "8 nodes of 8", "int8"),
 ]
 
 
@@ -365,6 +368,7 @@ AVERAGES = {
     "local SGD, hidden by a step": LocalSGD(K_STEPS, 0, delay_steps=1),
     "top-k": LocalSGD(K_STEPS, 0, compression=TopK(density=0.01)),
 }
+MOST_QUANTIZED = 60
 # None depends on the number of tensors; of an average the checksum takes some for 4M elements.
 MOST_OF_AN_AVERAGE = 135
 
@@ -376,7 +380,11 @@ def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str])
 
 # By the name of the row: what counts, the number of ranks, and the most that is promised.
 COUNTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Counter[str]], int, int]] = {
-    ", ".join(filter(None, cell)): (partial(count_cell, cell=cell), PLACES[cell[2]][0], OPTIMIZERS[cell[0]][1])
+    ", ".join(filter(None, cell)): (
+        partial(count_cell, cell=cell),
+        PLACES[cell[2]][0],
+        MOST_QUANTIZED if cell[3] in QUANTIZED_NAMES else OPTIMIZERS[cell[0]][1],
+    )
     for cell in CELLS
 }
 COUNTS |= {
