@@ -98,7 +98,7 @@ class Method:
         ConfigurationError: the three cannot be combined, with the reason.
 
     Example:
-        >>> method = Method(when=EveryStep(), what=Quantized(value_dtype="int8"))
+        >>> method = Method(when=EveryStep(), what=TopK(density=0.01))
         >>> Method(**method.describe()) == method
         True
     """
