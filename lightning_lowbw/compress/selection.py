@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, gpu
-from lightning_lowbw.kernels.dispatch import kernels_for
+from lightning_lowbw.kernels.dispatch import chunks_for, kernels_for
 from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.kernels.table import Workspace, takes
 
@@ -108,8 +108,8 @@ class Selection:
         if segment.chunk is None:
             return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
         kernels_for(*segment.tensors).accumulate_(segment, 0.0)
-        kernels = kernels_for(segment.residual)
-        positions: Tensor = kernels.largest(segment.residual, segment.k, segment.chunk, segment.k_last)
+        residual, chunk = segment.residual, segment.chunk
+        positions: Tensor = chunks_for(residual, chunk).largest(residual, segment.k, chunk, segment.k_last)
         return positions
 
 

@@ -11,6 +11,7 @@ variant (`triton_kernels.kernel`). `Uses` lists what these depend on in a traini
 | pack, unpack | the dtype of values on the wire, or that they are not floats |
 | apply | the next power of two of the number of messages; whether weights are stepped |
 | encode, decode | 8 bits or 4 |
+| chunks | the next power of two of the length of a chunk |
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ def kernels_for(*tensors: Tensor) -> ModuleType:
     return (compiled_for(*tensors) if is_plain else None) or reference
 
 
+def chunks_for(values: Tensor, chunk: int) -> ModuleType:
+    """Return the module to take `largest` of each chunk from."""
+    is_short = chunk <= gpu.LONGEST_CHUNK and values.dtype == torch.float32
+    return gpu if uses_triton(values.device) and is_short else kernels_for(values)
+
+
 def averages_for(device: torch.device) -> ModuleType:
     """Return the module to take `average_many_` from, for float32 that is contiguous."""
     if uses_triton(device):
@@ -115,6 +122,7 @@ class Uses:
         num_messages: that kernels average.
         steps: whether weights are stepped by the means; otherwise the means are written.
         scaled_bits: of integers with a scale per block.
+        chunks: lengths of chunks of which the largest elements are sent.
     """
 
     kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
@@ -122,6 +130,7 @@ class Uses:
     num_messages: tuple[int, ...] = (2,)
     steps: tuple[bool, ...] = (False, True)
     scaled_bits: tuple[int, ...] = (8, 4)
+    chunks: tuple[int, ...] = (4096,)
 
 
 def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
@@ -246,6 +255,9 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
     like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
     for num_messages in uses.num_messages:
         _compare(*(_averaged(each, like, positions, num_messages, uses.steps) for each in (gpu, reference)))
+    values = _tiny_segment(device, PLAIN).residual
+    for chunk in uses.chunks:
+        _compare(*([each.largest(values, 1, chunk, 1)] for each in (gpu, reference)))
     for bits in uses.scaled_bits:
         _compare(*(_scaled(each, device, bits) for each in (gpu, reference)))
 

@@ -23,6 +23,7 @@ from lightning_lowbw.kernels.tensors import constant, upload
 
 SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
+LONGEST_CHUNK = 1 << 14  # elements that a program searches at once
 TENSORS = 256  # that a program of the selection looks at a time, to find its own
 PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
@@ -125,6 +126,21 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
 @cache
 def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def largest(values: Tensor, k: int, chunk: int, k_last: int) -> Tensor:
+    """Return the positions of the k largest |values| of each chunk; see `reference.largest`: one launch."""
+    import triton
+
+    from lightning_lowbw.kernels.triton_kernels import chunks_kernel
+
+    num_full, rest = divmod(values.numel(), chunk)
+    positions = torch.empty(num_full * k + (k_last if rest else 0), dtype=torch.int64, device=values.device)
+    with torch.cuda.device_of(values):
+        chunks_kernel[(-(-values.numel() // chunk),)](
+            values, positions, values.numel(), chunk, k, k_last, BLOCK=triton.next_power_of_2(chunk), num_warps=8,
+        )  # fmt: skip
+    return positions
 
 
 def pack(

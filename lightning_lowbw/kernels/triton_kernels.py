@@ -381,6 +381,32 @@ def take_kernel(
             tl.store(narrow, tl.zeros([BLOCK], tl.int16), mask=is_sent & (itemsize == 2))
 
 
+@kernel
+def chunks_kernel(values, positions, numel: tl.int64, chunk: tl.int64, k, k_last, BLOCK: tl.constexpr):
+    """Write the positions of the k largest magnitudes of a chunk, of the last one k_last: `reference.largest`.
+
+    Grid: (chunks,).
+    """
+    number = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    size = tl.minimum(chunk, numel - number * chunk)
+    wanted = tl.where(size == chunk, k, k_last)
+    inside = lanes < size
+    places = number * chunk + lanes
+    bits = tl.where(inside, magnitude_bits(tl.load(values + places, mask=inside, other=0.0)), -1)
+    # The bits of the k-th largest, from the highest on: the largest number that at least k magnitudes reach.
+    least = tl.full([], 0, tl.int32)
+    for bit in range(31):
+        trial = least | (1 << (30 - bit))
+        least = tl.where(tl.sum((bits >= trial).to(tl.int32), 0) >= wanted, trial, least)
+    is_greater = (bits > least).to(tl.int32)
+    is_tie = (bits == least).to(tl.int32)
+    num_ties = wanted - tl.sum(is_greater, 0)
+    is_taken = (is_greater != 0) | ((is_tie != 0) & (tl.cumsum(is_tie, 0) <= num_ties))
+    taken = is_taken.to(tl.int32)
+    tl.store(positions + number * k + tl.cumsum(taken, 0) - taken, places, mask=is_taken)
+
+
 # Messages: positions and values packed, unpacked, and averaged --------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from lightning_lowbw.compress.quantization import LinearFormat, make_format
 from lightning_lowbw.compress.top_k import LEAST_NUMEL, TopK
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import Uses
+from lightning_lowbw.kernels.gpu import LONGEST_CHUNK
 from lightning_lowbw.kernels.table import DTYPES, Kind
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.gradient import GradientSync
@@ -77,12 +78,15 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     num_messages: dict[int, None] = {}
     steps: dict[bool, None] = {}
     scaled_bits: dict[int, None] = {}
+    chunks: dict[int, None] = {}
     for worker in workers:
         what, peers = worker.method.what, worker.peers
         if isinstance(what, Quantized) and isinstance(linear := make_format(what.value_dtype), LinearFormat):
             scaled_bits[linear.bits] = None
         if not isinstance(what, TopK) or peers.num_participants == 1:
             continue
+        if what.chunk is not None and what.chunk <= LONGEST_CHUNK:
+            chunks[what.chunk] = None
         mine = dict.fromkeys(_kinds_of(worker, what))
         if measures:
             mine[_kind_of(torch.float32)] = None
@@ -101,6 +105,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
         num_messages=tuple(num_messages),
         steps=tuple(steps),
         scaled_bits=tuple(scaled_bits),
+        chunks=tuple(chunks),
     )
 
 

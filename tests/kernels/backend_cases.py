@@ -276,6 +276,15 @@ def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPat
     assert dispatch.prepare(DEVICE) == reason
 
 
+@pytest.mark.parametrize(("chunk", "k", "k_last"), [(1, 1, 0), (64, 3, 2), (300, 300, 1), (4096, 64, 0), (4096, 0, 5)])
+def test_the_largest_of_each_chunk(chunk: int, k: int, k_last: int) -> None:
+    """Of equal ones the first."""
+    numel = 2 * chunk + 7 * k_last
+    for values in (torch.randn(numel), torch.randn(numel).round(), torch.zeros(numel)):
+        found = dispatch.chunks_for(values.to(DEVICE), chunk).largest(values.to(DEVICE), k, chunk, k_last)
+        assert found.cpu().equal(reference.largest(values, k, chunk, k_last))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("numel", [1, 2, 127, 129, 1001])
 def test_integers_with_a_scale_per_block(bits: int, numel: int) -> None:

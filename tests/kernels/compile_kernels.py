@@ -23,10 +23,10 @@ POINTERS = {
     for name in names.split()
 }
 SCALARS = {
-    **dict.fromkeys(["first", "masking", "num_tensors", "num_messages", "turns"], "i32"),
+    **dict.fromkeys(["first", "k", "k_last", "masking", "num_tensors", "num_messages", "turns"], "i32"),
     **dict.fromkeys(["num_elements", "message_words", "first_value", "width", "unary_bits"], "i64"),
     **dict.fromkeys(["limit", "scale", "largest", "tiny"], "fp32"),
-    **dict.fromkeys(["numel", "num_scales", "row_bytes"], "i64"),
+    **dict.fromkeys(["numel", "num_scales", "row_bytes", "chunk"], "i64"),
 }
 IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection
 OF_SCALES = {"limit": "i32"}  # its bits
@@ -77,6 +77,7 @@ def main() -> None:
             ("take,", triton_kernels.take_kernel, blocks, {}),
             ("pack,", triton_kernels.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
             ("unpack,", triton_kernels.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
+            ("chunks,", triton_kernels.chunks_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
             ("apply,", triton_kernels.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
             *(
                 (f"{name}, {bits} bits,", kernel, {"BITS": bits, "BLOCKS": gpu.SCALED_BLOCKS}, {}) for bits in (8, 4)

@@ -36,20 +36,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 KERNELS = tuple(
     f"{n}_kernel"
-    for n in [
-        "correct",
-        "order",
-        "plan",
-        "digits",
-        "choose",
-        "count",
-        "take",
-        "pack",
-        "unpack",
-        "apply",
-        "encode",
-        "decode",
-    ]
+    for n in (
+        *("correct", "order", "plan", "digits", "choose", "count", "take"),
+        *("pack", "unpack", "apply", "encode", "decode", "chunks"),
+    )
 )
 
 
