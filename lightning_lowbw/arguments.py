@@ -56,11 +56,21 @@ def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) 
     Raises:
         ConfigurationError: an argument is unknown, or out of range.
     """
-    names = [each.name for each in fields(kind) if each.init]  # type: ignore[arg-type]
-    unknown = [str(name) for name in arguments if name not in names]
+    return kind(**sorted_into(subject, arguments, kind)[0])
+
+
+def sorted_into(subject: str, arguments: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
+    """Return the arguments that are fields of each of some dataclasses.
+
+    Raises:
+        ConfigurationError: one is a field of none.
+    """
+    names = [[each.name for each in fields(kind) if each.init] for kind in kinds]
+    unknown = [str(name) for name in arguments if not any(name in of_kind for of_kind in names)]
     if unknown:
-        raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {', '.join(names)}.")
-    return kind(**arguments)
+        allowed = ", ".join(name for of_kind in names for name in of_kind)
+        raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {allowed}.")
+    return [{name: value for name, value in arguments.items() if name in of_kind} for of_kind in names]
 
 
 def code_of(value: object, prefix: str = "") -> str:
@@ -115,9 +125,3 @@ def check_one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ConfigurationError if a value is none of the choices."""
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(choices)}.")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise ConfigurationError if a value is neither True nor False."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r}: give True or False.")

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping, names_arguments, names_of
+from lightning_lowbw.arguments import from_mapping, names_arguments, names_of, sorted_into
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.peers import Algorithm, Peers, make_peers
 from lightning_lowbw.comm.topology import TopologyChoice, asks_for_two_levels, check_choice
@@ -373,20 +373,6 @@ def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | Non
     if topology is not None and isinstance(where, Mapping):  # the rest of it may make sense with this topology only
         method = {**method, "where": {**where, "topology": topology}}
     return from_mapping(Method, method, "method").at(topology)
-
-
-def sorted_into(subject: str, knobs: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
-    """Return the knobs that are fields of each of some dataclasses.
-
-    Raises:
-        ConfigurationError: one is a field of none.
-    """
-    names = [[each.name for each in fields(kind) if each.init] for kind in kinds]
-    unknown = [name for name in knobs if not any(name in of_kind for of_kind in names)]
-    if unknown:
-        allowed = ", ".join(name for of_kind in names for name in of_kind)
-        raise ConfigurationError(f"{subject} has no {', '.join(unknown)}: choose among {allowed}.")
-    return [{name: value for name, value in knobs.items() if name in of_kind} for of_kind in names]
 
 
 def _value(given: Any, key: str, kinds: Mapping[str, type], axis: str) -> Any:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.arguments import names_arguments, sorted_into
 from lightning_lowbw.comm.peers import Algorithm
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.method import Method, Where, sorted_into
+from lightning_lowbw.method import Method, Where
 from lightning_lowbw.schedules.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.exchange import Whole

@@ -190,7 +190,6 @@ def test_the_numbers_of_the_documents() -> None:
         {"budget": 0.0},
         {"budget": 1.5},
         {"budget": float("nan")},
-        {"pretrained": 1},
         {"sparsity": [0.999], "budget": 0.1},
         {"sparsity": [0.999], "pretrained": True},
     ],

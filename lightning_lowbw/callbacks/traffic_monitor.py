@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_lowbw.arguments import check_flag, names_arguments
+from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.callbacks.schedules import OF_PACKAGE
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError
@@ -56,12 +56,10 @@ class TrafficMonitor(Callback):
         prog_bar: whether the bytes sent and the compression ratio are shown in the progress bar.
 
     Raises:
-        ConfigurationError: `prog_bar` is neither True nor False; the strategy exchanges no gradients (a single
-            device), or not as DDP does.
+        ConfigurationError: the strategy exchanges no gradients (a single device), or not as DDP does.
     """
 
     def __init__(self, *, prog_bar: bool = True) -> None:
-        check_flag("prog_bar", prog_bar)
         self.prog_bar = prog_bar
         self._last = TrafficLedger()
         self._at_last_send = self._last

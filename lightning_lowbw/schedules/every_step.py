@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_lowbw.arguments import check_flag, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 
 AUTO = "auto"
@@ -68,7 +68,6 @@ class EveryStep:
                 "several values to be spread over these steps, as in sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]. "
                 "Give them, or leave rampup_step out."
             )
-        check_flag("pretrained", self.pretrained)
         if not is_number(self.budget) or not 0 < self.budget <= 1:
             raise ConfigurationError(
                 f"budget={self.budget!r}: give the share of a step that its exchange may take, above 0 and up to 1."

@@ -69,43 +69,31 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     momentum that is 0 now in a model of narrow dtype.
 
     Args:
-        workers: of the optimizers.
+        workers: of the optimizers, all with one method.
         measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`plan`).
     """
+    method, peers = workers[0].method, workers[0].peers
+    what, num_participants = method.what, peers.num_participants
+    linear = make_format(what.value_dtype) if isinstance(what, Quantized) else None
+    bits = [linear.bits] if isinstance(linear, LinearFormat) else [8] if measures else []  # int8 is timed, too
+    if not isinstance(what, TopK) or num_participants == 1:
+        return Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), scaled_bits=tuple(bits), chunks=())
     # An ordered set is a dict here: the same order on all ranks.
-    kinds: dict[Kind, None] = {}
-    value_dtypes: dict[torch.dtype | None, None] = {}
-    num_messages: dict[int, None] = {}
-    steps: dict[bool, None] = {}
-    scaled_bits: dict[int, None] = {}
-    chunks: dict[int, None] = {}
-    for worker in workers:
-        what, peers = worker.method.what, worker.peers
-        if isinstance(what, Quantized) and isinstance(linear := make_format(what.value_dtype), LinearFormat):
-            scaled_bits[linear.bits] = None
-        if not isinstance(what, TopK) or peers.num_participants == 1:
-            continue
-        if what.chunk is not None and what.chunk <= LONGEST_CHUNK:
-            chunks[what.chunk] = None
-        mine = dict.fromkeys(_kinds_of(worker, what))
-        if measures:
-            mine[_kind_of(torch.float32)] = None
-        kinds |= {kind._replace(is_aligned=is_aligned): None for kind in mine for is_aligned in (True, False)}
-        value_format = make_value_format(what.value_dtype)
-        value_dtypes[value_format.dtype if isinstance(value_format, FloatFormat) else None] = None
-        if what.mean_over == "ranks":
-            num_messages[peers.num_participants] = None
-            collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
-            if not worker.method.averages_weights and collective == "reduce_scatter":
-                num_messages[1] = None  # the sums of a reduce-scatter
-        steps |= {False: None, True: None} if not worker.method.averages_weights else {False: None}
+    kinds = dict.fromkeys(kind for worker in workers for kind in _kinds_of(worker, what))
+    if measures:
+        kinds[_kind_of(torch.float32)] = None
+    value_format = make_value_format(what.value_dtype)
+    num_messages = [num_participants] if what.mean_over == "ranks" else []
+    collective = what.collective(num_participants, is_two_level=peers.is_two_level)
+    if num_messages and collective == "reduce_scatter" and not method.averages_weights:
+        num_messages.append(1)  # the sums of a reduce-scatter
     return Uses(
-        kinds=tuple(kinds),
-        value_dtypes=tuple(value_dtypes),
+        kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),
+        value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else None,),
         num_messages=tuple(num_messages),
-        steps=tuple(steps),
-        scaled_bits=tuple(scaled_bits),
-        chunks=tuple(chunks),
+        steps=(False,) if method.averages_weights else (False, True),
+        scaled_bits=tuple(bits),
+        chunks=() if what.chunk is None or what.chunk > LONGEST_CHUNK else (what.chunk,),
     )
 
 
