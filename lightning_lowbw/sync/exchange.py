@@ -12,7 +12,7 @@ not sent, and rounding errors, stay in the residuals e.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -425,7 +425,7 @@ class ReduceScatterExchange(TopKExchange):
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
         counts = [each.numel() for each, _ in means]
         spans = _spans(dict.fromkeys(selected, slice(None)), counts, 0)
-        mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, spans)])
+        mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, spans)], positions.device)
         return Deferred(lambda: mean)
 
     def state_dict(self) -> dict[str, Any]:
@@ -465,14 +465,17 @@ class Layout:
         return cls(payload, numels, density, parts, sizes)
 
     def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
-        """Yield the elements in the messages of all, of local ranks with parts of equal sizes together."""
+        """Yield the elements in the messages of all; of local ranks with parts of equal sizes together, while few."""
         sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in self.parts]
         for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
-            if numels:
-                mine = list(ranks)
+            if not numels:
+                continue
+            alike, counts = list(ranks), [self.payload.num_sent(numel, self.density) for numel in numels]
+            at_once = max(1, DECODED_BYTES // (ELEMENT_BYTES * gathered.shape[1] * sum(counts)))
+            for first in range(0, len(alike), at_once):
+                mine = alike[first : first + at_once]
                 messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
                 positions, values = self.payload.decode(messages, numels, self.density, damaged)
-                counts = [self.payload.num_sent(numel, self.density) for numel in numels]
                 spans = [span for row, each in enumerate(mine) for span in _spans(self.parts[each], counts, row)]
                 yield Decoded(positions, values, spans)
 
@@ -497,12 +500,16 @@ class PendingTopK:
             with self._peers.ledger.waiting(self._damaged.device):
                 self._gathered.append(self._work.wait())
         (gathered,), layout, damaged = self._gathered, self._layout, self._damaged
-        mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged))
+        mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged), damaged.device)
         if not self._has_status:
             return mean, None
         statuses = gathered[..., max(layout.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
         first, *others = statuses
         return mean, sum(others, first)  # in one order: the same bits everywhere
+
+
+ELEMENT_BYTES = 12  # a position in int64, a value in float32
+DECODED_BYTES = 1 << 27  # 128 MiB of decoded elements at once; of one local rank as many as there are
 
 
 class Span(NamedTuple):
@@ -557,18 +564,19 @@ class SparseMean:
     Args:
         payload: with which they were sent.
         numels: elements of each whole tensor, by name.
-        decode: returns the elements.
+        decode: returns the elements, of some parts after the other: they take more memory than messages.
+        device: where they are.
     """
 
-    def __init__(self, payload: TopK, numels: Mapping[str, int], decode: Callable[[], Any]) -> None:
-        self._payload, self._numels, self._decode = payload, numels, decode
+    def __init__(
+        self, payload: TopK, numels: Mapping[str, int], decode: Callable[[], Iterable[Decoded]], device: torch.device
+    ) -> None:
+        self._payload, self._numels, self._decode, self._device = payload, numels, decode, device
 
     def dense(self) -> dict[str, Tensor]:
         """Return it flat, float32, 0 where nobody has sent an element."""
-        decoded = list(self._decode())
-        device = decoded[0].positions.device if decoded else torch.device("cpu")
-        outs = {name: allocate(numel, torch.float32, device) for name, numel in self._numels.items()}
-        self._step_(decoded, {name: (out, None, 0.0) for name, out in outs.items()})
+        outs = {name: allocate(numel, torch.float32, self._device) for name, numel in self._numels.items()}
+        self.step_({name: (out, None, 0.0) for name, out in outs.items()})
         return outs
 
     def step_(self, steps: Mapping[str, Step]) -> None:
@@ -580,15 +588,14 @@ class SparseMean:
         Args:
             steps: of each tensor a workspace of its size, its weight, and the rate: float32, flat, contiguous.
         """
-        if steps:
-            self._step_(list(self._decode()), steps)
-
-    def _step_(self, decoded: Sequence[Decoded], steps: Mapping[str, Step]) -> None:
+        if not steps:
+            return
         if self._payload.mean_over == "ranks":
-            for each in decoded:
+            for each in self._decode():
                 if arrivals := each.arrivals(steps):
                     averages_for(each.values.device).average_many_(arrivals, each.positions, each.values)
             return
+        decoded = list(self._decode())
         for name, (out, weight, rate) in steps.items():
             parts = _joined([part for each in decoded for part in each.of(name)])
             self._payload.average_(out, parts)
