@@ -410,14 +410,19 @@ def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str])
     return count_step(monkeypatch, model, OPTIMIZERS[optimizer][0], make_peers(*PLACES[where]), also=also)
 
 
+def most_of(cell: tuple[str, str, str, str]) -> int:
+    optimizer, model, _, also = cell
+    if also in QUANTIZED_NAMES:
+        return MOST_QUANTIZED[model]
+    return OPTIMIZERS[optimizer][1] + (30 if also == AT_A_QUARTER else 0)  # of each local rank by itself
+
+
 # By the name of the row: what counts, the number of ranks, and the most that is promised.
 COUNTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Counter[str]], int, int]] = {
     ", ".join(filter(None, cell)): (
         partial(count_cell, cell=cell),
         PLACES[cell[2]][0],
-        MOST_QUANTIZED[cell[1]]
-        if cell[3] in QUANTIZED_NAMES
-        else OPTIMIZERS[cell[0]][1] + 30 * (cell[3] == AT_A_QUARTER),
+        most_of(cell),
     )
     for cell in CELLS
 }
