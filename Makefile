@@ -61,10 +61,8 @@ bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (ne
 	$(RUN) benchmarks/slow_link.py
 
 # With the torch that is there: a plain install would bring another one. A test that fails does not cost the benchmark.
-gpu:  ## on a machine with an NVIDIA GPU: run the GPU's tests and its benchmark, with PYTHON's own torch
-	$(PYTHON) -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu \
-	  tests/gpu tests/compress tests/kernels tests/comm; status=$$?; \
-	$(PYTHON) benchmarks/ops_gpu.py && exit $$status
+gpu:  ## on a machine with an NVIDIA GPU: proofs and a benchmark in eight minutes, with PYTHON's own torch; OUT=folder
+	$(PYTHON) benchmarks/gpu.py $(if $(OUT),--out $(OUT))
 
 lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m ruff check .
