@@ -298,3 +298,17 @@ def test_the_annotations_of_the_hook_are_objects() -> None:
     annotations = GradientHook.reduce.__annotations__
     assert annotations["bucket"] is dist.GradBucket
     assert not isinstance(annotations["return"], str)
+
+
+# Who waits for a whole device or stream: the timers of `sparsity="auto"`, and gloo's thread, which reads from the host.
+SYNCHRONISING = {"strategies/auto_choice.py": 1, "strategies/gradient_hook.py": 1, "comm/side_queue.py": 1}
+
+
+def test_nothing_else_waits_for_a_device() -> None:
+    found = {}
+    for module in MODULES:
+        calls = [each for each in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(each, ast.Call)]
+        names = [each.func.attr for each in calls if isinstance(each.func, ast.Attribute)]
+        if number := names.count("synchronize"):
+            found[module.as_posix()] = number
+    assert found == SYNCHRONISING
