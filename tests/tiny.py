@@ -95,6 +95,22 @@ class Tiny(pl.LightningModule):
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
+class ManualTiny(Tiny):
+    """With the usual steps of manual optimization."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+        return loss
+
+
 class TwoOptimizers(Tiny):
     """Two optimizers in manual optimization; `training_step` says which of them step."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, make_data, make_strategy, make_trainer, weights_of
+from tests.tiny import ManualTiny, Tiny, make_data, make_strategy, make_trainer, weights_of
 
 STEPS, FIRST_SPARSE = 6, 2
 SPARSE = ("wide.weight", "wider.weight", "head.weight")
@@ -71,17 +71,9 @@ class WithEarlyOptimizerHook(Plain):
         return optimizer
 
 
-class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class Manual(ManualTiny, Plain):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
         loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()  # type: ignore[union-attr]
         self.look()
         return loss
 

@@ -17,7 +17,7 @@ from torch.futures import Future
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, make_data, make_strategy, make_trainer
+from tests.tiny import ManualTiny, Tiny, make_data, make_strategy, make_trainer
 
 
 def reduce_a_bucket(reduction: Reduction | None) -> tuple[list[float], bool]:
@@ -34,20 +34,6 @@ def reduce_a_bucket(reduction: Reduction | None) -> tuple[list[float], bool]:
 def test_a_bucket_is_reduced_or_left_as_it_is() -> None:
     assert run_ranks(reduce_a_bucket, 2, "all") == [([0.5, 0.5], True)] * 2
     assert run_ranks(reduce_a_bucket, 2, None) == [([0.0, 0.0], False), ([1.0, 1.0], False)]
-
-
-class Manual(Tiny):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()  # type: ignore[union-attr]
-        return loss
 
 
 class Counter(pl.Callback):
@@ -75,7 +61,7 @@ def count_buckets(make_module: Callable[[], Tiny]) -> list[int]:
     return counter.buckets
 
 
-@pytest.mark.parametrize("make_module", [Tiny, Manual])
+@pytest.mark.parametrize("make_module", [Tiny, ManualTiny])
 def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny]) -> None:
     """Each would cost a copy of the gradient, and nothing is reduced."""
     for buckets in run_ranks(count_buckets, 2, make_module):

@@ -14,26 +14,13 @@ from lightning_lowbw import QuantizedGradients, ShardedStrategy, Strategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.fits import STEPS, fit
-from tests.tiny import Tiny, make_data, make_strategy, make_trainer
-
-
-class Manual(Tiny):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
+from tests.tiny import ManualTiny, Tiny, make_data, make_strategy, make_trainer
 
 KINDS: dict[str, tuple[Any, type[Tiny]]] = {
     "ddp": (lambda: make_strategy("ddp"), Tiny),
     "dgc": (lambda: make_strategy("dgc"), Tiny),
     "dgc, broadcast_buffers": (lambda: make_strategy("dgc", broadcast_buffers=True), Tiny),
-    "dgc in manual optimization": (lambda: make_strategy("dgc"), Manual),
+    "dgc in manual optimization": (lambda: make_strategy("dgc"), ManualTiny),
     "int8": (lambda: Strategy(QuantizedGradients("int8")), Tiny),
     "sharded": (lambda: ShardedStrategy(QuantizedGradients("int8"), topology=1), Tiny),
 }
@@ -75,7 +62,7 @@ def test_buffers_are_those_of_rank_zero_wherever_somebody_looks(kind: str) -> No
         assert of_rank_0 == of_rank_1
 
 
-class Own(Manual):
+class Own(ManualTiny):
     """Buffers of each rank that the training reads, and one that DDP does not know and could not send."""
 
     def __init__(self) -> None:

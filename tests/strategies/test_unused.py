@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides import distributed as lightning_ddp
-from torch import Tensor
 from torch.nn.parallel import distributed as torch_ddp
 
 from lightning_lowbw import AveragingSchedule, DGCStrategy, LocalSGDStrategy, SparsityWarmup
 from lightning_lowbw.presets import PRESETS
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
+from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, make_data, make_trainer, weights_of
 
 STEPS = 8
 
@@ -41,20 +40,6 @@ class Searches(pl.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.by_batch.append((self.is_dense, self.num))
-
-
-class ManualTiny(Tiny):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
 
 
 def fit(strategy: Any, make_model: Callable[..., Tiny], callback: pl.Callback | None) -> tuple[list[Any], str]:
