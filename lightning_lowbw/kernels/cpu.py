@@ -452,7 +452,7 @@ def scales_of(values, largest, limit, scale):
 
 @kernel
 def encode_kernel(values, scales, packed, largest, limit, tiny, bits):
-    """Write vectors as integers with scales; see `cpu.encode_blocks_`."""
+    """Write vectors as integers with scales; see `reference.encode_blocks_`."""
     scale = np.empty(scales.shape[1], dtype=np.float32)
     scale_bits = scale.view(np.int32)
     integers = np.empty(SCALED, dtype=np.int8)

@@ -610,7 +610,7 @@ def encode_kernel(
     values, scales, packed, numel: tl.int64, num_scales: tl.int64, row_bytes: tl.int64, largest, limit, tiny,
     BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write vectors as integers with scales, and replace them by their rounding errors: `quantization.encode_`.
+    """Write vectors as integers with scales, and replace them by their rounding errors: `reference.encode_blocks_`.
 
     Grid: (groups of BLOCKS blocks, vectors). `scales`: shape (vectors, num_scales), the bits of bfloat16. The rows of
     `packed` are `row_bytes` apart.

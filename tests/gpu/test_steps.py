@@ -26,7 +26,8 @@ pytestmark = [
 CYCLES = 200_000_000  # a tenth of a second
 NUMEL = 1 << 24
 
-# Bytes per parameter in use at most, beyond weights, gradients, optimizer and residuals; on two ranks.
+# Bytes per parameter in use at most, beyond weights, gradients, optimizer and residuals; on two ranks. Estimated:
+# no GPU has measured them yet.
 METHODS: dict[str, tuple[Method, float]] = {
     "dgc": (DGC(sparsity=[0.999]), 0.5),
     "dgc at 25 %": (DGC(sparsity=[0.75]), 10.0),
